@@ -1,0 +1,82 @@
+"""Every exception that dualdist raises on purpose.
+
+    DualdistError
+    ├── UsageError               a call that cannot be right: bad argument, wrong order of calls
+    │   ├── NotInitializedError      a collective before init() or after shutdown()
+    │   └── AlreadyInitializedError  a second init()
+    ├── TopologyError            the launcher's variables are incomplete, impossible or contradict each other
+    ├── BackendError             the chosen backend cannot be used here
+    │   ├── BackendUnavailableError  not installed, not built for this torch, or not built with what was asked
+    │   └── UnsupportedError         the backend is fine, but this launcher, dtype or operation is not for it
+    ├── RendezvousError          the ranks did not find each other
+    ├── CollectiveError          an operation between ranks failed
+    │   ├── CollectiveTimeoutError   a rank did not arrive in time
+    │   ├── RankLostError            a rank ended or its connection broke
+    │   └── MismatchError            the ranks passed arguments that do not fit together
+    ├── BuildError               install-horovod could not build or verify Horovod
+    └── LaunchError              ranks could not be started, or one of them failed
+
+Every message says what was seen, what was expected and what to type. Programs may catch DualdistError for all of them.
+"""
+
+from __future__ import annotations
+
+
+class DualdistError(Exception):
+    """The root of all errors that dualdist raises on purpose."""
+
+
+class UsageError(DualdistError, ValueError):
+    """A call that cannot be right, whatever the other ranks do."""
+
+
+class NotInitializedError(UsageError):
+    """dualdist was used before init() or after shutdown()."""
+
+
+class AlreadyInitializedError(UsageError):
+    """init() was called while a session is open."""
+
+
+class TopologyError(DualdistError):
+    """The launcher's variables are incomplete, impossible, or contradict each other."""
+
+
+class BackendError(DualdistError):
+    """The chosen backend cannot be used here."""
+
+
+class BackendUnavailableError(BackendError):
+    """The backend is not installed, is built for another torch, or lacks what was asked of it."""
+
+
+class UnsupportedError(BackendError):
+    """The backend works, but not with this launcher, dtype or operation."""
+
+
+class RendezvousError(DualdistError):
+    """The ranks did not find each other."""
+
+
+class CollectiveError(DualdistError):
+    """An operation between ranks failed."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A rank did not arrive at a collective operation in time."""
+
+
+class RankLostError(CollectiveError):
+    """Another rank ended, or the connection to it broke, during a collective operation."""
+
+
+class MismatchError(CollectiveError):
+    """The ranks passed arguments that do not fit together."""
+
+
+class BuildError(DualdistError):
+    """install-horovod could not download, adapt, build, install or verify Horovod."""
+
+
+class LaunchError(DualdistError):
+    """Ranks could not be started, or one of them failed."""

@@ -1,0 +1,47 @@
+"""Where this rank stands among the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dualdist.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place in the job.
+
+    0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node < nodes <= size. `address` and `port` are where rank 0 can be
+    met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source` says in a few words
+    from which variables this was read. `inferred` names the fields that no variable told and that were filled in by the
+    usual placement; `dualdist.session` replaces them by what the ranks find when they meet.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    launcher: str
+    source: str
+    address: str | None = None
+    port: int | None = None
+    inferred: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for value_name, bound_name in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
+            value, bound = getattr(self, value_name), getattr(self, bound_name)
+            if not 0 <= value < bound:
+                raise TopologyError(
+                    f"{value_name}={value} but {bound_name}={bound} (from {self.source}): "
+                    f"a {value_name} must be at least 0 and below the {bound_name}"
+                )
+        for part in ("local_size", "nodes"):
+            if getattr(self, part) > self.size:
+                raise TopologyError(
+                    f"{part}={getattr(self, part)} but size={self.size} (from {self.source}): "
+                    f"the {part} cannot exceed the number of ranks"
+                )
+        if self.port is not None and not 0 < self.port < 65536:
+            raise TopologyError(f"port={self.port} (from {self.source}): a port is between 1 and 65535")
