@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dualdist.errors import TopologyError
+
+# How ranks that know only their number find rank 0: nobody to find; rank 0 listens at address and port; the launcher's
+# agent already serves a store there; the store of Horovod's launcher; MPI was started; a Slurm step's shared folder.
+Meeting = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,8 @@ class Topology:
     0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node < nodes <= size. `address` and `port` are where rank 0 can be
     met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source` says in a few words
     from which variables this was read. `inferred` names the fields that no variable told and that were filled in by the
-    usual placement; `dualdist.session` replaces them by what the ranks find when they meet.
+    usual placement; the session replaces them by what the ranks find when they meet. `mpi` says that the launcher started
+    MPI, so that MPI_Init finds the other ranks.
     """
 
     rank: int
@@ -27,6 +33,8 @@ class Topology:
     source: str
     address: str | None = None
     port: int | None = None
+    meeting: Meeting = "none"
+    mpi: bool = False
     inferred: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

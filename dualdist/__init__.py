@@ -1,0 +1,68 @@
+"""One PyTorch training script on two communication backends, under any launcher.
+
+    import dualdist as dd
+
+    dd.init()
+    dd.broadcast_parameters(model)
+    optimizer = dd.wrap_optimizer(optimizer)
+"""
+
+from dualdist.api import (
+    allgather,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    backend,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    device,
+    init,
+    is_initialized,
+    launcher,
+    local_rank,
+    local_size,
+    node,
+    nodes,
+    rank,
+    shutdown,
+    size,
+    transport,
+    wrap_optimizer,
+)
+from dualdist.errors import DualdistError
+from dualdist.spawning import spawn
+from dualdist.version import __version__
+
+__all__ = [
+    "DualdistError",
+    "__version__",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "backend",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "device",
+    "init",
+    "is_initialized",
+    "launcher",
+    "local_rank",
+    "local_size",
+    "node",
+    "nodes",
+    "rank",
+    "shutdown",
+    "size",
+    "spawn",
+    "transport",
+    "wrap_optimizer",
+]

@@ -1,0 +1,337 @@
+"""The backend over Horovod, whose own controller runs on MPI or on Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from dualdist import network
+from dualdist.backends.base import Names, ReduceOp, Store, describe
+from dualdist.deadline import Deadline, call_within
+from dualdist.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DualdistError,
+    MismatchError,
+    RankLostError,
+    RendezvousError,
+    UnsupportedError,
+    UsageError,
+)
+from dualdist.network import Invitation
+from dualdist.placement import Place
+from dualdist.topology import Topology
+
+Controller = Literal["gloo", "mpi"]
+
+INSTALL = "dualdist install-horovod"
+GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
+# What Horovod and its transports write, in lower case.
+GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
+LATE = ("timed out", "timeout")
+MISMATCH = ("mismatched",)
+REUSED = ("same name as another tensor",)
+# Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
+POLL_S = 0.0001
+# Horovod ends a stalled job by itself after the timeout; what it says then is heard for so much longer.
+GRACE_S = 5.0
+
+
+def load() -> ModuleType:
+    """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or spec.origin is None:
+        raise BackendUnavailableError(f"Horovod is not installed: run `{INSTALL}`, or use --backend native")
+    built_for = _built_for(Path(spec.origin).parent / "metadata.json")
+    if built_for not in (None, torch.__version__):
+        raise BackendUnavailableError(
+            f"this Horovod was built for torch {built_for}, but torch {torch.__version__} is installed: "
+            f"run `{INSTALL} --force` to build it again, or use --backend native"
+        )
+    try:
+        return importlib.import_module("horovod.torch")
+    except (ImportError, OSError, AttributeError) as error:
+        raise BackendUnavailableError(
+            f"Horovod is installed but does not load ({error}): run `{INSTALL} --force`, or use --backend native"
+        ) from error
+
+
+def is_built_with_mpi() -> bool:
+    """Whether a Horovod with MPI is installed; False where none is."""
+    if importlib.util.find_spec("horovod") is None:
+        return False
+    return bool(load().mpi_built())
+
+
+def _built_for(metadata: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        version = json.loads(metadata.read_text()).get("pytorch")
+        return None if version is None else str(version)
+    return None
+
+
+class HorovodWork:
+    """One asynchronous operation of Horovod."""
+
+    def __init__(self, hvd: ModuleType, handle: int, what: str, timeout_s: float) -> None:
+        self._hvd = hvd
+        self._handle = handle
+        self._what = what
+        self._timeout_s = timeout_s
+        self._result: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        return self._result is not None or bool(self._hvd.poll(self._handle))
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None:
+            deadline = Deadline(self._timeout_s + GRACE_S)
+            while not self._hvd.poll(self._handle):
+                if deadline.passed():
+                    raise CollectiveTimeoutError(f"{self._what}: not all ranks arrived within {self._timeout_s:g} s")
+                time.sleep(POLL_S)
+            started_s = deadline.timeout_s - deadline.left_s()
+            try:
+                self._result = self._hvd.synchronize(self._handle)
+            except RuntimeError as error:
+                stalled = started_s >= self._timeout_s
+                raise translated(error, self._what, self._timeout_s, stalled=stalled) from error
+        return self._result
+
+
+class HorovodBackend:
+    """Moves tensors through Horovod's engine."""
+
+    name = "horovod"
+
+    def __init__(self, hvd: ModuleType, transport: str, timeout_s: float, stop_server: Callable[[], None]) -> None:
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self.rank = int(hvd.rank())
+        self.size = int(hvd.size())
+        self.names = Names()
+        self._hvd = hvd
+        self._stop_server = stop_server
+        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
+        what = describe("allreduce", name, buffer)
+        return self._start(what, lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op]))
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
+        return self._start(describe("allgather", name, tensor), lambda: self._hvd.allgather_async(tensor, name=name))
+
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
+        what = describe("broadcast", name, buffer)
+        return self._start(what, lambda: self._hvd.broadcast_async_(buffer, root, name=name))
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+        self._stop_server()
+
+    def _start(self, what: str, start: Callable[[], int]) -> HorovodWork:
+        try:
+            return HorovodWork(self._hvd, start(), what, self.timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise translated(error, what, self.timeout_s, stalled=False) from error
+
+
+def start_on_mpi(
+    topology: Topology, environ: MutableMapping[str, str], device: torch.device, timeout_s: float
+) -> HorovodBackend:
+    """Start Horovod on the MPI that the launcher started, or on an MPI of one rank."""
+    hvd = load()
+    if not hvd.mpi_built():
+        raise BackendUnavailableError(
+            f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
+            "DUALDIST_TRANSPORT=gloo"
+        )
+    with _set(environ, _settings("mpi", timeout_s)):
+        _init(hvd, topology, timeout_s)
+    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, stop_server=lambda: None)
+
+
+def start_on_gloo(
+    topology: Topology,
+    places: Sequence[Place],
+    store: Store | None,
+    key: str,
+    environ: MutableMapping[str, str],
+    device: torch.device,
+    timeout_s: float,
+) -> HorovodBackend:
+    """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and says so in our store.
+
+    A new server for every start, also where horovodrun runs one: Horovod's server forgets how many ranks have left each
+    scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the same
+    processes can lose its keys.
+    """
+    hvd = load()
+    if not hvd.gloo_built():
+        raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
+    deadline = Deadline(timeout_s)
+    settings = _settings("gloo", timeout_s)
+    slots = slots_of(places)
+    settings.update(slots[topology.rank])
+    stop_server: Callable[[], None] = lambda: None  # noqa: E731
+    if store is None:
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
+    else:
+        address, port, stop_server = _serve_or_find(topology, slots, store, key, environ, deadline)
+        interface = "lo" if topology.nodes == 1 else network.interface_towards(address)
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
+        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
+        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or interface
+    with _set(environ, settings):
+        _init(hvd, topology, deadline.left_s())
+    return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, stop_server)
+
+
+def slots_of(places: Sequence[Place]) -> list[dict[str, str | None]]:
+    """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
+    local_sizes = Counter(place.node for place in places)
+    columns: dict[int, list[int]] = defaultdict(list)
+    for place in sorted(places, key=lambda place: place.node):
+        columns[place.local_rank].append(place.node)
+    cross_ranks = {(node, local): index for local, nodes in columns.items() for index, node in enumerate(nodes)}
+    return [
+        {
+            "HOROVOD_HOSTNAME": f"node{place.node}",
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(len(places)),
+            "HOROVOD_LOCAL_RANK": str(place.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(local_sizes[place.node]),
+            "HOROVOD_CROSS_RANK": str(cross_ranks[place.node, place.local_rank]),
+            "HOROVOD_CROSS_SIZE": str(len(columns[place.local_rank])),
+        }
+        for rank, place in enumerate(places)
+    ]
+
+
+def _serve_or_find(
+    topology: Topology,
+    slots: Sequence[dict[str, str | None]],
+    store: Store,
+    key: str,
+    environ: MutableMapping[str, str],
+    deadline: Deadline,
+) -> tuple[str, int, Callable[[], None]]:
+    """Address and port of Horovod's rendezvous, and what stops it: served by rank 0, found by the others."""
+    host = network.host_identity(environ)
+    if topology.rank == 0:
+        port, stop = _serve(slots)
+        store.set(f"{key}/rendezvous", Invitation.of(host, port, one_node=topology.nodes == 1).dumps())
+        return (network.own_addresses() or [network.LOOPBACK])[0] if topology.nodes > 1 else network.LOOPBACK, port, stop
+    try:
+        invitation = Invitation.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
+            "see what rank 0 printed last"
+        ) from error
+    return invitation.answering_address(host, deadline), invitation.port, lambda: None
+
+
+def _serve(slots: Sequence[dict[str, str | None]]) -> tuple[int, Callable[[], None]]:
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = int(server.start())
+    server.init(
+        [
+            SlotInfo(
+                hostname=slot["HOROVOD_HOSTNAME"],
+                **{
+                    field: int(slot[f"HOROVOD_{field.upper()}"] or 0)
+                    for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+                },
+            )
+            for slot in slots
+        ]
+    )
+
+    def stop() -> None:
+        server.stop()
+        server._httpd.server_close()  # stop() leaves the socket open
+
+    return port, stop
+
+
+def _settings(controller: Controller, timeout_s: float) -> dict[str, str | None]:
+    """Variables by which Horovod takes the controller and ends, rather than only reports, a rank that never comes."""
+    seconds = str(max(1, round(timeout_s)))
+    return {
+        "HOROVOD_CONTROLLER": controller,
+        "HOROVOD_CPU_OPERATIONS": controller,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, round(timeout_s / 2)))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
+    }
+
+
+@contextlib.contextmanager
+def _set(environ: MutableMapping[str, str], settings: dict[str, str | None]) -> Iterator[None]:
+    """Set variables (None: unset) for the block, in which Horovod reads them once, and put them back."""
+    before = {name: environ.get(name) for name in settings}
+    try:
+        _put(environ, settings)
+        yield
+    finally:
+        _put(environ, before)
+
+
+def _put(environ: MutableMapping[str, str], settings: dict[str, str | None]) -> None:
+    for name, value in settings.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+
+
+def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
+    def late() -> DualdistError:
+        return RendezvousError(
+            f"rank {topology.rank} waited {timeout_s:g} s in hvd.init() for all {topology.size} ranks: "
+            "did one of them end, or never call dd.init()?"
+        )
+
+    try:
+        call_within(timeout_s, hvd.init, late)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"Horovod could not connect rank {topology.rank} to the others ({error}); its own messages stand above. "
+            f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
+        ) from error
+
+
+def _transport(hvd: ModuleType, controller: Controller, device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" and hvd.nccl_built() else controller
+
+
+def translated(error: Exception, what: str, timeout_s: float, *, stalled: bool) -> Exception:
+    """Our error for one that Horovod raised."""
+    text = " ".join(str(error).split())
+    lowered = text.lower()
+    if stalled or any(word in lowered for word in LATE):
+        return CollectiveTimeoutError(f"{what}: not all ranks arrived within {timeout_s:g} s ({text})")
+    if any(word in lowered for word in GONE):
+        return RankLostError(f"{what}: another rank ended or its connection broke ({text})")
+    if any(word in lowered for word in MISMATCH):
+        return MismatchError(f"{what}: {text}")
+    if any(word in lowered for word in REUSED):
+        return UsageError(f"{what}: an operation of this name is still under way; wait for it, or choose another name")
+    if isinstance(error, ValueError):
+        return UnsupportedError(f"{what}: Horovod cannot move this ({text})")
+    return CollectiveError(f"{what}: {text}")

@@ -1,0 +1,94 @@
+"""The one place that imports mpi4py, which starts MPI: used only where a launcher has started it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING
+
+from dualdist.deadline import Deadline, call_within
+from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError
+from dualdist.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+OPENMPI_BTL = "OMPI_MCA_btl"
+
+OTHERWISE = (
+    "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
+)
+
+
+def broadcast_text(
+    text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline
+) -> str:
+    """Rank 0's text, on every rank; all ranks of MPI_COMM_WORLD call it.
+
+    TopologyError where MPI counts other ranks than the launcher's variables do. MPI is left as it was found: started here, it
+    is also finished here, so that a rank that dies later cannot leave the others in MPI_Finalize.
+    """
+
+    def broadcast() -> str:
+        with _world(topology, environ) as world:
+            check_world(world.Get_rank(), world.Get_size(), topology)
+            received: str = world.bcast(text, root=0)
+        return received
+
+    def late() -> DualdistError:
+        return RendezvousError(
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s in MPI for all {topology.size} ranks: "
+            "did one of them end, or never call dd.init()?"
+        )
+
+    return call_within(deadline.left_s(), broadcast, late)
+
+
+def check_world(rank: int, size: int, topology: Topology) -> None:
+    """TopologyError where MPI's rank and size are not the launcher's."""
+    if (rank, size) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), but MPI says rank {rank} of {size}: "
+            "this mpi4py uses another MPI than the mpirun that started it; put that MPI's mpirun first on PATH, "
+            f"or install mpi4py for this MPI, {OTHERWISE}"
+        )
+
+
+@contextlib.contextmanager
+def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[Intracomm]:
+    """MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"the ranks were started by {topology.launcher} and meet through MPI, for which mpi4py is needed ({error}): "
+            f"pip install mpi4py, {OTHERWISE}"
+        ) from error
+    if MPI.Is_finalized():
+        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {OTHERWISE}")
+    if MPI.Is_initialized():
+        yield MPI.COMM_WORLD
+        return
+    with _without_tcp(topology, environ):
+        MPI.Init_thread()
+    try:
+        yield MPI.COMM_WORLD
+    finally:
+        MPI.Finalize()
+
+
+@contextlib.contextmanager
+def _without_tcp(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """On one node, keep Open MPI from opening its TCP transport, which takes it a second to close again (4.1.8)."""
+    if OPENMPI_BTL in environ or topology.local_size != topology.size:
+        yield
+        return
+    environ[OPENMPI_BTL] = "^tcp"
+    try:
+        yield
+    finally:
+        del environ[OPENMPI_BTL]

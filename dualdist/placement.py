@@ -1,0 +1,112 @@
+"""Where all ranks stand, once they have met: what each one said, checked against the others."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from dualdist.errors import TopologyError
+from dualdist.topology import Topology
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of itself when the ranks meet. `node` and `local_rank` are None where its launcher did not tell."""
+
+    rank: int
+    size: int
+    host: str
+    node: int | None
+    local_rank: int | None
+    backend: str
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Report:
+        return Report(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's node, and its number on that node."""
+
+    node: int
+    local_rank: int
+
+
+def report_of(topology: Topology, host: str, backend: str) -> Report:
+    """What this rank says of itself: the fields that variables told, not the inferred ones."""
+    return Report(
+        rank=topology.rank,
+        size=topology.size,
+        host=host,
+        node=None if "node" in topology.inferred else topology.node,
+        local_rank=None if "local_rank" in topology.inferred else topology.local_rank,
+        backend=backend,
+    )
+
+
+def settle(reports: Sequence[Report]) -> list[Place]:
+    """Give every rank its place, in rank order; TopologyError where the reports contradict each other.
+
+    A node is what the launcher numbered so, or else a host; nodes without a number are numbered by their lowest rank.
+    """
+    size = len(reports)
+    for rank, report in enumerate(reports):
+        if report.rank != rank or report.size != size:
+            raise TopologyError(
+                f"{size} ranks met, but one of them says it is rank {report.rank} of {report.size} (on {report.host}): "
+                "were all started by one command?"
+            )
+        if report.backend != reports[0].backend:
+            raise TopologyError(
+                f"rank 0 chose the backend {reports[0].backend!r} and rank {rank} the backend {report.backend!r}: "
+                "give every rank the same --backend or DUALDIST_BACKEND, and the same installation"
+            )
+    nodes: dict[object, list[int]] = defaultdict(list)
+    for report in reports:
+        nodes[report.host if report.node is None else report.node].append(report.rank)
+    places: list[Place | None] = [None] * size
+    told = all(report.node is not None for report in reports)
+    for index, (key, ranks) in enumerate(nodes.items()):
+        node = reports[ranks[0]].node if told else index
+        assert node is not None
+        for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
+            places[rank] = Place(node, local_rank)
+    return [place for place in places if place is not None]
+
+
+def _local_ranks(node: object, reports: Sequence[Report]) -> list[int]:
+    """The local rank of each of one node's ranks: as told, or by rank order where nobody told."""
+    told = [report.local_rank for report in reports if report.local_rank is not None]
+    if not told:
+        return list(range(len(reports)))
+    if sorted(told) != list(range(len(reports))):
+        ranks = [report.rank for report in reports]
+        raise TopologyError(
+            f"ranks {ranks} share node {node} and say they are its local ranks "
+            f"{[report.local_rank for report in reports]}, expected each of 0 to {len(reports) - 1} once: "
+            "is LOCAL_RANK set by hand, or was each rank started by a launcher of its own?"
+        )
+    return told
+
+
+def placed(topology: Topology, places: Sequence[Place]) -> Topology:
+    """The topology with the node and local rank that the ranks found when they met."""
+    mine = places[topology.rank]
+    local_size = sum(place.node == mine.node for place in places)
+    nodes = max(place.node for place in places) + 1
+    found = {"node": mine.node, "nodes": nodes, "local_rank": mine.local_rank, "local_size": local_size}
+    for name, value in found.items():
+        if name not in topology.inferred and getattr(topology, name) != value:
+            raise TopologyError(
+                f"{name}={getattr(topology, name)} (from {topology.source}), but the ranks that met make it {value}: "
+                "is a variable left over from another launcher?"
+            )
+    return replace(
+        topology, node=mine.node, nodes=nodes, local_rank=mine.local_rank, local_size=local_size, inferred=frozenset()
+    )

@@ -1,0 +1,270 @@
+"""How ranks that know only their number find each other: they reach one store, and there they say who they are.
+
+Where the launcher names an address, rank 0 listens on it. Where it does not, rank 0 listens on a free port and passes its
+address on by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from dualdist import mpi_world, network
+from dualdist.backends.base import Store
+from dualdist.deadline import Deadline
+from dualdist.errors import RendezvousError, TopologyError, UsageError
+from dualdist.network import Invitation
+from dualdist.placement import Place, Report, report_of, settle
+from dualdist.topology import Topology
+
+RENDEZVOUS = "DUALDIST_RENDEZVOUS"
+RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
+HOROVOD_STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+HOROVOD_STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
+SLURM_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+TORCHRUN_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+# Connects to the store at (address, port); with a socket, serves it there as well. Raises RendezvousError.
+Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
+
+
+class Exchange(Protocol):
+    """Carries one line of text from rank 0 to the others."""
+
+    def publish(self, text: str) -> None:
+        """Rank 0 calls this once."""
+
+    def read(self) -> str | None:
+        """What rank 0 published, None while it has not; the other ranks call this until it is there."""
+
+    def withdraw(self) -> None:
+        """Rank 0 calls this when every rank has read."""
+
+    def describe(self) -> str:
+        """Where the text is expected, for errors."""
+
+
+@dataclass(frozen=True)
+class FileExchange:
+    """A file that all ranks see. It appears whole, by a rename, and is removed when all have met."""
+
+    path: Path
+
+    def publish(self, text: str) -> None:
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=f"{self.path.name}.", dir=self.path.parent)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0 cannot write {self.path} ({error.strerror}), the file by which the ranks find each other: "
+                f"name a folder that all ranks share and may write in {RENDEZVOUS_DIR}, or set MASTER_ADDR and MASTER_PORT"
+            ) from error
+
+    def read(self) -> str | None:
+        with contextlib.suppress(OSError):
+            os.listdir(self.path.parent)  # makes an NFS client look again for a file that was not there a moment ago
+            return self.path.read_text()
+        return None
+
+    def withdraw(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def describe(self) -> str:
+        return f"in the file {self.path}; is this folder shared by all nodes ({RENDEZVOUS_DIR} names another)?"
+
+
+@dataclass(frozen=True)
+class HorovodExchange:
+    """A key in the HTTP store of horovodrun, in a scope of our own."""
+
+    address: str
+    port: int
+    key: str
+
+    def publish(self, text: str) -> None:
+        self._request("PUT", text.encode())
+
+    def read(self) -> str | None:
+        return self._request("GET", None)
+
+    def withdraw(self) -> None:
+        with contextlib.suppress(RendezvousError):
+            self._request("DELETE", None)
+
+    def describe(self) -> str:
+        return f"in horovodrun's store at {self.address}:{self.port}"
+
+    def _request(self, method: str, body: bytes | None) -> str | None:
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=network.PROBE_S)
+        try:
+            connection.request(method, f"/dualdist/{self.key}", body)
+            response = connection.getresponse()
+            text = response.read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            raise RendezvousError(
+                f"horovodrun's store at {self.address}:{self.port} ({HOROVOD_STORE_ADDRESS}, {HOROVOD_STORE_PORT}) "
+                f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
+            ) from error
+        finally:
+            connection.close()
+        return text if response.status == http.HTTPStatus.OK else None
+
+
+@dataclass
+class MpiExchange:
+    """One broadcast from rank 0, which all ranks call once: rank 0 by publish, the others by read."""
+
+    topology: Topology
+    environ: MutableMapping[str, str]
+    deadline: Deadline
+
+    def publish(self, text: str) -> None:
+        mpi_world.broadcast_text(text, self.topology, self.environ, self.deadline)
+
+    def read(self) -> str | None:
+        return mpi_world.broadcast_text(None, self.topology, self.environ, self.deadline)
+
+    def withdraw(self) -> None:
+        pass
+
+    def describe(self) -> str:
+        return "by MPI broadcast"
+
+
+def meet(
+    topology: Topology,
+    environ: MutableMapping[str, str],
+    attempt: int,
+    backend: str,
+    connect: Connect,
+    deadline: Deadline,
+) -> tuple[Store, list[Place]]:
+    """Bring all ranks together at one store; every rank calls this, and learns where all of them stand, in rank order.
+
+    `attempt` counts the calls in this process. Errors are raised on every rank that came, and name who or what did not.
+    """
+    host = network.host_identity(environ)
+    store, exchange = _open_store(topology, environ, attempt, connect, deadline)
+    key = f"dualdist/{environ.get(TORCHRUN_ATTEMPT, '0')}/{attempt}"
+    try:
+        return store, assemble(store, report_of(topology, host, backend), key, deadline)
+    finally:
+        if exchange is not None and topology.rank == 0:
+            exchange.withdraw()
+
+
+def _open_store(
+    topology: Topology, environ: MutableMapping[str, str], attempt: int, connect: Connect, deadline: Deadline
+) -> tuple[Store, Exchange | None]:
+    """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
+    given = environ.get(RENDEZVOUS)
+    address, port = topology.address, topology.port
+    if given and urlsplit(given).scheme == "tcp":
+        parts = urlsplit(given)
+        address, port = parts.hostname, parts.port
+    elif given or topology.meeting in ("horovod", "mpi", "slurm"):
+        file = FileExchange(_path_of(given, attempt)) if given else None
+        exchange = file or _exchange(topology, environ, attempt, deadline)
+        return _invite(topology, exchange, network.host_identity(environ), connect, deadline), exchange
+    if address is None or port is None:
+        raise TopologyError(
+            f"the {topology.size} ranks have no address at which to meet (from {topology.source}): "
+            f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
+        )
+    if topology.rank == 0 and topology.meeting != "agent":
+        listener = network.listen(port, loopback_only=False)
+        return connect(network.LOOPBACK, port, listener, deadline), None
+    who = "the store of the launcher" if topology.meeting == "agent" else "rank 0 (MASTER_ADDR, MASTER_PORT)"
+    network.wait_until_listening(address, port, deadline, who)
+    return connect(address, port, None, deadline), None
+
+
+def _path_of(url: str, attempt: int) -> Path:
+    parts = urlsplit(url)
+    if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
+        raise UsageError(f"{RENDEZVOUS}={url!r}: expected file:///folder/name or tcp://host:port")
+    return Path(f"{parts.path}.{attempt}")
+
+
+def _exchange(topology: Topology, environ: MutableMapping[str, str], attempt: int, deadline: Deadline) -> Exchange:
+    if topology.meeting == "mpi":
+        return MpiExchange(topology, environ, deadline)
+    if topology.meeting == "horovod":
+        return HorovodExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), f"rank0.{attempt}")
+    folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
+    step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
+    return FileExchange(Path(folder) / f".dualdist-{step}.{attempt}")
+
+
+def _invite(topology: Topology, exchange: Exchange, host: str, connect: Connect, deadline: Deadline) -> Store:
+    """Rank 0 listens on a free port and publishes it by the exchange; the others read it and connect."""
+    if topology.rank == 0:
+        one_node = topology.nodes == 1 and "nodes" not in topology.inferred
+        listener = network.listen(0, loopback_only=one_node)
+        port = listener.getsockname()[1]
+        exchange.publish(Invitation.of(host, port, one_node=one_node).dumps())
+        return connect(network.LOOPBACK, port, listener, deadline)
+    while True:
+        text = exchange.read()
+        if text is not None:
+            invitation = Invitation.loads(text)
+            try:
+                return connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
+            except RendezvousError:
+                if deadline.passed() or not isinstance(exchange, FileExchange):
+                    raise  # a file may be left over from a job that was killed: look again whether it was replaced
+        if deadline.passed():
+            raise RendezvousError(
+                f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0's address {exchange.describe()}"
+            )
+        deadline.sleep(0.05)
+
+
+def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list[Place]:
+    """Wait until all ranks have said who they are, and return everybody's place in rank order.
+
+    Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that never
+    comes, comes twice, or contradicts the others is an error on every rank that did come.
+    """
+    rank, size = report.rank, report.size
+    if store.add(f"{key}/came/{rank}", 1) > 1:
+        _judge(store, key, f"two processes say that they are rank {rank} of {size}: is one left over from an earlier run?")
+    store.set(f"{key}/report/{rank}", report.dumps())
+    if store.add(f"{key}/count", 1) == size:
+        reports = [
+            Report.loads(store.get(f"{key}/report/{other}", deadline.left_s()))
+            for other in range(size)
+            if store.has(f"{key}/report/{other}")
+        ]
+        try:
+            _judge(store, key, "", settle(reports))
+        except TopologyError as error:
+            _judge(store, key, str(error))
+    try:
+        error, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
+    except TimeoutError as late:
+        missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
+        raise RendezvousError(
+            f"rank {rank} waited {deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
+            f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
+        ) from late
+    if error:
+        raise TopologyError(error)
+    return [Place(*place) for place in places]
+
+
+def _judge(store: Store, key: str, error: str, places: list[Place] | None = None) -> None:
+    store.set(f"{key}/verdict", json.dumps([error, [(place.node, place.local_rank) for place in places or []]]))

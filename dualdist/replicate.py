@@ -1,0 +1,115 @@
+"""Root's parameters and optimizer state on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from dualdist.backends.base import Backend
+from dualdist.collectives import allgather_object, broadcast_object, check_same_tensors, checked_root
+from dualdist.errors import MismatchError, UsageError
+
+Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
+
+
+def broadcast_parameters(backend: Backend, params: Parameters, root: int) -> None:
+    """Give every rank root's values, in place; MismatchError on every rank where names, shapes or dtypes differ."""
+    checked_root(backend, root)
+    tensors = named_tensors(params)
+    check_same_tensors(backend, tensors, root)
+    _broadcast_all(backend, [tensor for _, tensor in tensors], root, backend.names.next("broadcast_parameters"))
+
+
+def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a module, a state_dict or named parameters, sorted by name."""
+    if isinstance(params, torch.nn.Module):
+        pairs = list(params.state_dict(keep_vars=True).items())
+    elif isinstance(params, Mapping):
+        pairs = list(params.items())
+    else:
+        pairs = list(params)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise UsageError(
+                "broadcast_parameters takes a module, a state_dict or named parameters: pass model or "
+                "model.named_parameters(), not model.parameters()"
+            )
+    wrong = [name for name, value in pairs if value is not None and not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise UsageError(f"broadcast_parameters moves tensors only, but {wrong} are not: use dd.broadcast_object for them")
+    return sorted((name, value) for name, value in pairs if value is not None)
+
+
+def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Give every rank root's optimizer state and hyperparameters, through the optimizer's own state_dict."""
+    checked_root(backend, root)
+    name = backend.names.next("broadcast_optimizer_state")
+    ours = optimizer.state_dict()
+    sizes = allgather_object(backend, [len(group["params"]) for group in ours["param_groups"]], f"{name}.groups")
+    if any(size != sizes[0] for size in sizes):
+        raise MismatchError(
+            f"the optimizers differ: parameters in each group, by rank: {sizes}; build the same optimizer on every rank"
+        )
+    tensors: list[torch.Tensor] = []
+    skeleton = _taken_apart(ours, tensors)
+    specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    skeleton, specs = broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
+    if backend.rank != root:
+        device = _device_of(optimizer)
+        tensors = [torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs]
+    _broadcast_all(backend, tensors, root, name)
+    if backend.rank != root:
+        optimizer.load_state_dict(_put_together(skeleton, tensors))
+
+
+class _Slot:
+    """Stands for the n-th tensor in a structure that is sent without its tensors."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The structure with its tensors moved to the list."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return _Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _taken_apart(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_taken_apart(item, tensors) for item in value])
+    return value
+
+
+def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _put_together(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_put_together(item, tensors) for item in value])
+    return value
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+    """Broadcast many tensors in one flat buffer for each device and dtype."""
+
+    def kind(tensor: torch.Tensor) -> tuple[str, str]:
+        return str(tensor.dtype), tensor.device.type
+
+    with torch.no_grad():
+        for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
+            group = [tensor.detach() for tensor in members if tensor.numel()]
+            if not group:
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            backend.broadcast_(flat, root, f"{name}.{number}").wait()
+            pieces = flat.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])

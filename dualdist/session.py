@@ -1,0 +1,259 @@
+"""From init() to shutdown(): which backend this process uses, and where it stands. Holds the one mutable module variable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dualdist.deadline import Deadline
+from dualdist.environments import detect
+from dualdist.errors import (
+    AlreadyInitializedError,
+    NotInitializedError,
+    TopologyError,
+    UnsupportedError,
+    UsageError,
+)
+from dualdist.network import host_identity
+from dualdist.placement import Report, placed, report_of, settle
+from dualdist.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+    from dualdist.backends.base import Backend
+
+BACKEND = "DUALDIST_BACKEND"
+TRANSPORT = "DUALDIST_TRANSPORT"
+HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
+BACKENDS = ("auto", "native", "horovod")
+TRANSPORTS = ("gloo", "mpi", "nccl")
+# Launchers that belong to one backend; the others start ranks for any.
+HOROVODS_OWN = ("horovodrun",)
+MPIS_OWN = ("mpirun", "mpiexec", "jsrun")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What init() made: this rank's backend, place and device."""
+
+    backend: Backend
+    topology: Topology
+    device: torch.device
+    timeout_s: float
+
+
+@dataclass
+class _Process:
+    """What this process remembers between sessions."""
+
+    session: Session | None = None
+    was_shut_down: bool = False
+    attempts: int = 0
+
+
+_process = _Process()
+
+
+def current() -> Session:
+    """The open session; NotInitializedError where there is none."""
+    if _process.session is None:
+        when = "after dd.shutdown()" if _process.was_shut_down else "before dd.init()"
+        raise NotInitializedError(f"dualdist was used {when}: call dd.init() first, on every rank")
+    return _process.session
+
+
+def is_open() -> bool:
+    return _process.session is not None
+
+
+def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
+    """Join the job; see dualdist.api.init."""
+    if _process.session is not None:
+        raise AlreadyInitializedError(
+            f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
+            f"{_process.session.topology.size} already. Call dd.shutdown() in between to start anew"
+        )
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s={timeout_s}: expected a number of seconds above 0")
+    environ = os.environ
+    requested = checked_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
+    transport = checked_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
+    attempt = _process.attempts
+    _process.attempts += 1
+    _process.session = _open(requested, transport, environ, attempt, timeout_s)
+
+
+def shutdown() -> None:
+    """Leave the job; see dualdist.api.shutdown."""
+    session = current()
+    _process.session = None
+    _process.was_shut_down = True
+    session.backend.close()
+
+
+def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
+    """The value, if it is one of the choices."""
+    if value not in choices:
+        valid = ", ".join(repr(choice) for choice in choices if choice)
+        raise UsageError(f"{what} {value!r}: expected one of {valid} (given to dd.init() or in {variable})")
+    return value
+
+
+def _open(
+    requested: str, transport: str, environ: MutableMapping[str, str], attempt: int, timeout_s: float
+) -> Session:
+    topology = detect(environ)
+    group = _existing_group()
+    if group is not None and requested in ("auto", "native"):
+        return _adopt(topology, group, environ, timeout_s)
+    name = chosen_backend(requested, topology, environ)
+    if name == "horovod" and controller(transport, topology, environ) == "mpi":
+        return _open_horovod_on_mpi(topology, environ, timeout_s)
+    return _open_over_store(name, topology, environ, attempt, timeout_s)
+
+
+def chosen_backend(requested: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
+    """"native", "horovod" or "single", from what was asked for and how the ranks were started."""
+    if requested != "auto":
+        return requested
+    if topology.launcher in HOROVODS_OWN:
+        return "horovod"
+    if topology.launcher in MPIS_OWN:
+        from dualdist.backends import horovod
+
+        return "horovod" if horovod.is_built_with_mpi() else "native"
+    return "single" if topology.launcher == "none" else "native"
+
+
+def controller(transport: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
+    """"mpi" or "gloo", on which Horovod's ranks coordinate: as asked for, else MPI where the launcher started it."""
+    asked = transport if transport in ("gloo", "mpi") else environ.get(HOROVOD_CONTROLLER, "").lower()
+    if asked == "mpi" and not topology.mpi and topology.size > 1:
+        raise UnsupportedError(
+            f"Horovod over MPI was asked for ({TRANSPORT} or {HOROVOD_CONTROLLER} is mpi), but {topology.launcher} does not "
+            "start MPI: use mpirun, horovodrun --mpi or srun --mpi=pmix, or set DUALDIST_TRANSPORT=gloo"
+        )
+    if asked in ("gloo", "mpi"):
+        return asked
+    if not topology.mpi:
+        return "gloo"
+    from dualdist.backends import horovod
+
+    return "mpi" if horovod.is_built_with_mpi() else "gloo"
+
+
+def _existing_group() -> tuple[int, int] | None:
+    """Rank and size in torch.distributed's default group, if the program has set one up."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from dualdist.backends import native
+
+    return native.existing_group()
+
+
+def _adopt(topology: Topology, group: tuple[int, int], environ: MutableMapping[str, str], timeout_s: float) -> Session:
+    """Use the program's own process group. Where no launcher is seen, the group says how many ranks there are."""
+    from dualdist.backends import native
+
+    rank, size = group
+    if topology.launcher == "none":
+        topology = Topology(
+            rank=rank,
+            size=size,
+            local_rank=rank,
+            local_size=size,
+            node=0,
+            nodes=1,
+            launcher="none",
+            source="torch.distributed's default group",
+            inferred=frozenset({"local_rank", "local_size", "node", "nodes"}),
+        )
+    elif (rank, size) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say rank {topology.rank} "
+            f"of {topology.size}: set the group up with the launcher's numbers, or not at all"
+        )
+    backend = native.adopt(_device(None), timeout_s)
+    topology = _place_by(backend, topology, environ)
+    return Session(backend, topology, _device(topology), timeout_s)
+
+
+def _open_horovod_on_mpi(topology: Topology, environ: MutableMapping[str, str], timeout_s: float) -> Session:
+    from dualdist.backends import horovod
+
+    backend = horovod.start_on_mpi(topology, environ, _device(None), timeout_s)
+    if (backend.rank, backend.size) != (topology.rank, topology.size):
+        backend.close()
+        raise TopologyError(
+            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says rank {backend.rank} of "
+            f"{backend.size}: this Horovod was built with another MPI than the mpirun that started it; put that MPI's mpirun "
+            "first on PATH, build again with `dualdist install-horovod --force`, or set DUALDIST_TRANSPORT=gloo"
+        )
+    topology = _place_by(backend, topology, environ)
+    return Session(backend, topology, _device(topology), timeout_s)
+
+
+def _open_over_store(
+    name: str, topology: Topology, environ: MutableMapping[str, str], attempt: int, timeout_s: float
+) -> Session:
+    """Open the backend where the ranks first meet at a store; a job of one rank needs none."""
+    if name == "single":
+        from dualdist.backends.single import SingleBackend
+
+        return Session(SingleBackend(), topology, _device(topology), timeout_s)
+    from dualdist import rendezvous
+    from dualdist.backends import native
+    from dualdist.placement import Place
+
+    deadline = Deadline(timeout_s)
+    if topology.size == 1:
+        store, places = None, [Place(0, 0)]
+    else:
+        store, places = rendezvous.meet(topology, environ, attempt, name, native.connect, deadline)
+    topology = placed(topology, places)
+    device = _device(topology)
+    key = f"{name}/{attempt}"
+    backend: Backend
+    if name == "native":
+        backend = native.start(topology.rank, topology.size, store, key, device, timeout_s)
+    else:
+        from dualdist.backends import horovod
+
+        backend = horovod.start_on_gloo(topology, places, store, key, environ, device, timeout_s)
+    return Session(backend, topology, device, timeout_s)
+
+
+def _place_by(backend: Backend, topology: Topology, environ: MutableMapping[str, str]) -> Topology:
+    """The topology as the ranks find it when they compare what each of them knows, over a backend that runs already."""
+    from dualdist.collectives import allgather_object
+
+    mine = report_of(topology, host_identity(environ), backend.name)
+    reports = [Report.loads(text) for text in allgather_object(backend, mine.dumps())]
+    return placed(topology, settle(reports))
+
+
+def _device(topology: Topology | None) -> torch.device:
+    """This rank's GPU, made the current one, or the CPU; without a topology only the kind of device counts.
+
+    A launcher that shows each rank one GPU of its own makes that GPU number 0 on every rank.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if topology is None:
+        return torch.device("cuda")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else topology.local_rank
+    if index >= count:
+        raise TopologyError(
+            f"local rank {topology.local_rank} of {topology.local_size} sees {count} GPUs: start at most one rank a GPU, "
+            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+

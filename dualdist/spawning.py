@@ -1,0 +1,108 @@
+"""Ranks started by a program, as processes of this host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dualdist.errors import LaunchError, UsageError
+
+T = TypeVar("T")
+
+# Seconds that the other ranks get to end by themselves after one has failed, before they are killed.
+GRACE_S = 5.0
+
+
+def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
+    """Run fn(*args) in `nprocs` new processes of this host, the ranks of a job, and return their results in rank order.
+
+    `fn` calls dd.init() itself, as under any launcher; `backend`, if given, is what init() takes by default. fn, args and
+    results are pickled: define fn at the top of a module, and guard the caller with `if __name__ == "__main__"`. Blocks until
+    all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and traceback.
+    """
+    if nprocs < 1:
+        raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="dualdist-") as folder:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(nprocs):
+                receiver, sender = context.Pipe(duplex=False)
+                variables = _variables(rank, nprocs, Path(folder), backend)
+                process = context.Process(target=_run, args=(fn, tuple(args), variables, sender), name=f"rank {rank}")
+                process.start()
+                sender.close()
+                ranks.append((process, receiver))
+            return _results(ranks)
+        finally:
+            for process, receiver in ranks:
+                _end(process)
+                receiver.close()
+
+
+def _variables(rank: int, size: int, folder: Path, backend: str | None) -> dict[str, str]:
+    variables = {
+        "DUALDIST_LAUNCHER": "spawn",
+        "DUALDIST_RANK": str(rank),
+        "DUALDIST_SIZE": str(size),
+        "DUALDIST_LOCAL_RANK": str(rank),
+        "DUALDIST_LOCAL_SIZE": str(size),
+        "DUALDIST_NODE": "0",
+        "DUALDIST_NODES": "1",
+        "DUALDIST_RENDEZVOUS": (folder / "rank0").as_uri(),
+    }
+    return variables if backend is None else {**variables, "DUALDIST_BACKEND": backend}
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:
+    """What a rank runs: sends (True, result) or (False, traceback)."""
+    os.environ.update(variables)
+    try:
+        result = (True, fn(*args))
+        payload = pickle.dumps(result)
+    except BaseException as error:
+        sender.send((False, traceback.format_exc()))
+        raise SystemExit(1) from error
+    sender.send_bytes(payload)
+
+
+def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
+    results: dict[int, Any] = {}
+    receivers = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while receivers:
+        for ready in wait(list(receivers)):
+            assert isinstance(ready, Connection)
+            rank = receivers.pop(ready)
+            try:
+                succeeded, value = ready.recv()
+            except EOFError:
+                process = ranks[rank][0]
+                process.join(GRACE_S)
+                raise LaunchError(
+                    f"rank {rank} ended without a result (exit code {process.exitcode}; a negative one is a signal)"
+                ) from None
+            if not succeeded:
+                raise LaunchError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    for process, _ in ranks:
+        process.join()
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _end(process: BaseProcess) -> None:
+    """Make sure that the process has ended."""
+    if process.is_alive():
+        process.terminate()
+        process.join(GRACE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()

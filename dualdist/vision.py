@@ -1,0 +1,74 @@
+"""torchvision's models, transforms and data sets, importable also where its compiled operators do not fit the installed torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from dualdist.errors import DualdistError
+
+# The two operators that `import torchvision` describes to torch's compiler; it dies where they do not exist.
+SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+class TorchvisionError(DualdistError, ImportError):
+    """torchvision is not installed, or does not work with the installed torch."""
+
+
+def load_torchvision() -> ModuleType:
+    """Return the module `torchvision`; call this before the program's first `import torchvision`.
+
+    Where torchvision's compiled operators cannot be loaded (a CUDA build beside a CPU torch, say), plain `import torchvision` ends in
+    "operator torchvision::nms does not exist". Here the missing operators are declared first, without code behind them: models,
+    transforms and data sets are pure Python and work, box operators (`torchvision.ops.nms`) still raise when they are called. Nothing
+    is declared where the operators load. Raises TorchvisionError.
+    """
+    if "torchvision" in sys.modules:
+        return sys.modules["torchvision"]
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.submodule_search_locations is None:
+        raise TorchvisionError(f"torchvision is not installed beside torch {torch.__version__}: {_advice()}")
+    if not _loads_operators(spec.submodule_search_locations):
+        _declare_operators()
+    try:
+        return importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:
+        raise TorchvisionError(f"torchvision does not work with torch {torch.__version__} ({error}): {_advice()}") from error
+
+
+def _loads_operators(folders: Sequence[str]) -> bool:
+    """Load torchvision's compiled operators into torch, as `import torchvision` will, and say whether that worked."""
+    suffixes = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
+    for folder in folders:
+        found = importlib.machinery.FileFinder(folder, suffixes).find_spec("_C")
+        if found is not None and found.origin is not None:
+            try:
+                torch.ops.load_library(found.origin)
+            except OSError:
+                return False
+            return True
+    return False
+
+
+@functools.cache
+def _declare_operators() -> torch.library.Library:
+    """Declare those of the operators that torch does not know; they exist as long as the returned object, hence the cache."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(schema)
+    return library
+
+
+def _advice() -> str:
+    return "install the release that fits this torch, e.g. `pip install --no-deps torchvision==0.28.0 pillow` for torch 2.13"

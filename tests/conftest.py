@@ -1,0 +1,42 @@
+"""For every test: nothing leaks, and programs are started from a clean environment under a time limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from harness.base_env import base_env as make_base_env
+from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
+from harness.jobs import Launch
+from harness.leaks import Snapshot
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _orphans_stay_ours() -> None:
+    """A process whose parent ended becomes a child of pytest, so that the leak check sees it."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(_orphans_stay_ours: None) -> Iterator[None]:
+    """Fails a test that leaves a changed variable, a process or a thread. What session fixtures start came before."""
+    before = Snapshot.take()
+    yield
+    leaks = before.leaks()
+    before.restore_environ()
+    assert not leaks, "left behind:\n" + "\n".join(leaks)
+
+
+@pytest.fixture(scope="session")
+def base_env() -> Mapping[str, str]:
+    """The environment of launched programs: no launcher's variables, one thread a rank, this tree importable."""
+    return make_base_env(os.environ)
+
+
+@pytest.fixture
+def launch(base_env: Mapping[str, str], tmp_path: Path) -> Launch:
+    """Runs commands to their end in tmp_path: launch(argv), launch.reports(argv, size), launch.start(argv)."""
+    return Launch(base_env, tmp_path)

@@ -1,0 +1,104 @@
+"""Runs one command; when it ends, or this process is told to, or its parent dies, nothing of it is left.
+
+    python guard.py PARENT_PID REPORT GRACE_S ARGV...
+
+REPORT receives {"rc": int, "left": [command line, ...]}: what was still running GRACE_S after the command had ended,
+before it was killed. This process is a child subreaper, so daemons and orphans of the command stay its descendants.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+CANNOT_START = 127
+
+
+def prctl(option: int, value: int) -> None:
+    """The kernel has set option for this process, or OSError says why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def reap() -> dict[int, int]:
+    """The exit codes, by process id, of all children that have ended since the last call."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def command_lines(processes: Sequence[psutil.Process]) -> list[str]:
+    lines = []
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                lines.append(f"{process.pid} {' '.join(process.cmdline()) or process.name()}")
+        except psutil.NoSuchProcess:
+            continue
+    return lines
+
+
+def kill_descendants() -> None:
+    """Every descendant has ended: killing a parent hands its children to this process, so the rounds come to an end."""
+    me = psutil.Process()
+    while children := me.children(recursive=True):
+        for child in children:
+            child.kill()
+        reap()
+        signal.sigtimedwait({signal.SIGCHLD}, 0.1)
+
+
+def run(argv: Sequence[str], grace_s: float) -> tuple[int, list[str]]:
+    """(exit code of argv, what outlived it by grace_s); everything has ended afterwards."""
+    watched = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    try:
+        pid = os.posix_spawnp(argv[0], argv, os.environ, setsid=True, setsigmask=[])
+    except OSError as error:
+        print(f"{argv[0]}: {error}", file=sys.stderr)
+        return CANNOT_START, []
+    rc: int | None = None
+    told_to_stop = False
+    while rc is None and not told_to_stop:
+        told_to_stop = signal.sigwait(watched) != signal.SIGCHLD
+        rc = reap().get(pid)
+    deadline = time.monotonic() + (0 if told_to_stop else grace_s)
+    me = psutil.Process()
+    while (left := me.children(recursive=True)) and (wait_s := deadline - time.monotonic()) > 0:
+        signal.sigtimedwait({signal.SIGCHLD}, min(wait_s, 0.2))
+        reap()
+    lines = [] if told_to_stop else command_lines(left)
+    kill_descendants()
+    return (-signal.SIGKILL if rc is None else rc), lines
+
+
+def main() -> int:
+    parent, report, grace_s, *argv = sys.argv[1:]
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before the kernel was asked to tell us
+        return CANNOT_START
+    rc, left = run(argv, float(grace_s))
+    Path(report).write_text(json.dumps({"rc": rc, "left": left}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

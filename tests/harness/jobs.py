@@ -1,0 +1,164 @@
+"""Starts commands so that they end: a hard time limit, the whole process tree killed, every byte of output kept.
+
+Knows nothing of dualdist: what a launcher did is judged from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+GUARD = Path(__file__).with_name("guard.py")
+REPORT_DIR = "TEST_REPORT_DIR"
+GRACE_S = 10.0
+"""How long processes may outlive the command that started them, before they count as left behind."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did. rc is -9 where it was killed; left are the processes that outlived it."""
+
+    argv: tuple[str, ...]
+    rc: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ending = f"killed after its limit, {self.seconds:.1f} s" if self.timed_out else f"exit code {self.rc}"
+        left = "".join(f"\nleft running: {line}" for line in self.left)
+        return (
+            f"{shlex.join(self.argv)}\n{ending}, {self.seconds:.1f} s{left}"
+            f"\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        )
+
+
+class Job:
+    """A command that runs under a guard: leaving the `with` block ends whatever is left of it."""
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, grace_s: float = GRACE_S) -> None:
+        self.argv = tuple(argv)
+        self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=cwd))
+        self._report = self.directory / "outcome.json"
+        self._began = time.monotonic()
+        self._timed_out = False
+        guard = [sys.executable, str(GUARD), str(os.getpid()), str(self._report), str(grace_s)]
+        with (self.directory / "stdout").open("wb") as out, (self.directory / "stderr").open("wb") as err:
+            self._guard = subprocess.Popen(
+                [*guard, *self.argv],
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id: the command and all that it started are its descendants."""
+        return self._guard.pid
+
+    def is_running(self) -> bool:
+        return self._guard.poll() is None
+
+    def output(self) -> str:
+        """What it has printed so far, stdout before stderr."""
+        return self._read("stdout") + self._read("stderr")
+
+    def kill(self) -> None:
+        """Nothing of the job is left. No harm when it has ended already."""
+        if self.is_running():
+            self._guard.send_signal(signal.SIGTERM)
+        self._guard.wait()
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Its outcome, after at most timeout_s and then only by killing it."""
+        try:
+            self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._timed_out = True
+            self.kill()
+        seconds = time.monotonic() - self._began
+        told = json.loads(self._report.read_text()) if self._report.exists() else {"rc": -signal.SIGKILL, "left": []}
+        return Outcome(
+            argv=self.argv,
+            rc=told["rc"],
+            stdout=self._read("stdout"),
+            stderr=self._read("stderr"),
+            seconds=seconds,
+            timed_out=self._timed_out,
+            left=tuple(told["left"]),
+        )
+
+    def _read(self, name: str) -> str:
+        return (self.directory / name).read_text(errors="replace")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Runs launchers for one test, in one directory, from one clean environment."""
+
+    env: Mapping[str, str]
+    directory: Path
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
+        """A running job; the caller leaves its `with` block or waits. env is added to the clean environment."""
+        return Job(argv, env={**self.env, **(env or {})}, cwd=self.directory)
+
+    def __call__(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 90, check: bool = True
+    ) -> Outcome:
+        """How argv ended. With check, anything but exit code 0 within timeout_s, leaving no process, fails the test."""
+        with self.start(argv, env=env) as job:
+            outcome = job.wait(timeout_s)
+        assert not outcome.timed_out, str(outcome)
+        assert not outcome.left, str(outcome)
+        assert outcome.rc == 0 or not check, str(outcome)
+        return outcome
+
+    def reports(
+        self, argv: Sequence[str], size: int, *, env: Mapping[str, str] | None = None, timeout_s: float = 90
+    ) -> list[dict[str, Any]]:
+        """What each of the size ranks reported, in rank order; a rank that reports nothing fails the test."""
+        with tempfile.TemporaryDirectory(prefix="reports-", dir=self.directory) as folder:
+            outcome = self(argv, env={**(env or {}), REPORT_DIR: folder}, timeout_s=timeout_s)
+            return collect(Path(folder), size, outcome)
+
+
+def report(rank: int, values: Mapping[str, object]) -> None:
+    """rank-N.json is complete where the test looks for it. For the programs that ranks run."""
+    path = Path(os.environ[REPORT_DIR]) / f"rank-{rank}.json"
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(dict(values)))
+    os.link(draft, path)  # unlike a rename it refuses a second rank of the same number
+    draft.unlink()
+
+
+def collect(folder: Path, size: int, outcome: Outcome) -> list[dict[str, Any]]:
+    """The reports of ranks 0 to size-1, exactly those."""
+    expected = {f"rank-{rank}.json" for rank in range(size)}
+    found = {path.name for path in folder.iterdir()}
+    assert found == expected, f"missing {sorted(expected - found)}, unexpected {sorted(found - expected)}\n{outcome}"
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]

@@ -1,0 +1,70 @@
+"""What a test must leave as it found it: environment variables, child processes, threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from harness.guard import command_lines
+
+SETTLE_S = 3.0
+"""How long what a test started may take to end by itself."""
+# pytest writes the first one; the others are helpers that live as long as the interpreter, one for all tests.
+PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+LIFELONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    environ: dict[str, str]
+    processes: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(dict(os.environ), frozenset(psutil.Process().children(recursive=True)), frozenset(_threads()))
+
+    def restore_environ(self) -> None:
+        for name in set(os.environ) - set(self.environ) - PYTESTS_OWN:
+            del os.environ[name]
+        os.environ.update({k: v for k, v in self.environ.items() if k not in PYTESTS_OWN})
+
+    def leaks(self) -> list[str]:
+        """One line for each thing that was not there before; waits a little for what is just ending."""
+        return [*self._variables(), *self._processes(), *self._threads()]
+
+    def _variables(self) -> Iterator[str]:
+        for name in sorted((set(os.environ) | set(self.environ)) - PYTESTS_OWN):
+            before, after = self.environ.get(name), os.environ.get(name)
+            if before != after:
+                yield f"variable {name} was {before!r}, is {after!r}"
+
+    def _processes(self) -> Iterator[str]:
+        new = [p for p in psutil.Process().children(recursive=True) if p not in self.processes and not _is_lifelong(p)]
+        _, alive = psutil.wait_procs(new, timeout=SETTLE_S)
+        yield from (f"process {line}" for line in command_lines(alive))
+        for process in alive:
+            process.kill()
+
+    def _threads(self) -> Iterator[str]:
+        deadline = time.monotonic() + SETTLE_S
+        for thread in set(_threads()) - self.threads:
+            thread.join(max(0, deadline - time.monotonic()))
+            if thread.is_alive():
+                yield f"thread {thread.name}"
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if not thread.daemon]
+
+
+def _is_lifelong(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or any(name in " ".join(process.cmdline()) for name in LIFELONG)
+    except psutil.NoSuchProcess:
+        return True

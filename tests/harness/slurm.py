@@ -1,0 +1,199 @@
+"""A real Slurm on this one machine: two nodes, an authentication daemon and a controller of its own, loopback only.
+
+Nothing outside its directory is used or changed, and no daemon outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.jobs import Job
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "squeue", "scancel", "sinfo")
+# libpmix-dev because Slurm's plug-in opens the library by the name that only the development package has.
+PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev"
+NODES = ("n1", "n2")
+CPUS = 4
+"""What each node claims to have, whatever the machine has: 2+2 and 3+1 tasks fit without --overcommit."""
+START_S = 30.0
+POLL_S = 0.05
+PORT_TRIES = 3
+
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={directory}/munge/socket
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+KillWait=2
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+NODE_CONF = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN"
+
+
+class ClusterError(Exception):
+    """The cluster did not come up; the message holds what its daemons printed."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A cluster that is up. env is what its programs need beside the base environment."""
+
+    env: Mapping[str, str]
+    directory: Path
+
+    def srun(self, *options: str, mpi: str = "none") -> list[str]:
+        """The argv that the program's own argv follows: srun("-N2", "-n4", mpi="pmix")."""
+        return ["srun", f"--mpi={mpi}", *options]
+
+    def salloc(self, *options: str) -> list[str]:
+        return ["salloc", "--quiet", *options]
+
+    def sbatch(self, *options: str, output: Path) -> list[str]:
+        """The argv that a script's path follows; it ends with the script's exit code, and output has what it printed."""
+        return ["sbatch", "--quiet", "--wait", f"--output={output}", *options]
+
+    def queue(self) -> list[str]:
+        """One line for each job that has not ended."""
+        return self._query("squeue", "--noheader", "--format=%i %T %j").splitlines()
+
+    def cancel_all(self) -> list[str]:
+        """The jobs that had to be cancelled; the queue is empty afterwards."""
+        if not _eventually(lambda: not self.queue(), within_s=5):
+            left = self.queue()
+            self._query("scancel", "--full", "--signal=KILL", *[line.split()[0] for line in left])
+            self._query("scancel", *[line.split()[0] for line in left])
+            assert _eventually(lambda: not self.queue(), within_s=20), f"cannot cancel {self.queue()}"
+            return left
+        return []
+
+    def is_ready(self) -> bool:
+        """Both nodes wait for work."""
+        return self._query("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)
+
+    def _query(self, *argv: str) -> str:
+        """What a client printed; nothing while the controller cannot be reached."""
+        done = subprocess.run(argv, env=dict(self.env), capture_output=True, text=True, timeout=START_S, check=False)
+        return done.stdout
+
+
+def missing(path: str) -> list[str]:
+    """The programs of Slurm and munge that path lacks."""
+    return [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+
+
+@contextmanager
+def cluster(directory: Path, base_env: Mapping[str, str]) -> Iterator[Slurm]:
+    """A cluster that is up inside the block and gone after it."""
+    for attempt in range(1, PORT_TRIES + 1):
+        with ExitStack() as daemons:
+            home = directory / f"try-{attempt}"
+            home.mkdir()
+            try:
+                slurm = _start(home, base_env, daemons)
+            except ClusterError:  # another program may have taken one of the free ports in between
+                if attempt == PORT_TRIES:
+                    raise
+                continue
+            yield slurm
+            return
+
+
+def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm:
+    munge = home / "munge"
+    munge.mkdir(mode=0o700)
+    for name in ("state", "conf", *(f"spool-{node}" for node in NODES)):
+        (home / name).mkdir()
+    confs = _write_confs(home)
+    env = {**base_env, "SLURM_CONF": str(home / "conf" / "slurm.conf"), **_open_mpi_on_one_host()}
+    slurm = Slurm(env, home)
+    jobs: dict[str, Job] = {}
+
+    def daemon(name: str, *argv: str, conf: Path | None = None) -> None:
+        own = env | ({"SLURM_CONF": str(conf)} if conf else {})
+        jobs[name] = daemons.enter_context(Job(argv, env=own, cwd=home, grace_s=0))
+
+    def wait_for(what: str, ready: Callable[[], bool]) -> None:
+        _eventually(lambda: ready() or not all(job.is_running() for job in jobs.values()), within_s=START_S)
+        if not ready():
+            raise ClusterError(f"no {what} in {home}\n" + "\n".join(f"{n}: {j.output()}" for n, j in jobs.items()))
+
+    (munge / "key").write_bytes(os.urandom(128))
+    (munge / "key").chmod(0o600)
+    files = [f"--{option}={munge / option.split('-')[0]}" for option in ("key-file", "pid-file", "log-file", "seed-file")]
+    daemon("munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
+    wait_for("munge socket", (munge / "socket").exists)
+    daemon("slurmctld", "slurmctld", "-D", "-i")
+    for node, conf in confs.items():
+        daemon(f"slurmd {node}", "slurmd", "-D", "-N", node, conf=conf)
+    wait_for("two idle nodes", slurm.is_ready)
+    return slurm
+
+
+def _write_confs(home: Path) -> dict[str, Path]:
+    """Each node's slurm.conf. They are alike; the mpi.conf beside each keeps the nodes' PMIx sockets apart."""
+    host = socket.gethostname().split(".")[0]
+    controller, *ports = _free_ports(1 + len(NODES))
+    node_lines = [NODE_CONF.format(name=n, host=host, port=p, cpus=CPUS) for n, p in zip(NODES, ports, strict=True)]
+    text = SLURM_CONF.format(
+        host=host, port=controller, user=pwd.getpwuid(os.getuid()).pw_name, directory=home, nodes="\n".join(node_lines)
+    )
+    (home / "conf" / "slurm.conf").write_text(text)
+    confs = {}
+    for node in NODES:
+        sockets = home / f"pmix-{node}"
+        sockets.mkdir()
+        confs[node] = home / "conf" / node / "slurm.conf"
+        confs[node].parent.mkdir()
+        confs[node].write_text(text)
+        confs[node].with_name("mpi.conf").write_text(f"PMIxCliTmpDirBase={sockets}\n")
+    return confs
+
+
+def _open_mpi_on_one_host() -> dict[str, str]:
+    """Ranks of both nodes would take the same names in shared memory, and crash: let them talk over loopback."""
+    return {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _eventually(holds: Callable[[], bool], *, within_s: float) -> bool:
+    """Whether holds() became true in time; asks again and again, as Slurm offers no event to wait for."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
