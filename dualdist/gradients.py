@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -107,8 +107,15 @@ class Reducer:
     the parameters takes part when it steps.
     """
 
-    def __init__(self, backend: Backend, op: GradientOp, accumulate: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+        op: GradientOp,
+        accumulate: int,
+    ) -> None:
         self._backend = backend
+        self._parameters = parameters
         self._name = backend.names.next("gradients")
         self._op = op
         self._accumulate = accumulate
@@ -123,12 +130,14 @@ class Reducer:
         self._backwards = 0  # since the last step
         self._rounds = 0  # of reductions, since the last step
 
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Reduce these parameters too, those that are new and want gradients; every rank adds the same ones.
+    def update(self) -> None:
+        """Reduce also the optimizer's parameters that are new or want gradients since the last look; every rank calls this.
 
         MismatchError on every rank where the ranks' parameters differ.
         """
-        fresh = [(name, param) for name, param in named if param.requires_grad and id(param) not in self._numbers]
+        fresh = [(name, p) for name, p in self._parameters() if p.requires_grad and id(p) not in self._numbers]
+        if not fresh:
+            return
         check_same_tensors(self._backend, fresh, 0)
         start = len(self._params)
         for number, (name, param) in enumerate(fresh, start):
@@ -145,15 +154,10 @@ class Reducer:
             owner.update(dict.fromkeys(members, bucket))
         self._bucket_of.extend(owner[number] for number in range(start, len(self._params)))
 
-    def add_unfrozen(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Reduce also those parameters that want gradients since the optimizer was wrapped."""
-        fresh = [(name, param) for name, param in named if param.requires_grad and id(param) not in self._numbers]
-        if fresh:
-            self.add(fresh)
-
     def before_step(self) -> None:
         """Take part where this rank's backwards reduced nothing since the last step, or left something unreduced."""
         if self._rounds == 0 or self._backwards % self._accumulate:
+            self.update()
             self._reduce()
         self._rounds = self._backwards = 0
 
@@ -198,6 +202,7 @@ class Reducer:
         if self._next > 0:
             self._reduce()  # Note [interrupted backward]
         self._forget()
+        self.update()
         self._backwards_open.add(backward)
         Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
 
@@ -248,19 +253,18 @@ def wrap_optimizer(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
             "pass model.named_parameters() of the whole model, or leave it out"
         )
-    reducer = Reducer(backend, op, accumulate)
-    reducer.add(_named(optimizer, given))
-    _attach(reducer, optimizer, given)
+    reducer = Reducer(backend, lambda: _named(optimizer, given), op, accumulate)
+    reducer.update()
+    _attach(reducer, optimizer)
     return optimizer
 
 
-def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer, given: dict[int, str]) -> None:
+def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer tell the reducer of its steps and of its new parameters. Pickles and copies do not carry this."""
 
     def before_step(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        reducer.add_unfrozen(_named(optimizer, given))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             reducer.before_step()
@@ -278,7 +282,7 @@ def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer, given: dict[int,
 
     def add_and_reduce(param_group: dict[str, Any]) -> None:
         add_param_group(param_group)
-        reducer.add(_named(optimizer, given))
+        reducer.update()
 
     optimizer.register_step_pre_hook(before_step)
     setattr(optimizer, REDUCER, reducer)

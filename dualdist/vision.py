@@ -1,4 +1,4 @@
-"""torchvision's models, transforms and data sets, importable also where its compiled operators do not fit the installed torch."""
+"""torchvision's models, transforms and data sets, also where its compiled operators do not fit the installed torch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class TorchvisionError(DualdistError, ImportError):
 def load_torchvision() -> ModuleType:
     """Return the module `torchvision`; call this before the program's first `import torchvision`.
 
-    Where torchvision's compiled operators cannot be loaded (a CUDA build beside a CPU torch, say), plain `import torchvision` ends in
-    "operator torchvision::nms does not exist". Here the missing operators are declared first, without code behind them: models,
-    transforms and data sets are pure Python and work, box operators (`torchvision.ops.nms`) still raise when they are called. Nothing
-    is declared where the operators load. Raises TorchvisionError.
+    Where torchvision's compiled operators cannot be loaded (a CUDA build beside a CPU torch, say), plain
+    `import torchvision` ends in "operator torchvision::nms does not exist". Here the missing operators are declared
+    first, without code behind them: models, transforms and data sets are pure Python and work; box operators such as
+    `torchvision.ops.nms` still raise when they are called. Nothing is declared where the operators load.
+    Raises TorchvisionError.
     """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
@@ -43,14 +44,16 @@ def load_torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
-        raise TorchvisionError(f"torchvision does not work with torch {torch.__version__} ({error}): {_advice()}") from error
+        raise TorchvisionError(
+            f"torchvision does not work with torch {torch.__version__} ({error}): {_advice()}"
+        ) from error
 
 
 def _loads_operators(folders: Sequence[str]) -> bool:
     """Load torchvision's compiled operators into torch, as `import torchvision` will, and say whether that worked."""
-    suffixes = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
+    loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
     for folder in folders:
-        found = importlib.machinery.FileFinder(folder, suffixes).find_spec("_C")
+        found = importlib.machinery.FileFinder(folder, loader).find_spec("_C")
         if found is not None and found.origin is not None:
             try:
                 torch.ops.load_library(found.origin)
@@ -62,7 +65,7 @@ def _loads_operators(folders: Sequence[str]) -> bool:
 
 @functools.cache
 def _declare_operators() -> torch.library.Library:
-    """Declare those of the operators that torch does not know; they exist as long as the returned object, hence the cache."""
+    """Declare those operators that torch does not know. They vanish with the returned object, which the cache keeps."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):
@@ -71,4 +74,7 @@ def _declare_operators() -> torch.library.Library:
 
 
 def _advice() -> str:
-    return "install the release that fits this torch, e.g. `pip install --no-deps torchvision==0.28.0 pillow` for torch 2.13"
+    return (
+        "install the release made for this torch without touching torch itself, "
+        "e.g. `pip install --no-deps torchvision==0.28.0 pillow` beside torch 2.13"
+    )

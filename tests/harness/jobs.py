@@ -14,14 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 GUARD = Path(__file__).with_name("guard.py")
 REPORT_DIR = "TEST_REPORT_DIR"
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long processes may outlive the command that started them, before they count as left behind."""
 
 
@@ -120,7 +120,7 @@ class Job:
 class Launch:
     """Runs launchers for one test, in one directory, from one clean environment."""
 
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     directory: Path
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:

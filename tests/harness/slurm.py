@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.jobs import Job
@@ -65,7 +65,7 @@ class ClusterError(Exception):
 class Slurm:
     """A cluster that is up. env is what its programs need beside the base environment."""
 
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     directory: Path
 
     def srun(self, *options: str, mpi: str = "none") -> list[str]:
@@ -146,7 +146,9 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm
 
     (munge / "key").write_bytes(os.urandom(128))
     (munge / "key").chmod(0o600)
-    files = [f"--{option}={munge / option.split('-')[0]}" for option in ("key-file", "pid-file", "log-file", "seed-file")]
+    files = [
+        f"--{option}={munge / option.split('-')[0]}" for option in ("key-file", "pid-file", "log-file", "seed-file")
+    ]
     daemon("munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
     wait_for("munge socket", (munge / "socket").exists)
     daemon("slurmctld", "slurmctld", "-D", "-i")

@@ -1,0 +1,540 @@
+"""The laws that hold on every backend under every launcher. Each function runs on every rank and asserts what it sees.
+
+The oracle is exact integer arithmetic, or the same mathematics done by this rank alone on everybody's data.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dualdist as dd
+from dualdist.errors import AlreadyInitializedError, MismatchError, UnsupportedError, UsageError
+
+LAWS: dict[str, Callable[[], None]] = {}
+
+
+def law(function: Callable[[], None]) -> Callable[[], None]:
+    LAWS[function.__name__] = function
+    return function
+
+
+def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+    """The call raises kind, and its message has all the words."""
+    try:
+        call()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in {error}"
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def ranks() -> range:
+    return range(dd.size())
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """The same small model on every rank; a parameter in it that no loss touches."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+    model.register_parameter("untouched", nn.Parameter(torch.ones(3)))
+    return model
+
+
+def batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 6, generator=generator)
+    return x, x[:, :2].sin()
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    x, y = batch(rank, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def mean_gradients(model: nn.Module, steps: tuple[int, ...] = (0,)) -> list[torch.Tensor | None]:
+    """The oracle: everybody's gradients, computed here one after the other without dualdist, and their mean."""
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    for step in steps:
+        (sum(loss_of(alone, rank, step) for rank in ranks()) / dd.size()).backward()
+    return [param.grad for param in alone.parameters()]
+
+
+def assert_close(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
+    """Equal up to the rounding of a sum in another order: a few units in the last place of float32."""
+    for mine, right in zip(found, expected, strict=True):
+        assert (mine is None) == (right is None), f"{mine} but expected {right}"
+        if mine is not None and right is not None:
+            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+
+
+def assert_same_everywhere(model: nn.Module) -> None:
+    """Every rank has the same bits."""
+    assert len(set(dd.allgather_object(digest(model)))) == 1
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [param.grad for param in model.parameters()]
+
+
+@law
+def allreduce_reduces_every_element_exactly() -> None:
+    mine = torch.arange(5) + 10 * (dd.rank() + 1)
+    everybody = torch.stack([torch.arange(5) + 10 * (rank + 1) for rank in ranks()])
+    oracle = {"sum": everybody.sum(0), "min": everybody.amin(0), "max": everybody.amax(0), "product": everybody.prod(0)}
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
+        for op, expected in oracle.items():
+            given = mine.to(dtype)
+            result = dd.allreduce(given, op)
+            assert result.dtype == dtype
+            assert torch.equal(result, expected.to(dtype)), (dtype, op, result)
+            assert torch.equal(given, mine.to(dtype)), "the argument is left alone"
+    for dtype in (torch.float16, torch.uint8, torch.int8):
+        ones = torch.ones(3, dtype=dtype)
+        assert torch.equal(dd.allreduce(ones, "sum"), ones * dd.size()), dtype
+    assert torch.equal(dd.allreduce(mine.double()), everybody.double().mean(0))
+
+
+@law
+def allreduce_keeps_shapes_and_strides() -> None:
+    scalar = dd.allreduce(torch.tensor(3.0), "sum")
+    assert scalar.shape == () and scalar.item() == 3 * dd.size()
+    assert dd.allreduce(torch.empty(0, 4), "sum").shape == (0, 4)
+    crossed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(dd.allreduce(crossed, "sum"), crossed * dd.size())
+    in_place = torch.arange(6.0).reshape(2, 3).t()
+    returned = dd.allreduce_(in_place, "sum")
+    assert returned is in_place
+    assert torch.equal(in_place, crossed * dd.size())
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert torch.equal(dd.allreduce(image, "sum"), torch.full((2, 3, 4, 4), float(dd.size())))
+
+
+@law
+def a_handle_finishes_once_and_keeps_its_result() -> None:
+    handles = [dd.allreduce(torch.full((3,), float(i + dd.rank())), "sum", async_op=True) for i in range(4)]
+    for i, handle in enumerate(handles):
+        expected = float(sum(i + rank for rank in ranks()))
+        assert handle.wait().tolist() == [expected] * 3
+        assert handle.wait().tolist() == [expected] * 3
+        assert handle.done()
+
+
+@law
+def allgather_keeps_rank_order_and_takes_uneven_rows() -> None:
+    even = dd.allgather(torch.full((2, 3), dd.rank()))
+    assert torch.equal(even, torch.cat([torch.full((2, 3), rank) for rank in ranks()]))
+    uneven = dd.allgather(torch.full((dd.rank(), 2), float(dd.rank())))
+    assert torch.equal(uneven, torch.cat([torch.full((rank, 2), float(rank)) for rank in ranks()]))
+    assert dd.allgather(torch.tensor(dd.rank())).tolist() == list(ranks())
+    assert dd.allgather(torch.empty(0, 5)).shape == (0, 5)
+    assert dd.allgather(torch.empty(dd.rank() + 1, 0)).shape == (sum(rank + 1 for rank in ranks()), 0)
+
+
+@law
+def broadcast_gives_roots_values() -> None:
+    for root in ranks():
+        mine = torch.full((4,), float(dd.rank()))
+        assert dd.broadcast(mine, root).tolist() == [float(root)] * 4
+        assert mine.tolist() == [float(dd.rank())] * 4
+        crossed = torch.full((2, 3), float(dd.rank())).t()
+        assert dd.broadcast_(crossed, root) is crossed
+        assert crossed.tolist() == [[float(root)] * 2] * 3
+
+
+@law
+def objects_travel_whole() -> None:
+    mine = {"rank": dd.rank(), "text": "x" * (dd.rank() * 1000), "tensor": torch.arange(dd.rank())}
+    for rank, other in enumerate(dd.allgather_object(mine)):
+        assert other["rank"] == rank and len(other["text"]) == rank * 1000 and len(other["tensor"]) == rank
+    for root in ranks():
+        assert dd.broadcast_object((dd.rank(), None), root) == (root, None)
+
+
+@law
+def a_barrier_waits_for_everybody() -> None:
+    for _ in range(3):
+        dd.barrier()
+
+
+@law
+def wrong_arguments_are_refused_by_name() -> None:
+    raises(UsageError, lambda: dd.allreduce(torch.ones(2), "average"), "average", "mean, sum")  # type: ignore[call-overload]
+    raises(UsageError, lambda: dd.allreduce(torch.ones(2, dtype=torch.int64)), "int64", "op='sum'")
+    raises(UsageError, lambda: dd.broadcast(torch.ones(2), dd.size()), f"root={dd.size()}")
+    raises(UsageError, lambda: dd.broadcast_parameters(net().parameters()), "named_parameters")  # type: ignore[arg-type]
+    raises(UsageError, lambda: dd.wrap_optimizer(net()), "Sequential")  # type: ignore[type-var]
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    raises(UsageError, lambda: dd.wrap_optimizer(optimizer, accumulate=0), "accumulate=0")
+    raises(UsageError, lambda: dd.wrap_optimizer(optimizer, op="max"), "max")  # type: ignore[arg-type]
+    raises(UsageError, lambda: dd.wrap_optimizer(optimizer, net().named_parameters()), "lacks")
+    raises(AlreadyInitializedError, dd.init, "shutdown")
+
+
+@law
+def rows_that_do_not_fit_are_an_error_on_every_rank() -> None:
+    if dd.size() > 1:
+        raises(MismatchError, lambda: dd.allgather(torch.ones(2, 3 + dd.rank() % 2)), "(2, 3)", "(2, 4)")
+
+
+@law
+def broadcast_parameters_makes_all_ranks_roots() -> None:
+    for root in (0, dd.size() - 1):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        torch.manual_seed(dd.rank())
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape) * 10)
+        states = dd.allgather_object(model.state_dict())
+        dd.broadcast_parameters(model, root)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, states[root][name]), name
+        linear = nn.Linear(2, 2)
+        weights = dd.allgather_object(linear.state_dict())
+        dd.broadcast_parameters(linear.named_parameters(), root)
+        assert torch.equal(linear.weight, weights[root]["weight"])
+        dd.broadcast_parameters(linear.state_dict(), root)
+
+
+@law
+def models_that_differ_are_an_error_on_every_rank() -> None:
+    if dd.size() == 1:
+        return
+    model = nn.Linear(3, 3 + dd.rank() % 2)
+    raises(MismatchError, lambda: dd.broadcast_parameters(model), "rank 1", "(4, 3)", "(3, 3)")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer), "rank 1")
+
+
+@law
+def broadcast_optimizer_state_makes_all_optimizers_roots() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (dd.rank() + 1), weight_decay=0.01)
+    if dd.rank() == 0:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    dd.broadcast_optimizer_state(optimizer)
+    states = dd.allgather_object(optimizer.state_dict())
+    assert states[0]["state"], "root has stepped"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for state in states[1:]:
+        assert str(state) == str(states[0])
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old), "weights and gradients are left alone"
+
+
+@law
+def gradients_are_the_mean_when_backward_returns() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
+    assert model.untouched.grad is None
+
+
+@law
+def zeroed_gradients_work_like_absent_ones() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
+
+
+@law
+def gradients_are_summed_on_request() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
+    loss_of(model, dd.rank()).backward()
+    expected = [None if grad is None else grad * dd.size() for grad in mean_gradients(model)]
+    assert_close(gradients(model), expected)
+    optimizer.step()
+
+
+@law
+def a_parameter_that_some_ranks_use_gets_the_mean_over_all() -> None:
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    dd.broadcast_parameters(model)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    chosen = [0] if dd.rank() else [0, 1]  # layer 1 by rank 0 only, layer 2 by nobody
+    sum(model[index](torch.ones(1, 2)).sum() for index in chosen).backward()
+    assert torch.equal(model[0].weight.grad, torch.ones(1, 2))
+    assert torch.equal(model[1].weight.grad, torch.full((1, 2), 1 / dd.size()))
+    assert model[2].weight.grad is None
+    optimizer.step()
+
+
+@law
+def a_rank_whose_backward_touched_nothing_takes_part_when_it_steps() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(3):
+        optimizer.zero_grad()
+        if dd.rank() == 0 or dd.size() == 1:
+            loss_of(model, 0, step).backward()
+        optimizer.step()
+    assert_same_everywhere(model)
+    assert model.untouched.grad is None
+
+
+@law
+def a_step_without_any_backward_does_no_harm() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()
+    assert gradients(model) == [None] * len(gradients(model))
+
+
+@law
+def gradients_set_by_hand_are_reduced_by_the_step() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.full((2,), float(dd.rank()))
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2,), -sum(ranks()) / dd.size()))
+
+
+@law
+def accumulation_reduces_once_and_adds_up() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for step in (0, 1):
+            loss_of(model, dd.rank(), step).backward()
+        alone = copy.deepcopy(model)
+        alone.zero_grad()
+        for step in (0, 1):
+            loss_of(alone, dd.rank(), step).backward()
+        assert_close(gradients(model), gradients(alone))  # not reduced yet
+        loss_of(model, dd.rank(), 2).backward()
+        assert_close(gradients(model), mean_gradients(model, (0, 1, 2)))
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, dd.rank(), 0).backward()  # the last, short round of an epoch
+    expected = mean_gradients(model)
+    optimizer.step()
+    assert_close(gradients(model), expected)
+
+
+@law
+def a_second_backward_adds_to_the_first() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, dd.rank(), 0).backward()
+    loss_of(model, dd.rank(), 1).backward()
+    assert_close(gradients(model), mean_gradients(model, (0, 1)))
+    optimizer.step()
+
+
+@law
+def clipping_sees_the_mean() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, dd.rank()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    expected = torch.stack([grad.norm() for grad in mean_gradients(model) if grad is not None]).norm()
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+
+
+@law
+def closures_see_the_mean_and_lbfgs_stays_in_step() -> None:
+    model = net()
+    model.untouched.requires_grad_(False)
+    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe"))
+    alone = copy.deepcopy(model)
+    plain = torch.optim.LBFGS(alone.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, dd.rank())
+        loss.backward()
+        return loss
+
+    def whole() -> torch.Tensor:
+        plain.zero_grad()
+        loss = sum(loss_of(alone, rank) for rank in ranks()) / dd.size()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    torch.testing.assert_close(first.detach(), plain.step(whole).detach(), rtol=1e-5, atol=1e-6)
+    assert_same_everywhere(model)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+
+
+@law
+def parameters_added_or_unfrozen_later_are_reduced() -> None:
+    model, extra = net(), nn.Parameter(torch.ones(2))
+    model[0].weight.requires_grad_(False)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    (loss_of(model, dd.rank()) + extra.sum() * dd.rank()).backward()
+    assert torch.allclose(extra.grad, torch.full((2,), sum(ranks()) / dd.size()))
+    optimizer.step()
+    model[0].weight.requires_grad_(True)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        expected = mean_gradients(model, (step,))
+        optimizer.step()
+        assert_close(gradients(model), expected)
+
+
+@law
+def the_wrapped_optimizer_is_the_same_object() -> None:
+    model = net()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = str(plain.state_dict())
+    optimizer = dd.wrap_optimizer(plain)
+    assert optimizer is plain and type(optimizer) is torch.optim.AdamW
+    assert str(optimizer.state_dict()) == before
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loss_of(model, dd.rank()).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    other = torch.optim.AdamW(net().parameters(), lr=0.3)
+    other.load_state_dict(optimizer.state_dict())
+    raises(UsageError, lambda: dd.wrap_optimizer(optimizer), "already")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pickle.loads(pickle.dumps(optimizer))
+        copy.deepcopy(optimizer)
+
+
+@law
+def loss_scaling_sees_the_mean() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, dd.rank(), step)).backward()
+        scaler.unscale_(optimizer)
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@law
+def an_overflow_on_one_rank_is_everybodys() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    loss = loss_of(model, dd.rank())
+    scaler.scale(loss * float("inf") if dd.rank() == 0 else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
+
+
+@law
+def a_backward_that_raised_does_not_spoil_the_next() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    x, y = batch(dd.rank())
+    hidden = model[1](model[0](x))
+    hidden.register_hook(refuse)
+    rest = model[4](model[3](model[2](hidden)))
+    raises(ValueError, lambda: nn.functional.mse_loss(rest, y).backward(), "refused")
+    optimizer.zero_grad()
+    loss_of(model, dd.rank(), 1).backward()
+    assert_close(gradients(model), mean_gradients(model, (1,)))
+    optimizer.step()
+
+
+@law
+def reentrant_checkpointing_gives_the_mean() -> None:
+    for reentrant in (True, False):
+        model = net()
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = batch(dd.rank())
+        hidden = checkpoint(lambda h, m=model: m[3](m[2](m[1](m[0](h)))), x.requires_grad_(), use_reentrant=reentrant)
+        nn.functional.mse_loss(model[4](hidden), y).backward()
+        assert_close(gradients(model), mean_gradients(model))
+        optimizer.step()
+
+
+@law
+def two_optimizers_and_shared_graphs_do_not_mix() -> None:
+    generator, critic = net(1), nn.Linear(2, 1)
+    dd.broadcast_parameters(critic)
+    first = dd.wrap_optimizer(torch.optim.SGD(generator.parameters(), lr=0.1))
+    second = dd.wrap_optimizer(torch.optim.Adam(critic.parameters(), lr=0.1))
+    for step in range(3):
+        for optimizer in (first, second):
+            first.zero_grad()
+            second.zero_grad()
+            critic(generator(batch(dd.rank(), step)[0])).mean().backward()
+            optimizer.step()
+    assert_same_everywhere(generator)
+    assert_same_everywhere(critic)
+
+
+@law
+def parameters_of_several_dtypes_and_layouts_are_reduced() -> None:
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    double = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    image = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([half, double, image], lr=0.1))
+    scale = float(dd.rank() + 1)
+    (half.sum().double() * scale + double.sum() * scale + image.sum() * scale).backward()
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    for param in (half, double, image):
+        assert param.grad.dtype == param.dtype
+        assert torch.allclose(param.grad, torch.full_like(param, mean))
+    optimizer.step()
+
+
+@law
+def many_buckets_leave_in_one_order() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 600) for _ in range(6)]  # 1.2 MB each: several buckets
+    model = nn.ModuleList(layers)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    order = layers if dd.rank() % 2 else layers[::-1]  # ranks finish their gradients in another order
+    for layer in order:
+        nn.init.zeros_(layer.weight)
+    sum((index + 1) * layer(torch.ones(1, 512)).sum() for index, layer in enumerate(order)).backward()
+    for index, layer in enumerate(layers):
+        scales = [index + 1 if rank % 2 else 6 - index for rank in ranks()]
+        assert torch.allclose(layer.bias.grad, torch.full((600,), sum(scales) / dd.size())), index
+    optimizer.step()
+
+
+@law
+def sparse_gradients_are_refused_with_a_reason() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    dd.broadcast_parameters(embedding)
+    dd.wrap_optimizer(optimizer, embedding.named_parameters())
+    raises(UnsupportedError, lambda: embedding(torch.tensor([1])).sum().backward(), "weight", "sparse=False")

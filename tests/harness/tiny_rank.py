@@ -1,0 +1,58 @@
+"""One rank of a launcher's test: joins, adds integers, trains a few steps, reports what it saw and leaves.
+
+    python tiny_rank.py BACKEND [STARTED_BY]
+
+STARTED_BY names variables, separated by commas, whose values go into the report.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+import dualdist as dd
+from harness import problem
+from harness.jobs import report
+
+
+def train() -> list[float]:
+    model = problem.make_model()
+    if dd.rank() != 0:
+        with torch.no_grad():
+            model[0].weight.zero_()  # rank 0's must win
+    dd.broadcast_parameters(model)
+    optimizer = problem.make_optimizer(model)
+    dd.wrap_optimizer(optimizer)
+    for step in range(problem.STEPS):
+        optimizer.zero_grad()
+        problem.loss_of(model, dd.rank(), step).backward()
+        optimizer.step()
+    return problem.flat(model)
+
+
+def main(backend: str, variables: str = "") -> None:
+    dd.init(backend, timeout_s=45)
+    powers = torch.tensor([1 << dd.rank(), 1 << 40], dtype=torch.int64)
+    rank = dd.rank()
+    seen = {
+        "rank": rank,
+        "size": dd.size(),
+        "local_rank": dd.local_rank(),
+        "local_size": dd.local_size(),
+        "node": dd.node(),
+        "nodes": dd.nodes(),
+        "launcher": dd.launcher(),
+        "backend": dd.backend(),
+        "transport": dd.transport(),
+        "sum": dd.allreduce(powers, op="sum").tolist(),
+        "parameters": train(),
+        "variables": {name: os.environ.get(name) for name in variables.split(",") if name},
+    }
+    dd.shutdown()
+    report(rank, seen)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
