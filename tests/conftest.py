@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
 from harness.jobs import Launch

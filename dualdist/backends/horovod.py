@@ -42,6 +42,14 @@ GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "co
 LATE = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
 REUSED = ("same name as another tensor",)
+# Horovod reduces no integers below 32 bits and no bfloat16. In the wider dtype the result is the same: integers wrap round
+# alike when they are narrowed again, and a bfloat16 sum of two is rounded once either way.
+WIRE_DTYPES = {
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+}
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
 POLL_S = 0.0001
 # Horovod ends a stalled job by itself after the timeout; what it says then is heard for so much longer.
@@ -110,22 +118,41 @@ class HorovodWork:
         return self._result
 
 
+class ConvertedWork:
+    """Work on a copy in another dtype, whose result is put back where the caller looks for it."""
+
+    def __init__(self, work: HorovodWork, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> torch.Tensor:
+        return self._buffer.copy_(self._work.wait())
+
+
 class HorovodBackend:
-    """Moves tensors through Horovod's engine."""
+    """Moves tensors through Horovod's engine; close() ends it by `leave`."""
 
     name = "horovod"
 
-    def __init__(self, hvd: ModuleType, transport: str, timeout_s: float, stop_server: Callable[[], None]) -> None:
+    def __init__(self, hvd: ModuleType, transport: str, timeout_s: float, leave: Callable[[], None]) -> None:
         self.transport = transport
         self.timeout_s = timeout_s
         self.rank = int(hvd.rank())
         self.size = int(hvd.size())
         self.names = Names()
         self._hvd = hvd
-        self._stop_server = stop_server
+        self._leave = leave
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork | ConvertedWork:
+        if buffer.dtype in WIRE_DTYPES:
+            return ConvertedWork(self._allreduce_(buffer.to(WIRE_DTYPES[buffer.dtype]), op, name), buffer)
+        return self._allreduce_(buffer, op, name)
+
+    def _allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
         what = describe("allreduce", name, buffer)
         return self._start(what, lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op]))
 
@@ -137,8 +164,7 @@ class HorovodBackend:
         return self._start(what, lambda: self._hvd.broadcast_async_(buffer, root, name=name))
 
     def close(self) -> None:
-        self._hvd.shutdown()
-        self._stop_server()
+        self._leave()
 
     def _start(self, what: str, start: Callable[[], int]) -> HorovodWork:
         try:
@@ -157,9 +183,11 @@ def start_on_mpi(
             f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
             "DUALDIST_TRANSPORT=gloo"
         )
-    with _set(environ, _settings("mpi", timeout_s)):
-        _init(hvd, topology, timeout_s)
-    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, stop_server=lambda: None)
+    if not hvd.is_initialized():
+        with _set(environ, _settings("mpi", timeout_s)):
+            _init(hvd, topology, timeout_s)
+    # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the process.
+    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, leave=lambda: None)
 
 
 def start_on_gloo(
@@ -193,9 +221,19 @@ def start_on_gloo(
         settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
         settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
         settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or interface
+    if hvd.is_initialized():
+        raise UnsupportedError(
+            "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
+            "DUALDIST_TRANSPORT=gloo"
+        )
     with _set(environ, settings):
         _init(hvd, topology, deadline.left_s())
-    return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, stop_server)
+
+    def leave() -> None:
+        hvd.shutdown()
+        stop_server()
+
+    return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
 
 
 def slots_of(places: Sequence[Place]) -> list[dict[str, str | None]]:

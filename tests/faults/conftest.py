@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import pytest
-
 from harness.jobs import Launch, Outcome
 
 

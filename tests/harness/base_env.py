@@ -9,11 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "NODE_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"}
-# The prefixes end where a word ends, so that PMI_RANK goes and PMIXED stays.
 LAUNCHER_PREFIXES = (
-    "DUALDIST_ GROUP_ HOROVOD_ HYDI_ HYDRA_ I_MPI_ JSM_ LOCAL_ MASTER_ MPI_ MV2_ OMPI_ OPAL_ ORTE_ PALS_ PMIX_ PMI_ "
-    "PRTE_ ROLE_ SALLOC_ SBATCH_ SLURMD_ SLURM_ TORCHELASTIC_ TORCH_ELASTIC_ FLUX_"
-).split()
+    *("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
+    *("HOROVOD_", "DUALDIST_"),
+    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "MPI_", "HYDRA_", "HYDI_", "I_MPI_", "MV2_"),
+    *("SLURM_", "SLURMD_", "SALLOC_", "SBATCH_", "PALS_", "JSM_", "FLUX_"),
+)
 
 
 def base_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -21,7 +22,7 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environ.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(tuple(LAUNCHER_PREFIXES)) and "PYTEST" not in name
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES) and "PYTEST" not in name
     }
     programs = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     return kept | {

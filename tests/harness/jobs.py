@@ -36,14 +36,14 @@ class Outcome:
     seconds: float
     timed_out: bool
     left: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]
+    """Name and text of each *.out file where it ran: Slurm writes there what a batch script prints."""
 
     def __str__(self) -> str:
-        ending = f"killed after its limit, {self.seconds:.1f} s" if self.timed_out else f"exit code {self.rc}"
+        ending = f"{'killed at its time limit' if self.timed_out else f'exit code {self.rc}'}, {self.seconds:.1f} s"
         left = "".join(f"\nleft running: {line}" for line in self.left)
-        return (
-            f"{shlex.join(self.argv)}\n{ending}, {self.seconds:.1f} s{left}"
-            f"\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
-        )
+        texts = [("stdout", self.stdout), ("stderr", self.stderr), *self.files]
+        return f"{shlex.join(self.argv)}\n{ending}{left}" + "".join(f"\n--- {name}\n{text}" for name, text in texts)
 
 
 class Job:
@@ -52,6 +52,7 @@ class Job:
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, grace_s: float = GRACE_S) -> None:
         self.argv = tuple(argv)
         self.directory = Path(tempfile.mkdtemp(prefix="job-", dir=cwd))
+        self._cwd = cwd
         self._report = self.directory / "outcome.json"
         self._began = time.monotonic()
         self._timed_out = False
@@ -110,6 +111,7 @@ class Job:
             seconds=seconds,
             timed_out=self._timed_out,
             left=tuple(told["left"]),
+            files=tuple((path.name, path.read_text(errors="replace")) for path in sorted(self._cwd.glob("*.out"))),
         )
 
     def _read(self, name: str) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
-
 from harness.guard import command_lines
 
 SETTLE_S = 3.0
 """How long what a test started may take to end by itself."""
-# pytest writes the first one; the others are helpers that live as long as the interpreter, one for all tests.
-PYTESTS_OWN = {"PYTEST_CURRENT_TEST"}
+# Written by pytest, and by torch when its compiler is first imported.
+LIBRARIES_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+# Helpers that live as long as the interpreter, one for all tests.
 LIFELONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
 
 
@@ -30,16 +30,16 @@ class Snapshot:
         return cls(dict(os.environ), frozenset(psutil.Process().children(recursive=True)), frozenset(_threads()))
 
     def restore_environ(self) -> None:
-        for name in set(os.environ) - set(self.environ) - PYTESTS_OWN:
+        for name in set(os.environ) - set(self.environ) - LIBRARIES_OWN:
             del os.environ[name]
-        os.environ.update({k: v for k, v in self.environ.items() if k not in PYTESTS_OWN})
+        os.environ.update({k: v for k, v in self.environ.items() if k not in LIBRARIES_OWN})
 
     def leaks(self) -> list[str]:
         """One line for each thing that was not there before; waits a little for what is just ending."""
         return [*self._variables(), *self._processes(), *self._threads()]
 
     def _variables(self) -> Iterator[str]:
-        for name in sorted((set(os.environ) | set(self.environ)) - PYTESTS_OWN):
+        for name in sorted((set(os.environ) | set(self.environ)) - LIBRARIES_OWN):
             before, after = self.environ.get(name), os.environ.get(name)
             if before != after:
                 yield f"variable {name} was {before!r}, is {after!r}"

@@ -1,4 +1,4 @@
-"""A model small enough to train in milliseconds, the data of each rank, and what training must give, without dualdist."""
+"""A model that trains in milliseconds, the data of each rank, and what training must give, without dualdist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flat(model: torch.nn.Module) -> list[float]:
 
 
 def trained_by_one_process(size: int) -> list[float]:
-    """The parameters after STEPS steps, where one process adds the gradients of all ranks in rank order, then divides."""
+    """The parameters after STEPS steps of one process that adds the gradients of all ranks in order, then divides."""
     model = make_model()
     optimizer = make_optimizer(model)
     for step in range(STEPS):

@@ -75,9 +75,9 @@ class Slurm:
     def salloc(self, *options: str) -> list[str]:
         return ["salloc", "--quiet", *options]
 
-    def sbatch(self, *options: str, output: Path) -> list[str]:
-        """The argv that a script's path follows; it ends with the script's exit code, and output has what it printed."""
-        return ["sbatch", "--quiet", "--wait", f"--output={output}", *options]
+    def sbatch(self, *options: str) -> list[str]:
+        """The argv that a script's path follows; it ends with the script, and with its exit code."""
+        return ["sbatch", "--quiet", "--wait", *options]
 
     def queue(self) -> list[str]:
         """One line for each job that has not ended."""
@@ -146,9 +146,7 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm
 
     (munge / "key").write_bytes(os.urandom(128))
     (munge / "key").chmod(0o600)
-    files = [
-        f"--{option}={munge / option.split('-')[0]}" for option in ("key-file", "pid-file", "log-file", "seed-file")
-    ]
+    files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
     daemon("munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
     wait_for("munge socket", (munge / "socket").exists)
     daemon("slurmctld", "slurmctld", "-D", "-i")

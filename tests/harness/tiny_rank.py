@@ -11,10 +11,10 @@ import os
 import sys
 
 import torch
-
-import dualdist as dd
 from harness import problem
 from harness.jobs import report
+
+import dualdist as dd
 
 
 def train() -> list[float]:

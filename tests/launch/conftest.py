@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 import pytest
-
 from harness import mpi
 from harness import slurm as slurm_cluster
 

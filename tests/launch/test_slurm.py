@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from harness import problem
 from harness.jobs import REPORT_DIR, Launch, collect
 from harness.mpi import OpenMPI
@@ -124,9 +123,8 @@ def test_steps_of_one_job_do_not_meet_each_other(slurm: Slurm, launch: Launch) -
 
 
 def test_a_batch_script_that_starts_python_itself_is_one_rank(slurm: Slurm, launch: Launch) -> None:
-    output = launch.directory / "output"
     batch = script(launch.directory / "batch.sh", shlex.join(tiny_rank("auto")))
-    reports = launch.reports([*slurm.sbatch("-N2", "-n4", output=output), batch], 1, env=slurm.env)
+    reports = launch.reports([*slurm.sbatch("-N2", "-n4"), batch], 1, env=slurm.env)
     check(reports, (1,), launcher="none", backend="single", transport="none")
 
 
@@ -140,18 +138,16 @@ def test_mpirun_in_a_batch_script_is_mpiruns_job(
     slurm: Slurm, openmpi: OpenMPI, launch: Launch, backend: str, transport: str
 ) -> None:
     options, per_node = EVEN
-    output = launch.directory / "output"
     batch = script(launch.directory / "batch.sh", shlex.join([*openmpi.run(4), *tiny_rank(backend)]))
     env = {**slurm.env, **({TRANSPORT: transport} if transport else {})}
-    reports = launch.reports([*slurm.sbatch(*options, output=output), batch], 4, env=env)
-    check(reports, per_node, launcher="mpirun", backend=backend)
+    reports = launch.reports([*slurm.sbatch(*options), batch], 4, env=env)
+    check(reports, per_node, launcher="mpirun", backend=backend, **({"transport": transport} if transport else {}))
 
 
 def test_torchrun_in_a_batch_script_is_torchruns_job(slurm: Slurm, launch: Launch) -> None:
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(PROGRAM), "native"]
     batch = script(launch.directory / "batch.sh", shlex.join(torchrun))
-    output = launch.directory / "output"
-    reports = launch.reports([*slurm.sbatch("-N1", "-n1", output=output), batch], 2, env=slurm.env)
+    reports = launch.reports([*slurm.sbatch("-N1", "-n1"), batch], 2, env=slurm.env)
     check(reports, (2,), launcher="torchrun", backend="native")
 
 

@@ -1,0 +1,74 @@
+"""What the build needs to know about a machine, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch; `cxx_standard` is what its headers demand, such as 17, or None if they do not say."""
+
+    version: str
+    git: str
+    cxx11_abi: bool
+    cuda: str | None
+    hip: str | None
+    cxx_standard: int | None
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The MPI that `compiler` compiles for; `library_dirs` are those outside the Python environment."""
+
+    compiler: str
+    vendor: str
+    version: str
+    library_dirs: tuple[str, ...]
+    mpirun: str | None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA toolkit with nvcc in `home`/bin."""
+
+    home: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """NCCL's header folder and its shared library."""
+
+    include: str
+    library: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything seen before a build; what is None or missing was looked for and not found."""
+
+    python: str
+    python_version: tuple[int, int]
+    abi_tag: str
+    libc: str
+    arch_flags: tuple[str, ...]
+    torch: Torch | None
+    torch_problem: str
+    missing_packages: tuple[str, ...]
+    setuptools: str | None
+    cxx: str | None
+    cxx_standards: tuple[int, ...]
+    make: str | None
+    cmake: str | None
+    cmake_version: tuple[int, ...]
+    mpi: Mpi | None
+    mpi_problem: str
+    cuda: Cuda | None
+    nccl: Nccl | None
+    work_dir: str
+    work_free_gb: float
+    cache_dir: str
+    cache_free_gb: float
+    jobs: int

