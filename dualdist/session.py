@@ -24,7 +24,7 @@ from dualdist.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.backends.base import Backend
+    from dualdist.backends.base import Backend, Store
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
@@ -112,7 +112,7 @@ def _open(
         return _adopt(topology, group, environ, timeout_s)
     name = chosen_backend(requested, topology, environ)
     if name == "horovod" and controller(transport, topology, environ) == "mpi":
-        return _open_horovod_on_mpi(topology, environ, timeout_s)
+        return _open_horovod_on_mpi(topology, environ, attempt, timeout_s)
     return _open_over_store(name, topology, environ, attempt, timeout_s)
 
 
@@ -182,7 +182,9 @@ def _adopt(topology: Topology, group: tuple[int, int], environ: MutableMapping[s
     return Session(backend, topology, _device(topology), timeout_s)
 
 
-def _open_horovod_on_mpi(topology: Topology, environ: MutableMapping[str, str], timeout_s: float) -> Session:
+def _open_horovod_on_mpi(
+    topology: Topology, environ: MutableMapping[str, str], attempt: int, timeout_s: float
+) -> Session:
     from dualdist.backends import horovod
 
     backend = horovod.start_on_mpi(topology, environ, _device(None), timeout_s)
@@ -194,7 +196,33 @@ def _open_horovod_on_mpi(topology: Topology, environ: MutableMapping[str, str], 
             "first on PATH, build again with `dualdist install-horovod --force`, or set DUALDIST_TRANSPORT=gloo"
         )
     topology = _place_by(backend, topology, environ)
-    return Session(backend, topology, _device(topology), timeout_s)
+    if topology.size == 1:
+        return Session(backend, topology, _device(topology), timeout_s)
+    store = _store_over(backend, topology, environ, Deadline(timeout_s))
+    return Session(_watched(backend, store, f"mpi/{attempt}"), topology, _device(topology), timeout_s)
+
+
+def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
+    """A store that rank 0 serves, found over a backend that runs already."""
+    from dualdist import network
+    from dualdist.backends import native
+    from dualdist.collectives import broadcast_object
+
+    host = network.host_identity(environ)
+    if topology.rank == 0:
+        listener = network.listen(0, loopback_only=topology.nodes == 1)
+        port = listener.getsockname()[1]
+        broadcast_object(backend, network.Invitation.of(host, port, one_node=topology.nodes == 1), 0)
+        return native.connect(network.LOOPBACK, port, listener, deadline)
+    invitation = broadcast_object(backend, network.Invitation("", (), 0), 0)
+    return native.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
+
+
+def _watched(backend: Backend, store: Store, key: str) -> Backend:
+    """The backend, whose failing operations name the ranks that are missing."""
+    from dualdist.watch import RollCall, WatchedBackend
+
+    return WatchedBackend(backend, RollCall(store, backend.rank, backend.size, f"{key}/roll"))
 
 
 def _open_over_store(
@@ -224,7 +252,7 @@ def _open_over_store(
         from dualdist.backends import horovod
 
         backend = horovod.start_on_gloo(topology, places, store, key, environ, device, timeout_s)
-    return Session(backend, topology, device, timeout_s)
+    return Session(backend if store is None else _watched(backend, store, key), topology, device, timeout_s)
 
 
 def _place_by(backend: Backend, topology: Topology, environ: MutableMapping[str, str]) -> Topology:

@@ -109,7 +109,7 @@ def train(model: nn.Module, optimizer: Any, batches: Iterable[Any], options: Opt
 
 @torch.no_grad()
 def validate(model: nn.Module, dataset: Dataset[Any], options: Options) -> tuple[float, float]:
-    """Loss and accuracy on the whole set, alike on every rank; a rank takes every size-th sample, so each counts once."""
+    """Loss and accuracy on the whole set, alike on every rank; each takes every size-th sample, none counts twice."""
     # Batch norm's running statistics differ, since each rank saw other images: all ranks validate rank 0's model.
     dd.broadcast_parameters(dict(model.named_buffers()))
     model.eval()

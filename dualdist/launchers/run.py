@@ -100,26 +100,28 @@ def _read(output: IO[bytes] | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> str:
-    """End the launcher, if it runs, and every process of the job; say which ones had to be killed after it."""
+    """End what is left of the job, first the launcher, and return once it is gone; say what its launcher had left behind."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+        _signal(_members(mark), signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while (left := _members(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     described = _describe(left) if left else ""
-    if process.poll() is None:
-        left.append(process.pid)
-    while left:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while left or process.poll() is None:
+        _signal([process.pid, *left] if process.poll() is None else left, signal.SIGKILL)
         time.sleep(0.05)
         left = _members(mark)  # what they started in the meantime
-    process.wait()
     return described
+
+
+def _signal(members: list[int], number: signal.Signals) -> None:
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _members(mark: str) -> list[int]:

@@ -10,6 +10,7 @@ import pwd
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from harness.jobs import Job
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "squeue", "scancel", "sinfo")
 # libpmix-dev because Slurm's plug-in opens the library by the name that only the development package has.
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev"
+SBATCH = Path(__file__).with_name("sbatch.py")
 NODES = ("n1", "n2")
 CPUS = 4
 """What each node claims to have, whatever the machine has: 2+2 and 3+1 tasks fit without --overcommit."""
@@ -77,7 +79,7 @@ class Slurm:
 
     def sbatch(self, *options: str) -> list[str]:
         """The argv that a script's path follows; it ends with the script, and with its exit code."""
-        return ["sbatch", "--quiet", "--wait", *options]
+        return [sys.executable, str(SBATCH), *options]
 
     def queue(self) -> list[str]:
         """One line for each job that has not ended."""
@@ -177,8 +179,12 @@ def _write_confs(home: Path) -> dict[str, Path]:
 
 
 def _open_mpi_on_one_host() -> dict[str, str]:
-    """Ranks of both nodes would take the same names in shared memory, and crash: let them talk over loopback."""
-    return {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
+    """Settings for MPI ranks of two nodes that share a host and its few cores.
+
+    In shared memory the ranks of both nodes would take the same names, and crash: they talk over loopback. As the nodes
+    claim more cores than there are, a rank that waits must be told to let others run.
+    """
+    return {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -59,8 +59,16 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same:
         assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
-@pytest.mark.parametrize(("options", "per_node"), [ONE_NODE, EVEN, UNEVEN], ids=["2", "2+2", "3+1"])
+@pytest.mark.parametrize(
+    ("mpi", "options", "per_node"),
+    [
+        pytest.param("none", *ONE_NODE, id="none-2"),
+        pytest.param("none", *EVEN, id="none-2+2"),
+        pytest.param("none", *UNEVEN, id="none-3+1"),
+        pytest.param("pmi2", *UNEVEN, id="pmi2-3+1"),
+        pytest.param("pmix", *EVEN, id="pmix-2+2"),
+    ],
+)
 def test_srun_trains_natively_with_any_mpi_plugin(
     slurm: Slurm, launch: Launch, mpi: str, options: tuple[str, ...], per_node: tuple[int, ...]
 ) -> None:
@@ -68,20 +76,14 @@ def test_srun_trains_natively_with_any_mpi_plugin(
     check(reports, per_node, launcher="srun", backend="native")
 
 
-def test_srun_without_a_named_backend_trains_natively(slurm: Slurm, launch: Launch) -> None:
-    reports = launch.reports([*slurm.srun("-N1", "-n2"), *tiny_rank("auto")], 2, env=slurm.env)
-    check(reports, (2,), launcher="srun", backend="native")
-
-
 @pytest.mark.parametrize(
     ("mpi", "transport", "options", "per_node"),
     [
-        pytest.param("none", "gloo", *ONE_NODE, id="none-gloo-2"),
-        pytest.param("none", "gloo", *EVEN, id="none-gloo-2+2"),
+        pytest.param("none", "gloo", *UNEVEN, id="none-gloo-3+1"),
+        pytest.param("pmi2", "gloo", *ONE_NODE, id="pmi2-gloo-2"),
         pytest.param("pmix", "gloo", *ONE_NODE, id="pmix-gloo-2"),
         pytest.param("pmix", "mpi", *ONE_NODE, id="pmix-mpi-2"),
         pytest.param("pmix", "mpi", *EVEN, id="pmix-mpi-2+2"),
-        pytest.param("pmix", "mpi", *UNEVEN, id="pmix-mpi-3+1"),
     ],
 )
 def test_srun_trains_on_horovod(
@@ -105,7 +107,8 @@ def test_horovod_over_mpi_is_refused_without_pmix(slurm: Slurm, launch: Launch) 
 
 def test_ranks_need_not_fill_one_node_after_the_other(slurm: Slurm, launch: Launch) -> None:
     srun = slurm.srun("-N2", "-n4", "--ntasks-per-node=2", "--distribution=cyclic")
-    reports = launch.reports([*srun, *tiny_rank("native")], 4, env=slurm.env)
+    reports = launch.reports([*srun, *tiny_rank("auto")], 4, env=slurm.env)
+    assert {seen["backend"] for seen in reports} == {"native"}
     assert [seen["node"] for seen in reports] == [0, 1, 0, 1]
     assert [seen["local_rank"] for seen in reports] == [0, 0, 1, 1]
 
@@ -114,10 +117,10 @@ def test_steps_of_one_job_do_not_meet_each_other(slurm: Slurm, launch: Launch) -
     folders = [launch.directory / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
-    step = shlex.join([*slurm.srun("-N2", "-n2", "--exact"), *tiny_rank("native")])
+    step = shlex.join([*slurm.srun("-N2", "-n2", "--ntasks-per-node=1", "--exact"), *tiny_rank("native")])
     commands = [f'{REPORT_DIR}={shlex.quote(str(folder))} {step} & pids="$pids $!"' for folder in folders]
     both = script(launch.directory / "steps.sh", *commands, "for pid in $pids; do wait $pid; done")
-    outcome = launch([*slurm.salloc("-N2", "-n4"), "sh", both], env=slurm.env)
+    outcome = launch([*slurm.salloc(*EVEN[0]), "sh", both], env=slurm.env)
     for folder in folders:
         check(collect(folder, 2, outcome), (1, 1), launcher="srun", backend="native")
 

@@ -1,0 +1,34 @@
+"""torchrun, and whatever else starts ranks through torch's elastic agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dualdist.environments.master import MASTER_ADDR, MASTER_PORT, read_master
+from dualdist.environments.place import topology
+from dualdist.environments.variables import Names, present, read, require, text
+from dualdist.topology import Topology
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+NAMES = Names(
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node="GROUP_RANK",
+    nodes="GROUP_WORLD_SIZE",
+)
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", MASTER_ADDR, MASTER_PORT)
+
+
+def detect(environ: Mapping[str, str]) -> Topology | None:
+    """The worker's place; its agent serves the store at MASTER_ADDR unless TORCHELASTIC_USE_AGENT_STORE says otherwise."""
+    if text(environ, RUN_ID) is None:
+        return None
+    require(environ, NEEDED, "torchrun", "torchrun --nproc-per-node N script.py")
+    return topology(
+        read(environ, NAMES),
+        launcher="torchrun",
+        source=f"{', '.join(present(environ, NAMES.given()))} (torchrun)",
+        master=read_master(environ),
+    )

@@ -1,0 +1,56 @@
+"""The wheels kept in the user's cache: found only if whole, added in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build.record import RECORD_NAME, from_json
+
+
+def find(folder: Path, key: str) -> Path | None:
+    """The whole wheel in the folder that was built under the key; damaged ones are passed over."""
+    return next((wheel for wheel in sorted(folder.glob("*.whl")) if is_whole(wheel, key)), None)
+
+
+def is_whole(wheel: Path, key: str) -> bool:
+    """Every byte of the wheel fits its checksum, and its record names the key."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = from_json(archive.read(f"horovod/{RECORD_NAME}").decode())
+            return archive.testzip() is None and record.key == key
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+def keep(wheel: Path, folder: Path) -> Path:
+    """The wheel stands in the folder, instead of one of its name; a reader sees the old one or the new one, whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as target, wheel.open("rb") as source:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        part.chmod(0o644)
+        return part.replace(folder / wheel.name)
+    except OSError as error:
+        raise BuildError(
+            f"the wheel could not be kept in {folder}: {error}; make room there, or set XDG_CACHE_HOME"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def forget(folder: Path) -> None:
+    """No wheel lies in the folder."""
+    for wheel in folder.glob("*.whl"):
+        with contextlib.suppress(FileNotFoundError):
+            wheel.unlink()

@@ -1,0 +1,106 @@
+"""The only processes that install-horovod starts and the only files it unpacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tarfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build.failure import explain
+from dualdist.horovod_build.plan import Command
+
+
+def run(
+    command: Command,
+    environ: Mapping[str, str],
+    *,
+    what: str,
+    log: Path,
+    see: Callable[[str], None] = lambda line: None,
+    timeout_s: float | None = None,
+) -> list[str]:
+    """The command's output, line by line as it came; BuildError naming the log if it failed or took too long."""
+    lines: list[str] = []
+    try:
+        with log.open("a", encoding="utf-8") as record:
+            print(f"$ {command}", file=record, flush=True)
+            code = _stream(command, environ, timeout_s, lambda line: _note(line, lines, record.write, see))
+    except OSError as error:
+        raise BuildError(f"{what} failed: {error}") from error
+    if code is None:
+        raise BuildError(f"{what} did not end within {timeout_s:g} s; its output is in {log}")
+    if code != 0:
+        raise BuildError(f"{explain(lines, what)}\n  the full output is in {log}")
+    return lines
+
+
+def _note(line: str, lines: list[str], write: Callable[[str], object], see: Callable[[str], None]) -> None:
+    lines.append(line.rstrip("\n"))
+    write(line)
+    see(line)
+
+
+def _stream(
+    command: Command, environ: Mapping[str, str], timeout_s: float | None, note: Callable[[str], None]
+) -> int | None:
+    """The exit code; None if it was stopped for taking too long. The whole process group ends with this call."""
+    process = subprocess.Popen(
+        command.argv,
+        env=environment(command, environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        _kill_group(process)
+
+    timer = threading.Timer(timeout_s, stop) if timeout_s else None
+    try:
+        if timer:
+            timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            note(line)
+        code = process.wait()
+    finally:
+        if timer:
+            timer.cancel()
+        _kill_group(process)
+        process.wait()
+    return None if late.is_set() else code
+
+
+def environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables with the command's in them."""
+    changed = dict(command.variables)
+    return {name: value for name, value in {**environ, **changed}.items() if value or name not in changed}
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """The sdist's files lie in the folder."""
+    try:
+        with tarfile.open(archive) as files:
+            if hasattr(tarfile, "data_filter"):
+                files.extractall(folder, filter="data")
+            else:
+                files.extractall(folder)
+    except (OSError, tarfile.TarError) as error:
+        raise BuildError(f"{archive.name} could not be unpacked in {folder}: {error}") from error

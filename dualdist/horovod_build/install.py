@@ -1,0 +1,109 @@
+"""install-horovod from start to end: look, plan, build or find the wheel, install, try."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build import cache, effects, patches, plan, probe
+from dualdist.horovod_build.options import Options
+from dualdist.horovod_build.progress import Progress
+from dualdist.horovod_build.record import RECORD_NAME, read_record, to_json
+
+DEBUG = "HOROVOD_DEBUG"
+# Two ranks need seconds; a machine that is busy with other builds needs more.
+TRIAL_TIMEOUT_S = 180
+
+
+def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
+    """Horovod is installed in this Python environment and two ranks have reduced with it; BuildError if not."""
+    progress = Progress(out)
+    machine = probe.look(environ)
+    todo = plan.make_plan(options, machine, probe.search_path(environ), debug=environ.get(DEBUG) == "1")
+    kept = None if options.force else cache.find(todo.wheel_folder, todo.key)
+    if options.dry_run:
+        work = Path(machine.work_dir) / plan.UNNAMED_WORK
+        print("\n".join(plan.describe(todo, work, kept is not None)), file=out)
+        return
+    _start_log(todo.log)
+    progress.say(plan.summary(todo.record))
+    installed = read_record()
+    if kept and installed and installed.key == todo.key:
+        progress.say("already installed")
+        try:
+            _try(todo, environ, progress)
+            return
+        except BuildError as error:
+            progress.say(f"the installed one does not work and is installed anew: {error}")
+    if kept:
+        progress.say(f"the wheel was built before: {kept}")
+        try:
+            _put(todo, kept, environ, progress)
+            return
+        except BuildError as error:
+            progress.say(f"the wheel in the cache does not work here and is built anew: {error}")
+            cache.forget(todo.wheel_folder)
+    _put(todo, _built(todo, environ, progress), environ, progress)
+
+
+def _start_log(log: Path) -> None:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+    except OSError as error:
+        raise BuildError(f"the log {log} cannot be written: {error}; name another folder in XDG_CACHE_HOME") from error
+
+
+def _built(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> Path:
+    """The wheel, built and in the cache."""
+    with tempfile.TemporaryDirectory(prefix="dualdist-horovod-", ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
+        version = todo.options.version
+        progress.say("downloading the sources")
+        effects.run(plan.download(todo, work), environ, what=f"downloading horovod=={version}", log=todo.log)
+        effects.unpack(work / f"horovod-{version}.tar.gz", work)
+        source = plan.source_folder(todo, work)
+        patches.apply(source, todo.patches)
+        (source / "horovod" / RECORD_NAME).write_text(to_json(todo.record))
+        if todo.options.gpu and todo.machine.nccl:
+            plan.nccl_folder(work).mkdir()
+            (plan.nccl_folder(work) / "libnccl.so").symlink_to(todo.machine.nccl.library)
+        progress.say(f"compiling (some minutes; the output goes to {todo.log})")
+        what = "building Horovod"
+        effects.run(plan.build(todo, work), environ, what=what, log=todo.log, see=progress.line)
+        progress.done()
+        wheels = sorted((work / "wheel").glob("*.whl"))
+        if len(wheels) != 1 or not cache.is_whole(wheels[0], todo.key):
+            raise BuildError(f"{what} ended well, but left no usable wheel ({len(wheels)} found); see {todo.log}")
+        return cache.keep(wheels[0], todo.wheel_folder)
+
+
+def _put(todo: plan.Plan, wheel: Path, environ: Mapping[str, str], progress: Progress) -> None:
+    """The wheel is installed and tried; where the trial fails, no Horovod is left that would break at first use."""
+    progress.say("installing")
+    effects.run(plan.install(todo, wheel), environ, what=f"installing {wheel.name}", log=todo.log)
+    importlib.invalidate_caches()
+    try:
+        _try(todo, environ, progress)
+    except BuildError:
+        effects.run(plan.uninstall(todo), environ, what="uninstalling horovod", log=todo.log)
+        raise
+
+
+def _try(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> None:
+    """Two ranks got the right sums over each transport."""
+    trials = plan.trials(todo)
+    for transport, command in trials.items():
+        what = f"the trial of two ranks over {transport}"
+        lines = effects.run(command, environ, what=what, log=todo.log, timeout_s=TRIAL_TIMEOUT_S)
+        right = sum("got the right sums" in line for line in lines)
+        if right != 2:
+            raise BuildError(f"{what} ended well, but {right} ranks reported, expected 2; its output is in {todo.log}")
+        progress.say(f"two ranks over {transport}: right sums")
+    if todo.options.mpi and "mpi" not in trials:
+        progress.say("not tried over MPI: there is no mpirun on PATH")
+    progress.say(f"done: {plan.summary(todo.record)}")

@@ -1,0 +1,250 @@
+"""Which commands build, install and try Horovod on a given machine, and under which key the wheel is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualdist.horovod_build import checks
+from dualdist.horovod_build.machine import Machine
+from dualdist.horovod_build.options import Options
+from dualdist.horovod_build.patches import Patch, digest, patches_for
+from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
+
+# What torch demands where its headers do not say: torch 2.15 moved to C++20.
+FIRST_CXX20_TORCH = (2, 15)
+# Stands for the temporary folder in what --dry-run prints.
+UNNAMED_WORK = "dualdist-horovod-XXXXXX"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process: its arguments, and the variables it gets besides or instead of the user's ("" removes one)."""
+
+    argv: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.variables:
+            return shlex.join(self.argv)
+        removed = [word for name, value in self.variables if not value for word in ("-u", name)]
+        added = [f"{name}={value}" for name, value in self.variables if value]
+        return shlex.join(["env", *removed, *added, *self.argv])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before the first effect."""
+
+    options: Options
+    machine: Machine
+    path: str
+    record: BuildRecord
+    patches: tuple[Patch, ...]
+
+    @property
+    def key(self) -> str:
+        """Names the wheel in the cache; wheels with the same key can stand in for each other."""
+        return str(self.record.key)
+
+    @property
+    def wheel_folder(self) -> Path:
+        """Where the wheel is kept between checkouts."""
+        return Path(self.machine.cache_dir) / "wheels" / self.key
+
+    @property
+    def kept_wheel(self) -> Path:
+        """The wheel's path in the cache."""
+        tag = f"cp{''.join(map(str, self.machine.python_version))}"
+        platform = self.machine.platform.replace("-", "_").replace(".", "_")
+        return self.wheel_folder / f"horovod-{self.options.version}-{tag}-{tag}-{platform}.whl"
+
+    @property
+    def log(self) -> Path:
+        """The full output of the last build under this key."""
+        return Path(self.machine.cache_dir) / "logs" / f"horovod-{self.key}.log"
+
+
+def make_plan(options: Options, machine: Machine, path: str, debug: bool = False) -> Plan:
+    """The plan for a machine; BuildError if something is missing on it."""
+    checks.checked(options, machine)
+    torch = checks.checked_torch(machine)
+    mpi = checks.checked_mpi(machine) if options.mpi else None
+    cuda, nccl = checks.checked_gpu(machine) if options.gpu else (None, None)
+    if torch.cuda and cuda is None:
+        # Horovod's build takes CUDA whenever torch has it and a toolkit is there.
+        cuda = machine.cuda
+    patches = patches_for(cxx_standard(machine), mpi.library_dirs if mpi else ())
+    key = cache_key(
+        {
+            "horovod": options.version,
+            "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
+            "python": machine.abi_tag,
+            "machine": [machine.libc, *machine.arch_flags],
+            "mpi": [mpi.vendor, *mpi.version.split(".")[:2]] if mpi else None,
+            "cuda": cuda.version if cuda else None,
+            "nccl": nccl.version if nccl else None,
+            "patches": digest(patches),
+            "debug": debug,
+        }
+    )
+    record = BuildRecord(
+        horovod=options.version,
+        torch=torch.version,
+        torch_git=torch.git,
+        cxx11_abi=torch.cxx11_abi,
+        python=machine.abi_tag,
+        gloo=True,
+        mpi=mpi is not None,
+        mpi_version=f"{mpi.vendor} {mpi.version}" if mpi else None,
+        nccl=nccl.version if nccl else None,
+        cuda=cuda.version if cuda else None,
+        patches=tuple(f"{patch.path}: {patch.why}" for patch in patches),
+        key=key,
+    )
+    return Plan(options, machine, path, record, patches)
+
+
+def cache_key(inputs: dict[str, object]) -> str:
+    """A name of 20 hexadecimal digits; other inputs have another name."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def cxx_standard(machine: Machine) -> int:
+    """The C++ standard to compile with: what torch's headers demand, else what its version is known to demand."""
+    torch = checks.checked_torch(machine)
+    if torch.cxx_standard is not None:
+        return torch.cxx_standard
+    major, minor = torch.version.split(".")[:2]
+    return 20 if (int(major), int(minor)) >= FIRST_CXX20_TORCH else 17
+
+
+def download(plan: Plan, work: Path) -> Command:
+    """Fetch the sdist; pip runs its setup.py for the metadata, hence no isolation."""
+    pip = (plan.machine.python, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "2")
+    what = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", str(work))
+    return Command((*pip, *what, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
+
+
+def build(plan: Plan, work: Path) -> Command:
+    """Compile the patched sources to a wheel in work/wheel."""
+    pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-index")
+    where = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
+    return Command((*pip, *where), _build_variables(plan, work))
+
+
+def install(plan: Plan, wheel: Path) -> Command:
+    """Put the wheel in this Python environment, whatever Horovod was there, and nothing else."""
+    pip = (plan.machine.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index")
+    return Command((*pip, "--force-reinstall", str(wheel)))
+
+
+def uninstall(plan: Plan) -> Command:
+    """Take Horovod out of this Python environment."""
+    return Command((plan.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
+
+
+def trials(plan: Plan) -> dict[str, Command]:
+    """For each transport, the command whose two ranks reduce known values and compare them."""
+    python = plan.machine.python
+    program = (python, "-m", "dualdist.horovod_build.trial", "--expect", "nccl" if plan.options.gpu else "cpu")
+    horovodrun = str(Path(sysconfig.get_path("scripts")) / "horovodrun")
+    path = (("PATH", plan.path),)
+    commands = {"gloo": Command((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}
+    mpi = plan.machine.mpi if plan.options.mpi else None
+    if mpi and mpi.mpirun:
+        variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *_openmpi_variables())
+        commands["mpi"] = Command((mpi.mpirun, "-np", "2", *program, "mpi"), variables)
+    return commands
+
+
+def source_folder(plan: Plan, work: Path) -> Path:
+    """Where the sdist lies unpacked."""
+    return work / f"horovod-{plan.options.version}"
+
+
+def _build_variables(plan: Plan, work: Path) -> tuple[tuple[str, str], ...]:
+    machine, gpu = plan.machine, plan.options.gpu
+    mpi = machine.mpi if plan.options.mpi else None
+    path = f"{Path(mpi.compiler).parent}:{plan.path}" if mpi else plan.path
+    variables = {
+        "PATH": path,
+        # Bundled Gloo asks for CMake 2.8, which CMake 4 no longer imitates.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "HOROVOD_CMAKE": machine.cmake or "",
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI": "1" if mpi else "",
+        "HOROVOD_WITHOUT_MPI": "" if mpi else "1",
+        "HOROVOD_GPU_OPERATIONS": "NCCL" if gpu else "",
+        "HOROVOD_BUILD_ARCH_FLAGS": " ".join(f"-m{flag}" for flag in machine.arch_flags),
+        # A default for the run that would be baked in, a version that would not match, and flags that contradict ours.
+        "HOROVOD_CPU_OPERATIONS": "",
+        "HOROVOD_LOCAL_VERSION": "",
+        "HOROVOD_WITHOUT_PYTORCH": "",
+        "HOROVOD_WITHOUT_GLOO": "",
+        "HOROVOD_WITH_TENSORFLOW": "",
+        "HOROVOD_WITH_MXNET": "",
+        # Under make these hold its own flags, and Horovod would compile one file at a time.
+        "MAKEFLAGS": f"-j{plan.options.jobs or machine.jobs}",
+        "MFLAGS": "",
+        "MAKELEVEL": "",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if mpi:
+        variables["MPI_HOME"] = str(Path(mpi.compiler).parent.parent)
+    if plan.record.cuda and machine.cuda:
+        variables |= {"HOROVOD_CUDA_HOME": machine.cuda.home, "CUDA_HOME": machine.cuda.home}
+    if gpu and machine.nccl:
+        variables |= {
+            "HOROVOD_NCCL_INCLUDE": machine.nccl.include,
+            "HOROVOD_NCCL_LIB": str(nccl_folder(work)),
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
+    return tuple(variables.items())
+
+
+def nccl_folder(work: Path) -> Path:
+    """Where the library is linked as libnccl.so: PyPI's package has only libnccl.so.2, which no linker looks for."""
+    return work / "nccl"
+
+
+def _openmpi_variables() -> tuple[tuple[str, str], ...]:
+    """Two ranks start as root and on a single core; other MPIs pass these over. PRTE is Open MPI 5."""
+    return (
+        ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+        ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+        ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+        ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
+    )
+
+
+def describe(plan: Plan, work: Path, kept: bool) -> list[str]:
+    """The lines of --dry-run: comments for what happens in this process, commands for what is started."""
+    record = plan.record
+    lines = [f"# {summary(record)}, key {plan.key}"]
+    if not kept:
+        lines += [
+            f"# in an empty temporary folder, such as {work}:",
+            str(download(plan, work)),
+            f"# unpack horovod-{record.horovod}.tar.gz there, write {RECORD_NAME}, and change:",
+            *(f"#   {patch.path}: {patch.old!r} -> {patch.new!r} ({patch.why})" for patch in plan.patches),
+            str(build(plan, work)),
+            f"# keep the wheel in {plan.wheel_folder}, the output in {plan.log}",
+        ]
+    lines += [str(install(plan, plan.kept_wheel)), *(str(command) for command in trials(plan).values())]
+    return lines
+
+
+def summary(record: BuildRecord) -> str:
+    """One line on what is built for what."""
+    parts = ["Gloo", record.mpi_version, f"NCCL {record.nccl}" if record.nccl else None]
+    transports = ", ".join(part for part in parts if part)
+    return f"Horovod {record.horovod} ({transports}) for torch {record.torch} and {record.python}"

@@ -1,0 +1,263 @@
+"""A look at the machine before a build; nothing is changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
+
+# Import names and package names of what Horovod needs to build and to run beside torch.
+NEEDED = {
+    "pip": "pip",
+    "setuptools": "'setuptools<81'",
+    "wheel": "wheel",
+    "packaging": "packaging",
+    "cffi": "cffi",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "numpy": "numpy",
+}
+# A file that includes torch's headers takes about this much memory to compile.
+GB_PER_JOB = 1.5
+CXX_STANDARDS = (17, 20, 23)
+ARCH_FLAGS = ("f16c", "avx", "fma")
+
+ASK_TORCH = """
+import json, os, torch
+print(json.dumps({
+    "version": torch.__version__, "git": torch.version.git_version, "cxx11_abi": torch.compiled_with_cxx11_abi(),
+    "cuda": torch.version.cuda, "hip": torch.version.hip,
+    "headers": os.path.join(os.path.dirname(torch.__file__), "include"),
+}))
+"""
+# The headers that refuse an older C++, as `#if ... __cplusplus < 201703L`.
+GUARDING_HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
+
+
+def look(environ: Mapping[str, str]) -> Machine:
+    """Everything a build depends on; slow by one import of torch in a process of its own."""
+    path = search_path(environ)
+    torch, torch_problem = _torch(environ)
+    mpi, mpi_problem = _mpi(path, environ)
+    cxx = _compiler(path, environ)
+    cmake = shutil.which("cmake", path=path)
+    work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
+    return Machine(
+        python=sys.executable,
+        python_version=sys.version_info[:2],
+        abi_tag=str(sysconfig.get_config_var("SOABI")),
+        platform=sysconfig.get_platform(),
+        libc="".join(platform.libc_ver()),
+        arch_flags=_arch_flags(),
+        torch=torch,
+        torch_problem=torch_problem,
+        missing_packages=tuple(package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None),
+        setuptools=_package_version("setuptools"),
+        cxx=cxx,
+        cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
+        make=shutil.which("make", path=path),
+        cmake=cmake,
+        cmake_version=_cmake_version(cmake),
+        mpi=mpi,
+        mpi_problem=mpi_problem,
+        cuda=_cuda(path, environ),
+        nccl=_nccl(environ),
+        work_dir=work_dir,
+        work_free_gb=_free_gb(Path(work_dir)),
+        cache_dir=str(cache_dir),
+        cache_free_gb=_free_gb(cache_dir),
+        jobs=_jobs(),
+    )
+
+
+def search_path(environ: Mapping[str, str]) -> str:
+    """PATH with the interpreter's own programs first, unless an active environment has placed them already."""
+    programs = sysconfig.get_path("scripts")
+    path = environ.get("PATH", os.defpath)
+    return path if programs in path.split(os.pathsep) else os.pathsep.join((programs, path))
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where this user's caches of dualdist lie."""
+    base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".cache")
+    return Path(base) / "dualdist"
+
+
+def demanded_standard(headers: Path) -> int | None:
+    """The C++ standard below which torch's headers refuse to compile; None if they do not say."""
+    years: list[int] = []
+    for name in GUARDING_HEADERS:
+        try:
+            text = (headers / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        years += [int(year) % 100 for year in re.findall(r"__cplusplus\s*<\s*(20\d\d)\d\dL", text)]
+    return max(years, default=None)
+
+
+def mpi_identity(macros: str) -> tuple[str, str] | None:
+    """Vendor and version from what the preprocessor defines after `#include <mpi.h>`."""
+    defined = dict(re.findall(r'^#define (\w+) "?([^"\n]*)"?$', macros, flags=re.MULTILINE))
+    # Those that are built on MPICH or Open MPI come before them: they define its macros too.
+    for vendor, macro in (("Intel MPI", "I_MPI_VERSION"), ("MVAPICH2", "MVAPICH2_VERSION"), ("MPICH", "MPICH_VERSION")):
+        if macro in defined:
+            return vendor, defined[macro]
+    if "OMPI_MAJOR_VERSION" in defined:
+        return "Open MPI", ".".join(defined[f"OMPI_{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE"))
+    return None
+
+
+def library_dirs(link_line: str) -> tuple[str, ...]:
+    """The folders after -L and -rpath in what `mpicxx -show` prints, in order."""
+    words = shlex.split(link_line.replace("-Wl,-rpath -Wl,", "-Wl,-rpath,"))
+    found = [word.removeprefix("-L").removeprefix("-Wl,-rpath,").removeprefix("-Wl,-rpath=") for word in words
+             if word.startswith(("-L", "-Wl,-rpath,", "-Wl,-rpath="))]  # fmt: skip
+    return tuple(dict.fromkeys(found))
+
+
+def _torch(environ: Mapping[str, str]) -> tuple[Torch | None, str]:
+    code, output = _run([sys.executable, "-c", ASK_TORCH], environ, timeout_s=120)
+    try:
+        data = json.loads(output.strip().splitlines()[-1])
+        headers = Path(data.pop("headers"))
+    except (IndexError, ValueError, AttributeError, KeyError):
+        return None, (output.strip().splitlines() or [f"exit code {code}"])[-1]
+    return Torch(**data, cxx_standard=demanded_standard(headers)), ""
+
+
+def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
+    compiler = shutil.which(environ.get("MPICXX", "mpicxx"), path=path)
+    if compiler is None:
+        return None, ""
+    environ = {**environ, "PATH": path}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "mpi.cc"
+        source.write_text("#include <mpi.h>\n")
+        code, output = _run([compiler, "-E", "-dM", str(source)], environ)
+    identity = mpi_identity(output) if code == 0 else None
+    if identity is None:
+        reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is of an unknown MPI"
+        return None, f"{compiler} does not work: {reason}"
+    _, shown = _run([compiler, "-show"], environ)
+    prefix = Path(sys.prefix).resolve()
+    outside = tuple(d for d in library_dirs(shown) if not Path(d).resolve().is_relative_to(prefix))
+    beside = str(Path(compiler).parent)
+    mpirun = shutil.which("mpirun", path=os.pathsep.join((beside, path)))
+    return Mpi(compiler, *identity, library_dirs=outside, mpirun=mpirun), ""
+
+
+def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
+    named = environ.get("CXX")
+    if named:
+        return shutil.which(named, path=path)
+    return shutil.which("c++", path=path) or shutil.which("g++", path=path)
+
+
+def _accepts(cxx: str, standard: int) -> bool:
+    code, _ = _run([cxx, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
+    return code == 0
+
+
+def _cmake_version(cmake: str | None) -> tuple[int, ...]:
+    if cmake is None:
+        return ()
+    _, output = _run([cmake, "--version"])
+    found = re.search(r"cmake version (\d+)\.(\d+)", output)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def _cuda(path: str, environ: Mapping[str, str]) -> Cuda | None:
+    homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    for nvcc in (
+        *(shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes),
+        shutil.which("nvcc", path=path),
+    ):
+        if nvcc is None:
+            continue
+        # nvcc on PATH may be a script that starts the real one: it tells where that lies.
+        _, output = _run([nvcc, "--dryrun", "-x", "cu", os.devnull])
+        version = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"])[1])
+        top = re.search(r"^#\$ TOP=(.+)$", output, flags=re.MULTILINE)
+        if version:
+            home = os.path.normpath(top[1]) if top else str(Path(nvcc).resolve().parent.parent)
+            return Cuda(home, version[1])
+    return None
+
+
+def _nccl(environ: Mapping[str, str]) -> Nccl | None:
+    folders = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
+    package = importlib.util.find_spec("nvidia")
+    folders += [Path(place) / "nccl" for place in (package.submodule_search_locations or ())] if package else []
+    folders += [Path("/usr"), Path("/usr/local")]
+    for folder in folders:
+        header = folder / "include" / "nccl.h"
+        libraries = sorted(
+            path for lib in ("lib", "lib64", "lib/*-linux-gnu") for path in folder.glob(f"{lib}/libnccl.so*")
+        )
+        if header.is_file() and libraries:
+            numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
+            return Nccl(str(header.parent), str(libraries[0]), ".".join(numbers[:3]))
+    return None
+
+
+def _arch_flags() -> tuple[str, ...]:
+    """The vector instructions of this processor that Horovod's half-precision sums can use."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return ()
+    return tuple(flag for flag in ARCH_FLAGS if flag in words)
+
+
+def _jobs() -> int:
+    processors = len(os.sched_getaffinity(0))
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    memory_gb = int(found[1]) / 1e6 if found else GB_PER_JOB * processors
+    return max(1, min(processors, int(memory_gb / GB_PER_JOB)))
+
+
+def _free_gb(folder: Path) -> float:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free / 1e9
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _run(argv: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 60) -> tuple[int, str]:
+    """Exit code and combined output; 127 if the program could not be started or did not answer."""
+    try:
+        done = subprocess.run(
+            argv,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            text=True,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 127, str(error)
+    return done.returncode, done.stdout

@@ -1,0 +1,133 @@
+"""The exact command line of each launcher, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launchers import LAUNCHERS, Job, Site, command
+from dualdist.launchers.base import Mpi
+from dualdist.launchers.run import mpi_of
+
+TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
+JOB = Job(("train.py", "--epochs", "1"), 2, "native", env={"OMP_NUM_THREADS": "1"})
+VARIABLES = {"OMP_NUM_THREADS": "1", "DUALDIST_BACKEND": "native"}
+
+
+def site(mpi: Mpi = "openmpi4", *, is_root: bool = False) -> Site:
+    return Site("/v/bin/python", TOOLS, "/v/bin:/bin", mpi, is_root=is_root)
+
+
+GOLDEN = [
+    ("torchrun", site(), "/v/bin/torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2"),
+    ("horovodrun", site(), "/v/bin/horovodrun --gloo -np 2 /v/bin/python"),
+    ("horovodrun-mpi", site(), "/v/bin/horovodrun --mpi -np 2 /v/bin/python"),
+    (
+        "mpirun",
+        site(),
+        "/v/bin/mpirun --oversubscribe --bind-to none -np 2 -x OMP_NUM_THREADS -x DUALDIST_BACKEND /v/bin/python",
+    ),
+    (
+        "mpirun",
+        site("openmpi5", is_root=True),
+        "/v/bin/mpirun --allow-run-as-root --map-by :OVERSUBSCRIBE --bind-to none -np 2 "
+        "-x OMP_NUM_THREADS -x DUALDIST_BACKEND /v/bin/python",
+    ),
+    (
+        "mpirun",
+        site("mpich", is_root=True),
+        "/v/bin/mpirun -np 2 -genv OMP_NUM_THREADS 1 -genv DUALDIST_BACKEND native /v/bin/python",
+    ),
+    ("srun", site(), "/v/bin/srun --kill-on-bad-exit=1 --nodes=1 --ntasks=2 /v/bin/python"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "place", "line"), GOLDEN, ids=[f"{name}-{at.mpi}" for name, at, _ in GOLDEN])
+def test_command_line_is_what_a_person_would_type(launcher: str, place: Site, line: str) -> None:
+    assert command(launcher, JOB, place).argv == (*line.split(), "train.py", "--epochs", "1")
+
+
+def test_every_launcher_but_plain_python_has_a_golden_line() -> None:
+    assert {name for name, _, _ in GOLDEN} == set(LAUNCHERS) - {"python"}
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "python"])
+def test_every_launcher_hands_the_variables_over(launcher: str) -> None:
+    env = dict(command(launcher, JOB, site()).env)
+    path = env.pop("PATH", None)
+    assert env == VARIABLES
+    assert path == ("/v/bin:/bin" if launcher.startswith("horovodrun") else None)
+
+
+def test_plain_python_is_the_program_alone() -> None:
+    built = command("python", Job(("-m", "package.module", "x"), 1), site())
+    assert built.argv == ("/v/bin/python", "-m", "package.module", "x")
+    assert built.env == {}
+
+
+def test_plain_python_starts_one_rank_only() -> None:
+    with pytest.raises(LaunchError, match=r"starts 1 rank, not 2"):
+        command("python", JOB, site())
+
+
+def test_transport_travels_beside_the_backend() -> None:
+    job = Job(("train.py",), 2, "horovod", "mpi")
+    assert command("mpirun", job, site()).env == {"DUALDIST_BACKEND": "horovod", "DUALDIST_TRANSPORT": "mpi"}
+
+
+def test_srun_starts_mpi_where_mpi_is_the_transport() -> None:
+    argv = command("srun", Job(("train.py",), 2, "horovod", "mpi"), site()).argv
+    assert argv[4:6] == ("--mpi=pmix", "/v/bin/python")
+
+
+def test_horovodrun_over_open_mpi_5_is_refused_with_a_way_out() -> None:
+    with pytest.raises(LaunchError, match=r"Open MPI 5.*start the job with mpirun itself"):
+        command("horovodrun-mpi", JOB, site("openmpi5"))
+
+
+def test_mpirun_of_unknown_make_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"/v/bin/mpirun belongs to neither"):
+        command("mpirun", JOB, site("unknown"))
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "python"])
+def test_missing_tool_is_named_with_what_brings_it(launcher: str) -> None:
+    tool = launcher.removesuffix("-mpi")
+    with pytest.raises(LaunchError, match=r"was not found beside /v/bin/python or on PATH; it comes with"):
+        command(launcher, JOB, Site("/v/bin/python", {name: TOOLS[name] for name in TOOLS if name != tool}, ""))
+
+
+def test_unknown_launcher_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"launcher 'mpiruns'.*did you mean 'mpirun'\?"):
+        command("mpiruns", JOB, site())
+
+
+@pytest.mark.parametrize(("program", "ranks", "wrong"), [((), 2, "needs a program"), (("a.py",), 0, "ranks=0")])
+def test_impossible_job_is_refused(program: tuple[str, ...], ranks: int, wrong: str) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        Job(program, ranks)
+
+
+@pytest.mark.parametrize(
+    ("version", "mpi"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi4"),
+        ("mpirun (Open MPI) 3.1.6\n", "openmpi4"),
+        ("mpirun (Open MPI) 5.0.11\n", "openmpi5"),
+        ("mpirun (Open MPI) 10.0.0rc1\n", "openmpi5"),
+        ("HYDRA build details:\n    Version:                                 4.0.2\n", "mpich"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307\n", "mpich"),
+        ("mpirun: a script of this site\n", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_mpi_is_told_by_its_version(version: str, mpi: Mpi) -> None:
+    assert mpi_of(version) == mpi
+
+
+def test_command_lines_need_no_torch() -> None:
+    program = "import sys; import dualdist.launchers.mpirun, dualdist.launchers.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

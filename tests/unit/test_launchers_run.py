@@ -1,0 +1,125 @@
+"""Running a command: how it ends, what is reported, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import LaunchError
+from dualdist.launchers import Command
+from dualdist.launchers.run import look, run
+
+# Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+print("child started", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def python(program: str, *arguments: str) -> Command:
+    return Command((sys.executable, "-c", program, *arguments))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_code_and_both_outputs_are_captured() -> None:
+    result = run(
+        python("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(3)"),
+        timeout_s=60,
+        what="a job",
+    )
+    assert (result.code, result.output) == (3, "out\nerr\n")
+    assert 0 < result.seconds < 60
+
+
+def test_variables_of_the_command_reach_it_on_top_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "1")
+    command = Command((sys.executable, "-c", "import os; print(os.environ['OURS'], os.environ['ITS'])"), {"ITS": "2"})
+    assert run(command, timeout_s=60, what="a job").output == "1 2\n"
+
+
+def test_uncaptured_output_goes_where_ours_goes(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(python("print('seen')"), timeout_s=60, what="a job", capture=False)
+    assert (result.output, capfd.readouterr().out) == ("", "seen\n")
+
+
+def test_command_that_does_not_exist_is_an_error_that_shows_it() -> None:
+    with pytest.raises(LaunchError, match=r"a job could not be started .*/nowhere/mpirun -np 2"):
+        run(Command(("/nowhere/mpirun", "-np", "2")), timeout_s=1, what="a job")
+
+
+def test_timeout_ends_every_process_and_names_what_was_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with pytest.raises(LaunchError) as caught:
+        run(python(PARENT, str(file), "600"), timeout_s=2, what="the training")
+    message, pid = str(caught.value), int(file.read_text())
+    assert message.startswith("the training was not done after 2 s and was ended; still running: ")
+    assert f"{pid} (" in message
+    assert "child started" in message
+    assert has_ended(pid)
+
+
+def test_process_that_outlives_its_launcher_is_ended_and_reported(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with pytest.raises(LaunchError, match=r"the training ended, but left processes behind"):
+        run(python(PARENT, str(file), "0"), timeout_s=60, what="the training")
+    assert has_ended(int(file.read_text()))
+
+
+def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualdist.launchers.run.GRACE_S", 0.5)
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="was not done after 1 s"):
+        run(python(stubborn), timeout_s=1, what="a job")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
+    file = tmp_path / "pid"
+    program = (
+        "import sys; from dualdist.launchers import Command; from dualdist.launchers.run import run\n"
+        "run(Command(tuple(sys.argv[1:])), timeout_s=None, what='a job', capture=False)"
+    )
+    job = python(PARENT, str(file), "600").argv
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *job], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as runner:
+        assert runner.stdout is not None
+        assert runner.stdout.readline() == b"child started\n"
+        os.kill(runner.pid, number)
+        runner.communicate(timeout=60)
+    assert runner.returncode != 0
+    assert has_ended(int(file.read_text()))
+
+
+def test_runs_outside_the_main_thread() -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run(python("pass"), timeout_s=60, what="a job").code))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_look_finds_torchrun_beside_the_interpreter() -> None:
+    site = look()
+    assert site.python == sys.executable
+    assert Path(site.tools["torchrun"]).parent == Path(sys.executable).parent
