@@ -150,14 +150,16 @@ def meet(
     attempt: int,
     backend: str,
     connect: Connect,
+    known: Store | None,
     deadline: Deadline,
 ) -> tuple[Store, list[Place]]:
     """Bring all ranks together at one store; every rank calls this, and learns where all of them stand, in rank order.
 
-    `attempt` counts the calls in this process. Errors are raised on every rank that came, and name who or what did not.
+    `attempt` counts the calls in this process; `known` is the store of an earlier one. Errors are raised on every rank that
+    came, and name who or what did not.
     """
     host = network.host_identity(environ)
-    store, exchange = _open_store(topology, environ, attempt, connect, deadline)
+    store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
     key = f"dualdist/{environ.get(TORCHRUN_ATTEMPT, '0')}/{attempt}"
     try:
         return store, assemble(store, report_of(topology, host, backend), key, deadline)
@@ -167,7 +169,7 @@ def meet(
 
 
 def _open_store(
-    topology: Topology, environ: MutableMapping[str, str], attempt: int, connect: Connect, deadline: Deadline
+    topology: Topology, environ: MutableMapping[str, str], host: str, connect: Connect, deadline: Deadline
 ) -> tuple[Store, Exchange | None]:
     """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
     given = environ.get(RENDEZVOUS)
@@ -176,9 +178,8 @@ def _open_store(
         parts = urlsplit(given)
         address, port = parts.hostname, parts.port
     elif given or topology.meeting in ("horovod", "mpi", "slurm"):
-        file = FileExchange(_path_of(given, attempt)) if given else None
-        exchange = file or _exchange(topology, environ, attempt, deadline)
-        return _invite(topology, exchange, network.host_identity(environ), connect, deadline), exchange
+        exchange = FileExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
+        return _invite(topology, exchange, host, connect, deadline), exchange
     if address is None or port is None:
         raise TopologyError(
             f"the {topology.size} ranks have no address at which to meet (from {topology.source}): "
@@ -192,21 +193,21 @@ def _open_store(
     return connect(address, port, None, deadline), None
 
 
-def _path_of(url: str, attempt: int) -> Path:
+def _path_of(url: str) -> Path:
     parts = urlsplit(url)
     if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
         raise UsageError(f"{RENDEZVOUS}={url!r}: expected file:///folder/name or tcp://host:port")
-    return Path(f"{parts.path}.{attempt}")
+    return Path(parts.path)
 
 
-def _exchange(topology: Topology, environ: MutableMapping[str, str], attempt: int, deadline: Deadline) -> Exchange:
+def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Exchange:
     if topology.meeting == "mpi":
         return MpiExchange(topology, environ, deadline)
     if topology.meeting == "horovod":
-        return HorovodExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), f"rank0.{attempt}")
+        return HorovodExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), "rank0")
     folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
     step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
-    return FileExchange(Path(folder) / f".dualdist-{step}.{attempt}")
+    return FileExchange(Path(folder) / f".dualdist-{step}")
 
 
 def _invite(topology: Topology, exchange: Exchange, host: str, connect: Connect, deadline: Deadline) -> Store:

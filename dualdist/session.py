@@ -53,6 +53,7 @@ class _Process:
     session: Session | None = None
     was_shut_down: bool = False
     attempts: int = 0
+    store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
 
 
 _process = _Process()
@@ -198,8 +199,9 @@ def _open_horovod_on_mpi(
     topology = _place_by(backend, topology, environ)
     if topology.size == 1:
         return Session(backend, topology, _device(topology), timeout_s)
-    store = _store_over(backend, topology, environ, Deadline(timeout_s))
-    return Session(_watched(backend, store, f"mpi/{attempt}"), topology, _device(topology), timeout_s)
+    if _process.store is None:
+        _process.store = _store_over(backend, topology, environ, Deadline(timeout_s))
+    return Session(_watched(backend, _process.store, f"mpi/{attempt}"), topology, _device(topology), timeout_s)
 
 
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
@@ -241,7 +243,8 @@ def _open_over_store(
     if topology.size == 1:
         store, places = None, [Place(0, 0)]
     else:
-        store, places = rendezvous.meet(topology, environ, attempt, name, native.connect, deadline)
+        store, places = rendezvous.meet(topology, environ, attempt, name, native.connect, _process.store, deadline)
+        _process.store = store
     topology = placed(topology, places)
     device = _device(topology)
     key = f"{name}/{attempt}"

@@ -79,13 +79,8 @@ def main() -> int:
 def train(chosen: Run, site: Site, options: argparse.Namespace, file: Path) -> dict[str, Any]:
     """Run one training and return its summary; LaunchError carries the end of what it printed."""
     ranks = 1 if chosen.launcher == "python" else options.ranks
-    flags = {
-        "epochs": options.steps,
-        "max-steps": options.steps,
-        "batch-size": BATCH * options.ranks // ranks,
-        "clip": 1,
-        "summary": file,
-    }
+    flags = {"model": options.model, "batch-size": BATCH * options.ranks // ranks, "clip": 1, "summary": file}
+    flags |= {"epochs": options.steps, "max-steps": options.steps}
     program = (str(TRAIN), *(f"--{name}={value}" for name, value in flags.items()))
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     job = Job(program, ranks, chosen.backend, env=variables)
@@ -149,7 +144,8 @@ def verdict(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser("demo.py", description="Train on both backends under every launcher and compare.")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--model", default="resnet18", help="as for train.py (default: resnet18)")
     parser.add_argument("--only", action="append", metavar="NAME", help="of " + ", ".join(each.name for each in RUNS))
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take (default: 300)")
     options = parser.parse_args()

@@ -227,7 +227,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "epochs": {"type": number(int, minimum=1), "default": 3},
     "max-steps": {"type": number(int, minimum=1), "default": sys.maxsize, "help": "end after so many steps"},
     "batch-size": {"type": number(int, minimum=1), "default": 32, "help": "per rank (default: 32)"},
-    "lr": {"type": number(float), "default": 0.05, "help": "used as it stands, whatever the number of ranks"},
+    "lr": {"type": number(float), "default": 0.02, "help": "used as it stands, whatever the number of ranks"},
     "momentum": {"type": number(float), "default": 0.9},
     "weight-decay": {"type": number(float), "default": 5e-4},
     "clip": {"type": number(float), "default": 0.0, "help": "largest norm of the gradient (default: 0, no limit)"},

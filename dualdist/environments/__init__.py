@@ -59,6 +59,6 @@ def detect(environ: Mapping[str, str]) -> Topology:
         found = ask(environ)
         if found is not None:
             if ask in LAUNCHERS:
-                require_agreement(environ, found, torchrun.NAMES.rank, torchrun.NAMES.size)
+                require_agreement(environ, found, torchrun.NAMES)
             return found
     raise AssertionError("the last environment answers always")

@@ -19,12 +19,11 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place. A LOCAL_RANK or a MASTER_ADDR without RANK and WORLD_SIZE says nothing."""
     if not present(environ, NEEDED):
         return None
-    require(environ, NEEDED, "torchrun", "torchrun --nproc-per-node N script.py")
+    require(environ, NAMES, NEEDED)
     told = read(environ, NAMES)
-    launcher = "torchrun" if present(environ, TORCHRUNS) else "env"
     return topology(
         told,
-        launcher=launcher,
-        source=f"{', '.join(present(environ, NAMES.given()))} (set by hand)",
+        launcher="torchrun" if present(environ, TORCHRUNS) else "env",
+        source=f"{', '.join(present(environ, NAMES.given()))} (set without a launcher's mark)",
         master=require_master(environ, told.size),
     )

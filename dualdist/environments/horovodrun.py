@@ -1,4 +1,4 @@
-"""horovodrun --gloo. With --mpi it runs mpirun, and the ranks see what mpirun sets: dualdist.environments.openmpi, hydra."""
+"""horovodrun --gloo. With --mpi it runs mpirun, and the ranks see mpirun's variables (openmpi.py, hydra.py)."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from dualdist.environments.variables import Names, Told, integer, present, read,
 from dualdist.topology import Topology
 
 NAMES = Names(
-    rank="HOROVOD_RANK", size="HOROVOD_SIZE", local_rank="HOROVOD_LOCAL_RANK", local_size="HOROVOD_LOCAL_SIZE"
+    launcher="horovodrun",
+    command="horovodrun -np N python script.py",
+    rank="HOROVOD_RANK",
+    size="HOROVOD_SIZE",
+    local_rank="HOROVOD_LOCAL_RANK",
+    local_size="HOROVOD_LOCAL_SIZE",
 )
-CROSS_RANK = "HOROVOD_CROSS_RANK"
-CROSS_SIZE = "HOROVOD_CROSS_SIZE"
-STORE = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-PLACE = (*NAMES.given(), CROSS_RANK, CROSS_SIZE)
+CROSS = replace(NAMES, rank="HOROVOD_CROSS_RANK", size="HOROVOD_CROSS_SIZE", local_rank=None, local_size=None)
+STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+PLACE = (*NAMES.given(), *CROSS.given())
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The rank's place; the ranks meet at horovodrun's own store, which is not an address of rank 0."""
+    """The rank's place; the ranks meet at horovodrun's own store, whose address is not rank 0's."""
     if not present(environ, PLACE):
         return None
-    require(environ, (*PLACE, *STORE), "horovodrun --gloo", "horovodrun -np N python script.py")
-    integer(environ, STORE[1])
-    cross = read(environ, Names(rank=CROSS_RANK, size=CROSS_SIZE))
+    require(environ, NAMES, (*PLACE, STORE_ADDRESS, STORE_PORT))
+    integer(environ, STORE_PORT)
     found = topology(
-        read(environ, NAMES),
-        launcher="horovodrun",
-        source=f"{', '.join(PLACE)} (horovodrun)",
-        meeting="horovod",
+        read(environ, NAMES), launcher="horovodrun", source=f"{', '.join(PLACE)} (horovodrun)", meeting="horovod"
     )
-    return _with_node(found, cross)
+    return _with_node(found, read(environ, CROSS))
 
 
 def _with_node(found: Topology, cross: Told) -> Topology:
-    """Note [cross rank]: the cross rank counts only the hosts that have this local rank, so on hosts of unequal size it is
-    no node's index, and no rank can see whether the others' hosts are equal to its own. It serves as a guess where the numbers
-    fit; `node` stays inferred on every rank alike, because the ranks compare their hosts when they meet.
+    """The topology with the cross rank as a better guess of the node's index, where the numbers fit.
+
+    Note [cross rank]: it counts only the hosts that have this local rank, so on unequal hosts it is no node's index,
+    and no rank can see whether the others' hosts equal its own. So `node` stays inferred on every rank alike.
     """
     if "node" in found.inferred and cross.size * found.local_size == found.size:
         return replace(found, node=cross.rank, nodes=cross.size)

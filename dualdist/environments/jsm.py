@@ -1,4 +1,4 @@
-"""IBM's Job Step Manager: jsrun on LSF clusters, whose Spectrum MPI sets Open MPI's variables as well."""
+"""IBM's Job Step Manager: jsrun on LSF clusters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from dualdist.environments import openmpi
 from dualdist.environments.agreement import require_agreement
-from dualdist.environments.master import read_master
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, present, read, require
+from dualdist.environments.mpi import rank_of_mpi
+from dualdist.environments.variables import Names, present, require
 from dualdist.topology import Topology
 
 NAMES = Names(
+    launcher="jsrun",
+    command="jsrun -n N python script.py",
     rank="JSM_NAMESPACE_RANK",
     size="JSM_NAMESPACE_SIZE",
     local_rank="JSM_NAMESPACE_LOCAL_RANK",
@@ -20,17 +21,10 @@ NAMES = Names(
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The task's place in its job step."""
+    """The task's place in its job step; Spectrum MPI says it in Open MPI's variables too, and must say the same."""
     if not present(environ, (NAMES.rank, NAMES.size)):
         return None
-    require(environ, NAMES.given(), "jsrun", "jsrun -n N python script.py")
-    found = topology(
-        read(environ, NAMES),
-        launcher="jsrun",
-        source=f"{', '.join(NAMES.given())} (jsrun)",
-        master=read_master(environ),
-        meeting="mpi",
-        mpi=True,
-    )
-    require_agreement(environ, found, openmpi.NAMES.rank, openmpi.NAMES.size)
+    require(environ, NAMES)
+    found = rank_of_mpi(environ, NAMES, "jsrun")
+    require_agreement(environ, found, openmpi.NAMES)
     return found

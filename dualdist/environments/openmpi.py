@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from dualdist.environments import slurm
-from dualdist.environments.master import read_master
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, present, read, require, text
+from dualdist.environments.mpi import rank_of_mpirun
+from dualdist.environments.variables import Names, text
 from dualdist.topology import Topology
 
+# OMPI_COMM_WORLD_NODE_RANK is not the node's index.
 NAMES = Names(
+    launcher="Open MPI",
+    command="mpirun -np N python script.py",
     rank="OMPI_COMM_WORLD_RANK",
     size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-# Note [horovodrun --mpi]: Horovod 0.28.1 (runner/mpi_run.py) passes these three options to every Open MPI, which shows them to
-# its ranks as variables. People copy the first two from Horovod's manual, but hardly `--tag-output` with them.
+# Note [horovodrun --mpi]: Horovod 0.28.1 (runner/mpi_run.py) passes three options to every Open MPI, which shows them
+# to its ranks as these variables. People copy the first two from Horovod's manual, but hardly --tag-output with them.
 HOROVODRUN = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The rank's place in MPI_COMM_WORLD; the node's index is inferred (OMPI_COMM_WORLD_NODE_RANK is not it)."""
-    if not present(environ, (NAMES.rank, NAMES.size)) or slurm.started_mpi(environ):
-        return None
-    require(environ, NAMES.given(), "Open MPI's mpirun", "mpirun -np N python script.py")
-    by_horovodrun = all(text(environ, name) == value for name, value in HOROVODRUN.items())
-    told = read(environ, NAMES)
-    slurm.refuse_leftover(environ, told, NAMES)
-    return topology(
-        told,
-        launcher="horovodrun" if by_horovodrun else "mpirun",
-        source=f"{', '.join(NAMES.given())} (Open MPI)",
-        master=read_master(environ),
-        meeting="mpi",
-        mpi=True,
-    )
+    """The rank's place; the launcher is horovodrun where that called mpirun."""
+    found = rank_of_mpirun(environ, NAMES)
+    if found is not None and all(text(environ, name) == value for name, value in HOROVODRUN.items()):
+        return replace(found, launcher="horovodrun")
+    return found

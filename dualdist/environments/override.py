@@ -1,4 +1,4 @@
-"""DUALDIST_RANK and its kin: the user, or dd.spawn, says it outright. Nothing else is looked at."""
+"""DUALDIST_RANK and its kin: the user, or dd.spawn, says it outright, and nothing contradicts it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dualdist.environments.variables import Names, present, read, require, text
 from dualdist.topology import Topology
 
 NAMES = Names(
+    launcher="an explicit place",
+    command="DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
     rank="DUALDIST_RANK",
     size="DUALDIST_SIZE",
     local_rank="DUALDIST_LOCAL_RANK",
@@ -24,18 +26,15 @@ NEEDED = (NAMES.rank, NAMES.size)
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The place that was set by hand; the address may also stand in MASTER_ADDR and MASTER_PORT."""
+    """The place as set by hand; rank 0's address may also stand in MASTER_ADDR and MASTER_PORT."""
     if not present(environ, NEEDED):
         return None
-    require(environ, NEEDED, "an explicit place", "DUALDIST_RANK=0 DUALDIST_SIZE=2 python ...")
+    require(environ, NAMES, NEEDED)
     told = read(environ, NAMES)
-    if present(environ, (ADDRESS, PORT)) or read_master(environ) is None:
-        master = require_master(environ, told.size, ADDRESS, PORT)
-    else:
-        master = read_master(environ)
+    master = None if present(environ, (ADDRESS, PORT)) else read_master(environ)
     return topology(
         told,
         launcher=text(environ, LAUNCHER) or "override",
         source=", ".join(present(environ, NAMES.given())),
-        master=master,
+        master=master or require_master(environ, told.size, ADDRESS, PORT),
     )

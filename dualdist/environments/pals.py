@@ -1,40 +1,33 @@
-"""HPE's PALS: mpiexec or aprun on Cray systems under PBS."""
+"""HPE's PALS: mpiexec on Cray systems under PBS."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dualdist.environments import flux, slurm
-from dualdist.environments.master import read_master
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, present, read, require
+from dualdist.environments.mpi import rank_of_mpi
+from dualdist.environments.variables import Names, present, require
 from dualdist.topology import Topology
 
-RANK = "PALS_RANKID"
-SIZE = "PMI_SIZE"
-NODE = "PALS_NODEID"
+# PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out.
+NAMES = Names(
+    launcher="PALS", command="mpiexec -n N python script.py", rank="PALS_RANKID", size="PMI_SIZE", node="PALS_NODEID"
+)
 LOCAL_RANKS = ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
 LOCAL_SIZES = ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
-OWN = (RANK, LOCAL_RANKS[0], NODE)
+OWN = (NAMES.rank, LOCAL_RANKS[0], "PALS_NODEID")
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The rank's place. PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out."""
-    if not present(environ, OWN) or slurm.is_step(environ) or flux.is_task(environ):
+    """The rank's place; how many nodes there are, no variable tells."""
+    own = present(environ, OWN)
+    if not own or slurm.is_step(environ) or flux.is_task(environ):
         return None  # Slurm's cray_shasta plugin and Flux's cray-pals plugin set these variables too
-    require(environ, (RANK, SIZE), "PALS", "mpiexec -n N python script.py")
-    names = Names(
-        rank=RANK,
-        size=SIZE,
+    require(environ, NAMES, (*own, *(name for name in (NAMES.rank, NAMES.size) if name not in own)))
+    names = replace(
+        NAMES,
         local_rank=next(iter(present(environ, LOCAL_RANKS)), None),
         local_size=next(iter(present(environ, LOCAL_SIZES)), None),
-        node=NODE,
     )
-    return topology(
-        read(environ, names),
-        launcher="mpiexec",
-        source=f"{', '.join(present(environ, names.given()))} (PALS)",
-        master=read_master(environ),
-        meeting="mpi",
-        mpi=True,
-    )
+    return rank_of_mpi(environ, names, "mpiexec")

@@ -1,4 +1,4 @@
-"""From what the variables tell to a whole Topology: fields that no variable tells are filled in and listed as inferred."""
+"""From what variables tell to a whole Topology: fields that none tells are filled in and listed as inferred."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NAMES = Names(
+    launcher="torchrun",
+    command="torchrun --nproc-per-node N script.py",
     rank="RANK",
     size="WORLD_SIZE",
     local_rank="LOCAL_RANK",
@@ -18,14 +20,14 @@ NAMES = Names(
     node="GROUP_RANK",
     nodes="GROUP_WORLD_SIZE",
 )
-NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", MASTER_ADDR, MASTER_PORT)
+NEEDED = (RUN_ID, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", MASTER_ADDR, MASTER_PORT)
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The worker's place; its agent serves the store at MASTER_ADDR unless TORCHELASTIC_USE_AGENT_STORE says otherwise."""
+    """The worker's place; its agent serves a store at MASTER_ADDR unless TORCHELASTIC_USE_AGENT_STORE denies it."""
     if text(environ, RUN_ID) is None:
         return None
-    require(environ, NEEDED, "torchrun", "torchrun --nproc-per-node N script.py")
+    require(environ, NAMES, NEEDED)
     return topology(
         read(environ, NAMES),
         launcher="torchrun",

@@ -1,10 +1,10 @@
-"""Reading numbers out of variables: what is missing, half-set or impossible is an error that names the variables."""
+"""Reading numbers out of variables: what is half-set, no number or impossible is an error that names the variables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from dualdist.errors import TopologyError
 
@@ -16,8 +16,10 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Names:
-    """The variables in which a launcher tells a rank's place; None for what it does not tell."""
+    """The variables in which a launcher tells a rank's place, None for what it does not tell, and how it is started."""
 
+    launcher: str
+    command: str
     rank: str
     size: str
     local_rank: str | None = None
@@ -26,8 +28,9 @@ class Names:
     nodes: str | None = None
 
     def given(self) -> list[str]:
-        """The names that there are."""
-        return [name for name in (getattr(self, field.name) for field in fields(self)) if name is not None]
+        """The variables that there are."""
+        names = (self.rank, self.size, self.local_rank, self.local_size, self.node, self.nodes)
+        return [name for name in names if name is not None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def present(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
 
 
 def shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    """ "RANK=0, WORLD_SIZE=2" for those names that are set, in an error's words; long values are cut."""
+    """The names that are set, with their values, as an error shows them; long values are cut."""
     return ", ".join(f"{name}={(text(environ, name) or '')[:SHOWN]}" for name in present(environ, names))
 
 
@@ -69,25 +72,24 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def require(environ: Mapping[str, str], names: Sequence[str], launcher: str, command: str) -> None:
-    """Raise a TopologyError unless all the names are set; called once any of them says that this launcher ran."""
-    missing = [name for name in names if text(environ, name) is None]
+def require(environ: Mapping[str, str], names: Names, needed: Sequence[str] | None = None) -> None:
+    """Raise a TopologyError unless all are set; called where one of them is, which says that this launcher ran."""
+    needed = names.given() if needed is None else needed
+    missing = [name for name in needed if text(environ, name) is None]
     if missing:
-        seen = shown(environ, names) or "none of " + ", ".join(names)
         raise TopologyError(
-            f"{' and '.join(missing)} not set, but {seen}: {launcher} sets all of {', '.join(names)}; start with "
-            f"`{command}`, unset what is left over, or set {OVERRIDE} to say it yourself"
+            f"{' and '.join(missing)} not set, but {shown(environ, needed)}: {names.launcher} sets all of {', '.join(needed)}; "
+            f"start with `{names.command}`, unset what is left over, or set {OVERRIDE}"
         )
 
 
 def read(environ: Mapping[str, str], names: Names) -> Told:
-    """The numbers under these names, each below its bound; rank and size must be there."""
-    told = Told(
-        **{
-            field.name: None if (name := getattr(names, field.name)) is None else integer(environ, name)
-            for field in fields(names)
-        }
-    )
+    """The numbers under these names, each below its bound; rank and size are there, as `require` made sure."""
+    rank, size = integer(environ, names.rank), integer(environ, names.size)
+    assert rank is not None
+    assert size is not None
+    others = (names.local_rank, names.local_size, names.node, names.nodes)
+    told = Told(rank, size, *(None if name is None else integer(environ, name) for name in others))
     check(told, names)
     return told
 
@@ -95,27 +97,31 @@ def read(environ: Mapping[str, str], names: Names) -> Told:
 def check(told: Told, names: Names) -> None:
     """Raise a TopologyError that names the variables where the numbers cannot be."""
     if told.size < 1:
-        raise TopologyError(f"{names.size}={told.size}: a job has at least one rank; start it anew with 1 or more")
+        raise TopologyError(f"{names.size}={told.size}: a job has at least one rank; start with `{names.command}`")
     size = (names.size, told.size)
-    bounds = (
-        ((names.rank, told.rank), size, "a rank"),
-        ((names.local_rank, told.local_rank), (names.local_size, told.local_size), "a local rank"),
-        ((names.node, told.node), (names.nodes, told.nodes), "a node's index"),
-        ((names.local_rank, told.local_rank), size, "a local rank"),
-        ((names.node, told.node), size, "a node's index"),
-    )
-    for (name, value), (bound_name, bound), what in bounds:
+    for name, value, (bound_name, bound), law in (
+        (names.rank, told.rank, size, "a rank must be below the size"),
+        (
+            names.local_rank,
+            told.local_rank,
+            (names.local_size, told.local_size),
+            "a local rank is below its node's ranks",
+        ),
+        (names.local_rank, told.local_rank, size, "a local rank must be below the size"),
+        (names.node, told.node, (names.nodes, told.nodes), "a node's index must be below the number of nodes"),
+        (names.node, told.node, size, "a node's index must be below the number of ranks"),
+    ):
         if value is not None and bound is not None and value >= bound:
             raise TopologyError(
-                f"{name}={value} but {bound_name}={bound}: {what} must be below it; was every rank started by the same "
-                f"launcher? Unset what is left over, or set {OVERRIDE}"
+                f"{name}={value} but {bound_name}={bound}: {law}; was this started with `{names.command}`? "
+                f"Unset what is left over, or set {OVERRIDE}"
             )
-    for name, part, what in (
-        (names.local_size, told.local_size, "the ranks of one node"),
-        (names.nodes, told.nodes, "the nodes"),
+    for name, value, law in (
+        (names.local_size, told.local_size, "one node cannot have more ranks than the job"),
+        (names.nodes, told.nodes, "there cannot be more nodes than ranks"),
     ):
-        if part is not None and part > told.size:
+        if value is not None and value > told.size:
             raise TopologyError(
-                f"{name}={part} but {names.size}={told.size}: {what} cannot be more than all ranks; "
-                f"unset what is left over from another job, or set {OVERRIDE}"
+                f"{name}={value} but {names.size}={told.size}: {law}; was this started with `{names.command}`? "
+                f"Unset what is left over, or set {OVERRIDE}"
             )

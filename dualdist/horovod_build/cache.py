@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 import zipfile
@@ -31,22 +30,15 @@ def is_whole(wheel: Path, key: str) -> bool:
 
 def keep(wheel: Path, folder: Path) -> Path:
     """The wheel stands in the folder, instead of one of its name; a reader sees the old one or the new one, whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
-    part = Path(name)
     try:
-        with os.fdopen(handle, "wb") as target, wheel.open("rb") as source:
-            shutil.copyfileobj(source, target)
-            target.flush()
-            os.fsync(target.fileno())
-        part.chmod(0o644)
-        return part.replace(folder / wheel.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+            copy = Path(shutil.copyfile(wheel, Path(part) / wheel.name))
+            return copy.replace(folder / wheel.name)
     except OSError as error:
         raise BuildError(
             f"the wheel could not be kept in {folder}: {error}; make room there, or set XDG_CACHE_HOME"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def forget(folder: Path) -> None:

@@ -170,9 +170,8 @@ def source_folder(plan: Plan, work: Path) -> Path:
 def _build_variables(plan: Plan, work: Path) -> tuple[tuple[str, str], ...]:
     machine, gpu = plan.machine, plan.options.gpu
     mpi = machine.mpi if plan.options.mpi else None
-    path = f"{Path(mpi.compiler).parent}:{plan.path}" if mpi else plan.path
     variables = {
-        "PATH": path,
+        "PATH": plan.path,
         # Bundled Gloo asks for CMake 2.8, which CMake 4 no longer imitates.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "CMAKE_GENERATOR": "Unix Makefiles",

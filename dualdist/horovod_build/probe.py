@@ -161,14 +161,15 @@ def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
 
 
 def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
-    named = environ.get("CXX")
+    """The command of the C++ compiler; CXX may hold more words, such as "ccache g++"."""
+    named = environ.get("CXX", "").strip()
     if named:
-        return shutil.which(named, path=path)
+        return named if shutil.which(shlex.split(named)[0], path=path) else None
     return shutil.which("c++", path=path) or shutil.which("g++", path=path)
 
 
 def _accepts(cxx: str, standard: int) -> bool:
-    code, _ = _run([cxx, f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
+    code, _ = _run([*shlex.split(cxx), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
     return code == 0
 
 
@@ -182,12 +183,8 @@ def _cmake_version(cmake: str | None) -> tuple[int, ...]:
 
 def _cuda(path: str, environ: Mapping[str, str]) -> Cuda | None:
     homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    for nvcc in (
-        *(shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes),
-        shutil.which("nvcc", path=path),
-    ):
-        if nvcc is None:
-            continue
+    folders = [*(os.path.join(home, "bin") for home in homes), path]
+    for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
         # nvcc on PATH may be a script that starts the real one: it tells where that lies.
         _, output = _run([nvcc, "--dryrun", "-x", "cu", os.devnull])
         version = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"])[1])

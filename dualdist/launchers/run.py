@@ -100,7 +100,7 @@ def _read(output: IO[bytes] | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> str:
-    """End what is left of the job, first the launcher, and return once it is gone; say what its launcher had left behind."""
+    """End what is left of the job, first the launcher, and return when it is gone; say what the launcher had left."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

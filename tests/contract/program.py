@@ -7,35 +7,53 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from harness.jobs import report
 from torch import nn
 
 import dualdist as dd
 from contract.laws import LAWS, digest, loss_of, net, raises
 from dualdist.errors import NotInitializedError
-from harness.jobs import report
 
 STEPS = 60
+BATCHES = 4  # a step, whatever the number of ranks: one, two and four ranks see the same data
+SEED = 3
+CLIP = 0.5
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
 
-def train(rank: int, size: int) -> str:
-    """A hash of the parameters after STEPS steps with momentum, weight decay, clipping and an untouched parameter.
-
-    Four batches a step, whatever the size, so that one rank, two and four see the same data.
-    """
-    model = net(seed=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    dd.broadcast_parameters(model)
-    dd.wrap_optimizer(optimizer, model.named_parameters())
+def train(model: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """STEPS steps with momentum, weight decay, clipping and an untouched parameter, on this rank's part of the batches."""
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses = [loss_of(model, number, step) for number in range(4) if number % size == rank]
-        (sum(losses) * size / 4).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        mine = range(dd.rank(), BATCHES, dd.size())
+        sum(loss_of(parallel, number, step) / len(mine) for number in mine).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    return digest(model)
+
+
+def trained_by_dualdist() -> nn.Module:
+    model = net(SEED)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    dd.broadcast_parameters(model)
+    dd.wrap_optimizer(optimizer, model.named_parameters())
+    train(model, model, optimizer)
+    return model
+
+
+def trained_by_ddp() -> nn.Module:
+    """The default process group is torch's own, so DistributedDataParallel works beside dualdist."""
+    model = net(SEED)
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    train(model, parallel, torch.optim.SGD(model.parameters(), **SGD))
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
 def failures() -> Iterator[tuple[str, str]]:
@@ -46,12 +64,13 @@ def failures() -> Iterator[tuple[str, str]]:
             yield name, traceback.format_exc()
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    backend = sys.argv[1] if len(sys.argv) > 1 else None
+    backend = arguments[0] if arguments else None
     raises(NotInitializedError, dd.rank, "before dd.init()")
     dd.init(backend, timeout_s=40)
     rank = dd.rank()
+    model = trained_by_dualdist()
     result = {
         "rank": rank,
         "size": dd.size(),
@@ -62,7 +81,9 @@ def main() -> None:
         "launcher": dd.launcher(),
         "backend": dd.backend(),
         "transport": dd.transport(),
-        "hash": train(rank, dd.size()),
+        "hash": digest(model),
+        "parameters": values(model),
+        "ddp": values(trained_by_ddp()) if dd.backend() == "native" else {},
         "failures": dict(failures()),
     }
     dd.shutdown()
@@ -74,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

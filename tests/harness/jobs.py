@@ -21,6 +21,8 @@ from typing import Any
 
 GUARD = Path(__file__).with_name("guard.py")
 REPORT_DIR = "TEST_REPORT_DIR"
+LIMIT_S = 120.0
+"""For a job of four ranks on two busy cores, whose imports alone take ten seconds of CPU time."""
 GRACE_S = 5.0
 """How long processes may outlive the command that started them, before they count as left behind."""
 
@@ -130,7 +132,12 @@ class Launch:
         return Job(argv, env={**self.env, **(env or {})}, cwd=self.directory)
 
     def __call__(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 90, check: bool = True
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = LIMIT_S,
+        check: bool = True,
     ) -> Outcome:
         """How argv ended. With check, anything but exit code 0 within timeout_s, leaving no process, fails the test."""
         with self.start(argv, env=env) as job:
@@ -141,7 +148,7 @@ class Launch:
         return outcome
 
     def reports(
-        self, argv: Sequence[str], size: int, *, env: Mapping[str, str] | None = None, timeout_s: float = 90
+        self, argv: Sequence[str], size: int, *, env: Mapping[str, str] | None = None, timeout_s: float = LIMIT_S
     ) -> list[dict[str, Any]]:
         """What each of the size ranks reported, in rank order; a rank that reports nothing fails the test."""
         with tempfile.TemporaryDirectory(prefix="reports-", dir=self.directory) as folder:

@@ -19,6 +19,7 @@ PROGRAM = Path(problem.__file__).with_name("tiny_rank.py")
 TRANSPORT = "DUALDIST_TRANSPORT"
 # The options of srun and sbatch, and the number of ranks on each node that they give.
 ONE_NODE = (("-N1", "-n2"), (2,))
+TWO_NODES = (("-N2", "-n2"), (1, 1))
 EVEN = (("-N2", "-n4", "--ntasks-per-node=2"), (2, 2))
 UNEVEN = (("-N2", "-n4"), (3, 1))
 # More than two gradients are added in an order of the backend's own, each sum rounding to 2**-24 of its size.
@@ -65,8 +66,8 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same:
         pytest.param("none", *ONE_NODE, id="none-2"),
         pytest.param("none", *EVEN, id="none-2+2"),
         pytest.param("none", *UNEVEN, id="none-3+1"),
-        pytest.param("pmi2", *UNEVEN, id="pmi2-3+1"),
-        pytest.param("pmix", *EVEN, id="pmix-2+2"),
+        pytest.param("pmi2", *TWO_NODES, id="pmi2-1+1"),
+        pytest.param("pmix", *TWO_NODES, id="pmix-1+1"),
     ],
 )
 def test_srun_trains_natively_with_any_mpi_plugin(
@@ -83,7 +84,7 @@ def test_srun_trains_natively_with_any_mpi_plugin(
         pytest.param("pmi2", "gloo", *ONE_NODE, id="pmi2-gloo-2"),
         pytest.param("pmix", "gloo", *ONE_NODE, id="pmix-gloo-2"),
         pytest.param("pmix", "mpi", *ONE_NODE, id="pmix-mpi-2"),
-        pytest.param("pmix", "mpi", *EVEN, id="pmix-mpi-2+2"),
+        pytest.param("pmix", "mpi", *TWO_NODES, id="pmix-mpi-1+1"),
     ],
 )
 def test_srun_trains_on_horovod(
@@ -136,15 +137,27 @@ def test_an_allocation_without_srun_is_one_rank(slurm: Slurm, launch: Launch) ->
     check(reports, (1,), launcher="none", backend="single", transport="none")
 
 
-@pytest.mark.parametrize(("backend", "transport"), [("native", ""), ("horovod", "mpi")], ids=["native", "horovod-mpi"])
+@pytest.mark.parametrize(
+    ("backend", "transport", "options", "per_node"),
+    [
+        pytest.param("native", "gloo", *EVEN, id="native-2+2"),
+        pytest.param("horovod", "mpi", *TWO_NODES, id="horovod-mpi-1+1"),
+    ],
+)
 def test_mpirun_in_a_batch_script_is_mpiruns_job(
-    slurm: Slurm, openmpi: OpenMPI, launch: Launch, backend: str, transport: str
+    slurm: Slurm,
+    openmpi: OpenMPI,
+    launch: Launch,
+    backend: str,
+    transport: str,
+    options: tuple[str, ...],
+    per_node: tuple[int, ...],
 ) -> None:
-    options, per_node = EVEN
-    batch = script(launch.directory / "batch.sh", shlex.join([*openmpi.run(4), *tiny_rank(backend)]))
-    env = {**slurm.env, **({TRANSPORT: transport} if transport else {})}
-    reports = launch.reports([*slurm.sbatch(*options), batch], 4, env=env)
-    check(reports, per_node, launcher="mpirun", backend=backend, **({"transport": transport} if transport else {}))
+    size = sum(per_node)
+    batch = script(launch.directory / "batch.sh", shlex.join([*openmpi.run(size), *tiny_rank(backend)]))
+    env = {**slurm.env, TRANSPORT: transport}
+    reports = launch.reports([*slurm.sbatch(*options), batch], size, env=env)
+    check(reports, per_node, launcher="mpirun", backend=backend, transport=transport)
 
 
 def test_torchrun_in_a_batch_script_is_torchruns_job(slurm: Slurm, launch: Launch) -> None:

@@ -1,0 +1,64 @@
+# Set-up, checks, tests and the demo; CI runs the same `make test` as a person.
+
+# The interpreter that makes .venv: 3.10 or newer.
+PYTHON ?= python3
+
+# A bare "torch" would be the newest one, which nothing here was tried with.
+TORCH := torch==2.13.0
+# Fits torch 2.13.0. It is installed without its dependencies, because they name torch again.
+TORCHVISION := torchvision==0.28.0
+# 77 reads the licence as pyproject.toml gives it; Horovod's build needs one below 81.
+BUILD_TOOLS := 'setuptools>=77,<81' wheel
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Twice quiet: errors are shown, warnings are not.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# There while packages are being installed. Found at the start, it means that this was broken off: begin again.
+HALF := $(VENV)/.half-installed
+# Holds the checksum of what the set-up was made from.
+READY := $(VENV)/.ready
+SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
+CHECKSUM := $(shell cat $(SOURCES) | cksum)
+WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
+	"import hypothesis, PIL, mpi4py, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+
+.PHONY: setup install demo test check clean
+
+setup:
+	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
+	elif ! ($(WORKS)) >/dev/null 2>&1; then \
+		echo "$(VENV) is damaged and is made anew"; touch $(HALF); $(MAKE) --no-print-directory install; fi
+
+install:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "$(PYTHON) is no Python 3.10 or newer; name one: make setup PYTHON=python3.11" >&2; exit 1; }
+	@if [ -e $(HALF) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		rm -rf $(VENV) && mkdir $(VENV) && touch $(HALF) && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV) || { \
+		echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; exit 1; }; fi
+	@rm -f $(READY) && touch $(HALF)
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH) $(BUILD_TOOLS)
+	@echo "installing dualdist and the packages around it"
+	@$(PIP) --no-deps $(TORCHVISION)
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,examples,test]'
+	@rm $(HALF)
+	@$(BIN)/dualdist install-horovod
+	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
+	@($(WORKS)) >/dev/null
+	@echo "$(CHECKSUM)" >$(READY)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: check
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	bash -n .ci/run
+
+clean:
+	rm -rf $(VENV)

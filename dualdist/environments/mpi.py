@@ -1,0 +1,37 @@
+"""What the launchers of all MPIs have in common; one file each names their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dualdist.environments import slurm
+from dualdist.environments.master import read_master
+from dualdist.environments.place import topology
+from dualdist.environments.variables import Names, present, read, require
+from dualdist.topology import Topology
+
+
+def rank_of_mpi(environ: Mapping[str, str], names: Names, launcher: str) -> Topology:
+    """The rank's place in MPI_COMM_WORLD; they meet by MPI broadcast unless MASTER_ADDR and MASTER_PORT are set."""
+    told = read(environ, names)
+    return topology(
+        told,
+        launcher=launcher,
+        source=f"{', '.join(present(environ, names.given()))} ({names.launcher})",
+        master=read_master(environ),
+        meeting="mpi",
+        mpi=True,
+    )
+
+
+def rank_of_mpirun(environ: Mapping[str, str], names: Names) -> Topology | None:
+    """The rank's place under an mpirun that names all but the node; None where srun has started this process since.
+
+    A local rank and a local size alone say nothing: people export them for other tools.
+    """
+    if not present(environ, (names.rank, names.size)) or slurm.started_with_pmix(environ):
+        return None
+    require(environ, names)
+    found = rank_of_mpi(environ, names, "mpirun")
+    slurm.refuse_leftover(environ, found, names)
+    return found

@@ -1,0 +1,13 @@
+"""Starts the contract program by dd.spawn: python spawner.py RANKS [BACKEND]."""
+
+from __future__ import annotations
+
+import sys
+
+from contract import program
+
+import dualdist as dd
+
+if __name__ == "__main__":
+    ranks, *backend = sys.argv[1:]
+    dd.spawn(program.main, int(ranks), ([],), backend=backend[0] if backend else None)

@@ -1,0 +1,86 @@
+"""install-horovod for real, with the wheel that the set-up built and kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from dualdist.horovod_build import cache
+from dualdist.horovod_build.probe import cache_folder
+from dualdist.horovod_build.record import BuildRecord, read_record
+
+
+@pytest.fixture
+def record() -> BuildRecord:
+    found = read_record()
+    if found is None or found.key is None:
+        pytest.skip("Horovod was not installed by dualdist: make setup")
+    return found
+
+
+@pytest.fixture
+def kept_wheel(record: BuildRecord) -> Path:
+    found = cache.find(cache_folder(os.environ) / "wheels" / str(record.key), str(record.key))
+    if found is None:
+        pytest.skip("the wheel is no longer in the cache: dualdist install-horovod --force")
+    return found
+
+
+def dualdist(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dualdist", "install-horovod", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_second_install_builds_nothing_and_tries_two_ranks(record: BuildRecord, kept_wheel: Path) -> None:
+    done = dualdist() if record.mpi else dualdist("--without-mpi")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "already installed" in done.stdout
+    assert "compiling" not in done.stdout
+    for transport in ("gloo", "mpi") if record.mpi else ("gloo",):
+        assert f"two ranks over {transport}: right sums" in done.stdout
+
+
+def test_the_record_is_of_the_torch_beside_it(record: BuildRecord) -> None:
+    import torch
+
+    assert (record.torch, record.torch_git) == (torch.__version__, torch.version.git_version)
+    assert record.python == sysconfig.get_config_var("SOABI")
+
+
+def test_an_unknown_version_is_one_sentence(tmp_path: Path) -> None:
+    done = dualdist("--version", "0.0.1")
+    assert done.returncode == 1
+    assert "downloading horovod==0.0.1 failed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_kept_wheel_works_in_another_environment(record: BuildRecord, kept_wheel: Path, tmp_path: Path) -> None:
+    """It finds MPI beside itself, not in the environment it was built in, which may be gone by now."""
+    other = tmp_path / "other"
+    venv.create(other, with_pip=False, symlinks=True)
+    python = other / "bin" / "python"
+    here = Path(sysconfig.get_path("purelib"))
+    there = other / here.relative_to(sys.prefix)
+    (there / "torch_and_others.pth").write_text(f"{here}\n")
+    for library in (Path(sys.prefix) / "lib").glob("*.so*"):
+        (other / "lib" / library.name).symlink_to(library)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(kept_wheel)], check=True, timeout=120)
+    program = "import horovod.torch as h; h.init(); print(h.__file__, h.size())"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(there))
+    searched = runpath(next((there / "horovod" / "torch").glob("mpi_lib_v2*.so")))
+    assert sys.prefix not in searched
+    assert "$ORIGIN/../../../.." in searched
+
+
+def runpath(library: Path) -> str:
+    done = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, timeout=60, check=True)
+    return next(line for line in done.stdout.splitlines() if "RUNPATH" in line or "RPATH" in line)

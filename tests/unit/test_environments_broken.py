@@ -1,0 +1,240 @@
+"""Half-set, impossible and contradicting variables: an error that names them, nothing else and never a job of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dualdist.environments import (
+    detect,
+    flux,
+    handset,
+    horovodrun,
+    hydra,
+    jsm,
+    mvapich,
+    openmpi,
+    override,
+    pals,
+    slurm,
+    torchrun,
+)
+from dualdist.environments.master import AGENT_STORE
+from dualdist.errors import TopologyError
+from dualdist.topology import Topology
+
+Env = dict[str, str]
+RECORDS = json.loads((Path(__file__).parent / "launcher_env.json").read_text())
+MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+def recorded(table: str, index: int = 1) -> Env:
+    return dict(RECORDS[table][index]["env"])
+
+
+# One whole environment each, the variables it cannot do without, and those of them that name the launcher.
+WHOLE = {
+    "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, override.NEEDED),
+    "torchrun": (recorded("torchrun"), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
+    "horovodrun": (
+        recorded("horovodrun_gloo_more"),
+        (*horovodrun.PLACE, horovodrun.STORE_ADDRESS, horovodrun.STORE_PORT),
+    ),
+    "openmpi": (recorded("openmpi-4.1.4_mpirun"), openmpi.NAMES.given()),
+    "hydra": (recorded("mpich_hydra"), hydra.NAMES.given()),
+    "mvapich": (
+        dict(zip(mvapich.NAMES.given(), ("1", "4", "1", "2"), strict=True)),
+        mvapich.NAMES.given(),
+    ),
+    "jsm": (dict(zip(jsm.NAMES.given(), ("1", "4", "1", "2"), strict=True)), jsm.NAMES.given()),
+    "pals": (
+        {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "0", "PMI_SIZE": "4"},
+        (pals.NAMES.rank, pals.NAMES.size),
+    ),
+    "flux": (dict(zip(flux.NAMES.given(), ("1", "4", "1", "2"), strict=True)), flux.NAMES.given()),
+    "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
+    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*handset.NEEDED, *MASTER)),
+}
+WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
+HALVES = [pytest.param(env, name, id=f"{kind}-{name}") for kind, (env, needed) in WHOLE.items() for name in needed]
+NUMBERS = [half for half in HALVES if half.values[1] not in WORDS]
+
+
+def error_of(env: Env) -> str:
+    with pytest.raises(TopologyError) as caught:
+        detect(env)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("env", "name"), HALVES)
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_missing_variable_is_named(env: Env, name: str, empty: bool) -> None:
+    half = {key: value for key, value in env.items() if key != name} | ({name: ""} if empty else {})
+    message = error_of(half)
+    assert name in message.partition("not set")[0], message
+
+
+def test_torchrun_without_its_run_id_is_still_read_by_hand() -> None:
+    env = recorded("torchrun")
+    del env["TORCHELASTIC_RUN_ID"]
+    found = detect(env)
+    assert (found.launcher, found.rank, found.size, found.meeting) == ("torchrun", 1, 2, "agent")
+
+
+def test_slurm_without_one_spelling_of_its_step_is_whole_and_without_both_is_half() -> None:
+    env = recorded("slurm_srun-none_N2x2")
+    for name in slurm.STEP_IDS:
+        assert detect({key: value for key, value in env.items() if key != name}).launcher == "srun"
+    assert "SLURM_STEP_ID not set" in error_of({key: env[key] for key in env if key not in slurm.STEP_IDS})
+    assert "SLURM_STEP_ID" in error_of({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"})
+
+
+def test_hydra_without_its_local_pair_has_inferred_local_ranks() -> None:
+    """PMI_RANK and PMI_SIZE alone, with no Slurm, Flux or PALS around: a plain PMI launcher, not a job of one."""
+    env = {key: value for key, value in recorded("mpich_hydra").items() if not key.startswith("MPI_")}
+    found = detect(env)
+    assert (found.launcher, found.rank, found.size) == ("mpirun", 1, 2)
+    assert found.inferred == {"local_rank", "local_size", "node", "nodes"}
+    assert "PMI_SIZE not set" in error_of({"PMI_RANK": "1"})
+
+
+def test_pmix_without_a_size_is_refused() -> None:
+    assert "PMIX_RANK=1" in error_of({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1@1"})
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "+1", "٣", "1 2", "9" * 5000, "nan"])
+@pytest.mark.parametrize(("env", "name"), NUMBERS)
+def test_what_is_no_number_is_named(env: Env, name: str, value: str) -> None:
+    message = error_of(env | {name: value})
+    assert message.startswith(f"{name}={value[:40]!r}"), message
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("slurm", {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4 but SLURM_STEP_NUM_TASKS=4", "below the size", "srun"]),
+        ("slurm", {"SLURM_LOCALID": "2"}, ["SLURM_LOCALID=2 but SLURM_STEP_TASKS_PER_NODE[0]=2"]),
+        ("slurm", {"SLURM_NODEID": "2"}, ["SLURM_NODEID=2 but SLURM_STEP_NUM_NODES=2"]),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "5"}, ["SLURM_STEP_TASKS_PER_NODE[0]=5", "SLURM_STEP_NUM_TASKS=4"]),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, ["SLURM_STEP_TASKS_PER_NODE='2(x'"]),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "0,4"}, ["SLURM_STEP_TASKS_PER_NODE='0,4'"]),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "1"}, ["SLURM_NODEID=1", "1 nodes"]),
+        ("slurm", {"SLURM_STEP_ID": "x"}, ["SLURM_STEP_ID='x'"]),
+        ("torchrun", {"RANK": "2"}, ["RANK=2 but WORLD_SIZE=2", "torchrun"]),
+        ("torchrun", {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2 but LOCAL_WORLD_SIZE=2"]),
+        ("torchrun", {"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3 but WORLD_SIZE=2"]),
+        ("torchrun", {"GROUP_RANK": "1"}, ["GROUP_RANK=1 but GROUP_WORLD_SIZE=1"]),
+        ("torchrun", {"GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3 but WORLD_SIZE=2"]),
+        ("torchrun", {"MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "65535"]),
+        ("horovodrun", {"HOROVOD_RANK": "2"}, ["HOROVOD_RANK=2 but HOROVOD_SIZE=2"]),
+        ("horovodrun", {"HOROVOD_CROSS_RANK": "1"}, ["HOROVOD_CROSS_RANK=1 but HOROVOD_CROSS_SIZE=1"]),
+        ("openmpi", {"OMPI_COMM_WORLD_RANK": "9"}, ["OMPI_COMM_WORLD_RANK=9 but OMPI_COMM_WORLD_SIZE=2"]),
+        ("hydra", {"PMI_SIZE": "0"}, ["PMI_SIZE=0", "at least one rank"]),
+        ("handset", {"RANK": "2"}, ["RANK=2 but WORLD_SIZE=2"]),
+        ("handset", {"LOCAL_RANK": "7"}, ["LOCAL_RANK=7 but WORLD_SIZE=2"]),
+        ("override", {"DUALDIST_RANK": "2"}, ["DUALDIST_RANK=2 but DUALDIST_SIZE=2"]),
+        ("override", {"DUALDIST_ADDRESS": "n1"}, ["DUALDIST_PORT not set", "DUALDIST_ADDRESS=n1"]),
+        ("pals", {"PALS_NODEID": "4"}, ["PALS_NODEID=4 but PMI_SIZE=4"]),
+        ("flux", {"FLUX_JOB_NNODES": "5"}, ["FLUX_JOB_NNODES=5 but FLUX_JOB_SIZE=4"]),
+    ],
+)
+def test_an_impossible_number_is_named_with_its_bound(kind: str, change: Env, words: list[str]) -> None:
+    message = error_of(WHOLE[kind][0] | change)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("kind", ["slurm", "openmpi", "hydra", "mvapich", "jsm", "pals", "flux", "horovodrun"])
+@pytest.mark.parametrize("said", [{"RANK": "0"}, {"WORLD_SIZE": "8"}, {"RANK": "0", "WORLD_SIZE": "8"}])
+def test_rank_and_world_size_must_not_contradict_a_launcher(kind: str, said: Env) -> None:
+    env, needed = WHOLE[kind]
+    message = error_of(env | said)
+    shown = [f"{name}={value}" for name, value in said.items()]
+    assert [word for word in [*shown, needed[0], "unset", "DUALDIST_SIZE"] if word not in message] == [], message
+
+
+def test_a_launched_job_of_one_is_not_a_world_of_several() -> None:
+    assert "WORLD_SIZE=4" in error_of(recorded("slurm_srun_of_one_in_salloc_of_four_more", 0) | {"WORLD_SIZE": "4"})
+
+
+def test_a_batch_script_that_exports_a_world_size_has_no_rank() -> None:
+    message = error_of(recorded("slurm_sbatch_plain", 0) | {"WORLD_SIZE": "4"} | MASTER)
+    assert message.startswith("RANK not set, but WORLD_SIZE=4")
+
+
+def test_jsrun_and_the_open_mpi_below_it_must_agree() -> None:
+    message = error_of(WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    assert "OMPI_COMM_WORLD_RANK=0" in message
+    assert "JSM_NAMESPACE_RANK" in message
+
+
+def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
+    """The same variables without SLURM_PTY_PORT are srun's tasks, each with an outer mpirun's variables: refused."""
+    step = recorded("slurm_srun_pty_more", 0)
+    mpirun = dict.fromkeys(openmpi.NAMES.given(), "1") | {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    assert detect(step | mpirun).launcher == "mpirun"
+    del step["SLURM_PTY_PORT"]
+    assert "mpirun says one rank, srun 2" in error_of(step | mpirun)
+
+
+def test_several_ranks_by_hand_need_a_master_and_one_does_not() -> None:
+    assert error_of({"RANK": "1", "WORLD_SIZE": "2"}).startswith("MASTER_ADDR and MASTER_PORT not set")
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).meeting == "none"
+    assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
+
+
+NAMES = sorted(
+    {name for env, needed in WHOLE.values() for name in (*env, *needed)}
+    | {*slurm.STEP_IDS, slurm.NODE_TASKS, slurm.TERMINAL, slurm.PMIX_NAMESPACE, AGENT_STORE, "PMIX_RANK"}
+    | {
+        *pals.LOCAL_RANKS,
+        *pals.LOCAL_SIZES,
+        *override.NAMES.given(),
+        override.ADDRESS,
+        override.PORT,
+        override.LAUNCHER,
+    }
+)
+VALUES = st.one_of(
+    st.sampled_from(
+        ["0", "1", "2", "3", "4", "2(x2),1", "3,1", "", "slurm.pmix.1.0", "4294967290", "127.0.0.1", "65536"]
+    ),
+    st.text("0123456789x(),.-+_ a\u0663\x00", max_size=6),
+)
+ALWAYS = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+BASES = st.sampled_from([{}, *(env for env, _ in WHOLE.values())])
+
+
+def assert_place_or_topology_error(env: Env) -> None:
+    try:
+        found: Topology | str = detect(env)
+    except TopologyError as error:
+        found = str(error)
+    assert isinstance(found, Topology) or any(name in found for name in env), found
+
+
+@ALWAYS
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_any_variables_give_a_place_or_a_named_error(env: Env) -> None:
+    assert_place_or_topology_error(env)
+
+
+@ALWAYS
+@given(BASES, BASES, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
+def test_any_change_of_a_whole_environment_gives_a_place_or_a_named_error(outer: Env, inner: Env, change: Env) -> None:
+    assert_place_or_topology_error(outer | inner | change)
+
+
+@ALWAYS
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_detection_changes_nothing(env: Env) -> None:
+    before = dict(env)
+    assert_place_or_topology_error(env)
+    assert env == before

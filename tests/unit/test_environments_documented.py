@@ -1,0 +1,188 @@
+"""Environments that nobody here could record: tables from the launchers' manuals and sources, named at each table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from dualdist.environments import detect
+from dualdist.topology import Topology
+
+Env = dict[str, str]
+ALL = frozenset({"local_rank", "local_size", "node", "nodes"})
+
+
+def rows(names: Sequence[str], *values: Sequence[object], **same: str) -> list[Env]:
+    return [dict(zip(names, map(str, row), strict=True)) | same for row in values]
+
+
+def place(found: Topology) -> tuple[int, ...]:
+    return (found.rank, found.size, found.local_rank, found.local_size, found.node, found.nodes)
+
+
+# Lightning's LSFEnvironment; jsrun also sets Open MPI's variables.
+JSM = rows(
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
+    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
+    JSM_NAMESPACE_SIZE="4",
+    JSM_NAMESPACE_LOCAL_SIZE="2",
+    OMPI_COMM_WORLD_SIZE="4",
+    LSB_JOBID="1",
+)
+# MVAPICH2's mpispawn.c.
+MVAPICH = rows(
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PMI_ID"),
+    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
+    MV2_COMM_WORLD_SIZE="4",
+    MV2_COMM_WORLD_LOCAL_SIZE="2",
+)
+# Job scripts for ALCF's Polaris and Aurora.
+PALS = rows(
+    ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_NODEID", "PMI_RANK", "PMI_LOCAL_RANK"),
+    *((0, 0, 0, 0, 0), (1, 1, 0, 1, 1), (2, 0, 1, 2, 0), (3, 1, 1, 3, 1)),
+    PMI_SIZE="4",
+    PMI_LOCAL_SIZE="2",
+    PALS_APID="a",
+    PBS_JOBID="1",
+)
+# flux-environment(7).
+FLUX = rows(
+    ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "PMI_RANK"),
+    *((0, 0, 0), (1, 1, 1), (2, 0, 2), (3, 1, 3)),
+    FLUX_JOB_SIZE="4",
+    FLUX_JOB_NNODES="2",
+    PMI_SIZE="4",
+    PMI_FD="5",
+)
+BLOCK = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("envs", "launcher", "inferred"),
+    [
+        (JSM, "jsrun", {"node", "nodes"}),
+        (MVAPICH, "mpirun", {"node", "nodes"}),
+        (PALS, "mpiexec", {"nodes"}),
+        (FLUX, "flux", {"local_size", "node"}),
+    ],
+    ids=["jsm", "mvapich", "pals", "flux"],
+)
+def test_two_ranks_on_each_of_two_nodes(envs: list[Env], launcher: str, inferred: set[str]) -> None:
+    found = [detect(env) for env in envs]
+    assert [place(topology) for topology in found] == BLOCK
+    assert {topology.launcher for topology in found} == {launcher}
+    assert {topology.inferred for topology in found} == {frozenset(inferred)}
+    assert all(topology.mpi and topology.meeting == "mpi" for topology in found)
+
+
+def test_mvapich_started_by_hydra_is_read_once() -> None:
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    assert detect(MVAPICH[1] | hydra) == detect(MVAPICH[1])
+
+
+def test_pals_variables_in_a_flux_task_are_the_plugins() -> None:
+    assert detect(FLUX[1] | {"PALS_NODEID": "0", "PALS_RANKID": "1", "PALS_APID": "a"}) == detect(FLUX[1])
+
+
+def test_flux_as_a_step_of_slurm_is_inside() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert detect(FLUX[3] | step) == detect(FLUX[3])
+
+
+# Ranks by slot, then by node in turn (mpirun --map-by node), then on 3 + 1.
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_size", "node", "nodes"),
+    [
+        *((0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)),
+        *((1, 0, 2, 1, 2), (2, 1, 2, 0, 2)),
+        *((0, 0, 3, 0, 2), (2, 2, 3, 0, 2)),
+        *((0, 0, 4, 0, 1), (3, 1, 4, 0, 1)),
+    ],
+)
+def test_the_node_is_inferred_from_the_usual_placements(
+    rank: int, local_rank: int, local_size: int, node: int, nodes: int
+) -> None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    values = (rank, 4, local_rank, local_size)
+    found = detect({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)})
+    assert place(found) == (rank, 4, local_rank, local_size, node, nodes)
+    assert found.inferred == (frozenset() if local_size == 4 else {"node", "nodes"})
+
+
+def horovodrun(rank: int, size: int, local: tuple[int, int], cross: tuple[int, int]) -> Env:
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local[0], "LOCAL_SIZE": local[1]}
+    numbers |= {"CROSS_RANK": cross[0], "CROSS_SIZE": cross[1], "GLOO_RENDEZVOUS_PORT": 5000}
+    env = {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
+    return env | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.1"}
+
+
+def test_horovods_cross_rank_is_the_node_of_even_hosts() -> None:
+    found = [
+        detect(horovodrun(rank, 4, (local, 2), (node, 2)))
+        for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1))
+    ]
+    assert [place(topology) for topology in found] == BLOCK
+    assert {topology.inferred for topology in found} == {frozenset({"node", "nodes"})}
+
+
+def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
+    """Hosts of 1, 2: the second host's second rank has cross rank 0, and shares its node with cross rank 1."""
+    found = [
+        detect(horovodrun(0, 3, (0, 1), (0, 2))),
+        detect(horovodrun(1, 3, (0, 2), (1, 2))),
+        detect(horovodrun(2, 3, (1, 2), (0, 1))),
+    ]
+    assert [(topology.local_rank, topology.local_size) for topology in found] == [(0, 1), (0, 2), (1, 2)]
+    assert all({"node", "nodes"} <= topology.inferred for topology in found)
+
+
+# Kubeflow's PyTorchJob, a pod a rank without LOCAL_*; then by hand on one host; then as torch.distributed.launch.
+@pytest.mark.parametrize(
+    ("extra", "launcher", "expected", "inferred"),
+    [
+        ({"MASTER_ADDR": "job-master-0"}, "env", (1, 4, 0, 1, 1, 4), ALL),
+        ({"MASTER_ADDR": "127.0.0.1"}, "env", (1, 4, 1, 4, 0, 1), ALL),
+        ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1"}, "env", (1, 4, 1, 4, 0, 1), ALL - {"local_rank"}),
+        (
+            {"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            *("torchrun", (1, 4, 1, 2, 0, 2), {"node", "nodes"}),
+        ),
+        (
+            {
+                "MASTER_ADDR": "n1",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "2",
+            },
+            *("torchrun", (1, 4, 1, 2, 0, 2), set()),
+        ),
+        ({"MASTER_ADDR": "n1", "GROUP_RANK": "1"}, "torchrun", (1, 4, 0, 1, 1, 4), ALL - {"node"}),
+    ],
+)
+def test_rank_and_world_size_without_a_launcher(
+    extra: Env, launcher: str, expected: tuple[int, ...], inferred: set[str]
+) -> None:
+    found = detect({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"} | extra)
+    assert (found.launcher, place(found), found.inferred) == (launcher, expected, inferred)
+    assert (found.address, found.port, found.meeting) == (extra["MASTER_ADDR"], 29500, "address")
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, {"launcher": "override", "meeting": "none", "address": None}),
+        ({"DUALDIST_LAUNCHER": "spawn"}, {"launcher": "spawn"}),
+        ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, {"address": "n1", "port": 29500, "meeting": "address"}),
+        (
+            {"DUALDIST_NODE": "1", "DUALDIST_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
+            {"node": 1, "inferred": {"local_rank"}},
+        ),
+    ],
+)
+def test_the_override_says_as_much_as_it_says(env: Env, expected: Mapping[str, Any]) -> None:
+    rendezvous = {"DUALDIST_RENDEZVOUS": "file:///a/shared/folder/name"}
+    found = detect({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | rendezvous | env)
+    assert {name: getattr(found, name) for name in expected} == expected

@@ -1,0 +1,161 @@
+"""What is read from the output of compilers, pip and MPI, and what the user sees of it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build.effects import environment, run, unpack
+from dualdist.horovod_build.failure import explain, telling_lines
+from dualdist.horovod_build.plan import Command
+from dualdist.horovod_build.probe import cache_folder, demanded_standard, library_dirs, mpi_identity, search_path
+from dualdist.horovod_build.progress import Progress, percent_of
+
+FAILURES = [
+    ("index down", "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: [Errno -3] "
+     "Temporary failure in name resolution')'\nERROR: No matching distribution found for horovod==0.28.1",
+     ["index did not answer", "PIP_FIND_LINKS", "No matching distribution"]),
+    ("no such version", "ERROR: Could not find a version that satisfies the requirement horovod==9 (from versions: "
+     "0.28.0, 0.28.1)\nERROR: No matching distribution found for horovod==9", ["no such version", "from versions"]),
+    ("disk", "cc1plus\nerror: [Errno 28] No space left on device", ["disk space", "TMPDIR"]),
+    ("memory", "c++: fatal error: Killed signal terminated program cc1plus", ["memory", "--jobs 1"]),
+    ("compiler", "[ 12%] Building\n/x/common.cc:5:10: fatal error: torch/torch.h: No such file\n    5 | #include\n"
+     "gmake: *** [all] Error 2", ["fatal error: torch/torch.h"]),
+    ("cmake", "-- ok\nCMake Error at CMakeLists.txt:3 (find_package):\n  Could NOT find MPI", ["Could NOT find MPI"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES])
+def test_a_failure_is_explained_by_its_first_error(text: str, words: list[str]) -> None:
+    explained = explain(text.splitlines(), "the step")
+    assert explained.startswith("the step failed")
+    for word in words:
+        assert word in explained
+
+
+def test_without_an_error_the_last_lines_are_shown() -> None:
+    assert telling_lines([str(n) for n in range(100)]) == ["94", "95", "96", "97", "98", "99"]
+
+
+OPENMPI = "#define OMPI_MAJOR_VERSION 4\n#define OMPI_MINOR_VERSION 1\n#define OMPI_RELEASE_VERSION 8\n"
+
+
+@pytest.mark.parametrize(
+    ("macros", "identity"),
+    [
+        (OPENMPI, ("Open MPI", "4.1.8")),
+        ('#define MPICH_VERSION "4.0.2"\n', ("MPICH", "4.0.2")),
+        ('#define MPICH_VERSION "3.3"\n#define I_MPI_VERSION "2021.11.0"\n', ("Intel MPI", "2021.11.0")),
+        ('#define MPICH_VERSION "3.2.1"\n#define MVAPICH2_VERSION "2.3.7"\n', ("MVAPICH2", "2.3.7")),
+        ("#define MPI_VERSION 3\n", None),
+    ],
+)
+def test_an_mpi_is_known_by_its_macros(macros: str, identity: tuple[str, str] | None) -> None:
+    assert mpi_identity(macros) == identity
+
+
+@pytest.mark.parametrize(
+    ("shown", "folders"),
+    [
+        ("c++ -I/v/include -L/v/lib -L/v/lib -Wl,-rpath -Wl,/v/lib -Wl,--enable-new-dtags -lmpi", ("/v/lib",)),
+        ("g++ -L/usr/lib/x86_64-linux-gnu -lmpichcxx -lmpich", ("/usr/lib/x86_64-linux-gnu",)),
+        (
+            'icpc -L"/opt/mpi/lib" -Xlinker -rpath -Wl,-rpath,/opt/mpi/lib/release',
+            ("/opt/mpi/lib", "/opt/mpi/lib/release"),
+        ),
+        ("g++ -lmpi", ()),
+    ],
+)
+def test_an_mpi_s_folders_are_those_it_links_with(shown: str, folders: tuple[str, ...]) -> None:
+    assert library_dirs(shown) == folders
+
+
+def test_the_strictest_header_decides_on_the_standard(tmp_path: Path) -> None:
+    assert demanded_standard(tmp_path) is None
+    (tmp_path / "ATen").mkdir()
+    (tmp_path / "ATen/ATen.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 201703L\n#error C++17\n#endif\n")
+    assert demanded_standard(tmp_path) == 17
+    api = tmp_path / "torch/csrc/api/include/torch"
+    api.mkdir(parents=True)
+    (api / "all.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 202002L\n")
+    assert demanded_standard(tmp_path) == 20
+
+
+def test_the_cache_is_the_user_s() -> None:
+    assert cache_folder({"HOME": "/home/u"}) == Path("/home/u/.cache/dualdist")
+    assert cache_folder({"HOME": "/home/u", "XDG_CACHE_HOME": "/big"}) == Path("/big/dualdist")
+
+
+def test_the_environment_s_programs_are_found_without_activating_it() -> None:
+    first, *rest = search_path({"PATH": "/usr/bin:/bin"}).split(":")
+    assert first.endswith("/bin")
+    assert rest == ["/usr/bin", "/bin"]
+    assert search_path({"PATH": f"/usr/bin:{first}"}) == f"/usr/bin:{first}"
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("  [ 42%] Building CXX object a/b.cc.o", (42, "Building CXX object a/b.cc.o")),
+        ("[100%] Built target pytorch", (100, "Built target pytorch")),
+        ("  Compiling [1] x", None),
+    ],
+)
+def test_progress_is_read_from_make_s_percentages(line: str, seen: tuple[int, str] | None) -> None:
+    assert percent_of(line) == seen
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO) -> list[str]:
+    progress = Progress(stream)
+    for percent in (1, 2, 9, 11, 12, 55, 100):
+        progress.line(f"[{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
+    progress.done()
+    return stream.getvalue().splitlines()
+
+
+def test_progress_is_sparse_where_nobody_watches() -> None:
+    assert [line.split()[0] for line in show(io.StringIO())] == ["1%", "11%", "55%", "100%"]
+
+
+def test_progress_is_one_changing_line_on_a_terminal() -> None:
+    text = "\n".join(show(Terminal()))
+    assert text.count("\r") + text.count("\n") >= 6
+    assert "file100.cc.o" in text
+
+
+def test_a_command_s_variables_replace_and_remove() -> None:
+    command = Command(("true",), (("A", "1"), ("B", "")))
+    assert environment(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
+    assert str(command) == "env -u B A=1 true"
+
+
+def test_a_failing_command_names_its_log_and_keeps_all_output(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(BuildError, match=r"(?s)compiling failed.*x\.cc:1: error: wrong.*full output is in .*log"):
+        run(Command(("sh", "-c", "echo one; echo 'x.cc:1: error: wrong' >&2; exit 3")), {}, what="compiling", log=log)
+    assert log.read_text().splitlines()[1:] == ["one", "x.cc:1: error: wrong"]
+
+
+def test_a_command_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) -> None:
+    command = Command(("/bin/sh", "-c", "/bin/sleep 600 & echo started; wait"))
+    with pytest.raises(BuildError, match=r"the trial did not end within 0\.5 s"):
+        run(command, {}, what="the trial", log=tmp_path / "log", timeout_s=0.5)
+
+
+def test_a_command_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"installing failed: .*no-such-program"):
+        run(Command(("/no-such-program",)), {}, what="installing", log=tmp_path / "log")
+
+
+def test_a_damaged_archive_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "horovod.tar.gz").write_bytes(b"not a tar")
+    with pytest.raises(BuildError, match=r"horovod\.tar\.gz could not be unpacked"):
+        unpack(tmp_path / "horovod.tar.gz", tmp_path)

@@ -1,0 +1,94 @@
+"""The patches against pieces of Horovod 0.28.1's text, and against others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build.patches import Patch, apply, digest, patched, patches_for
+
+# Copied from the sdist of Horovod 0.28.1 around each place that is changed.
+SOURCES = {
+    "CMakeLists.txt": """\
+project(horovod CXX)
+
+set(CMAKE_CXX_STANDARD 14)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall -ftree-vectorize")
+""",
+    "horovod/torch/CMakeLists.txt": """\
+execute_process(COMMAND ${PY_EXE} -c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"
+                OUTPUT_VARIABLE PYTHON_INCLUDE_PATH OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(NOT Pytorch_VERSION VERSION_LESS "1.5.0")
+    set(CMAKE_CXX_STANDARD 14)
+endif()
+set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES PREFIX "")
+set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")
+""",
+    "setup.py": """\
+        config = 'Debug' if self.debug or os.environ.get('HOROVOD_DEBUG') == "1" else 'RelWithDebInfo'
+      python_requires='>=3.6',
+      zip_safe=False,
+""",
+    "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
+    "horovod/runner/js_run.py": "from horovod.runner.util import lsf\nfrom distutils.spawn import find_executable\n",
+    "horovod/runner/http/http_server.py": """\
+                        self.server.cache.get(scope, {}).clear()
+                        self.server.finished_list.clear()
+        with self.finished_list_lock:
+            self.finished_list.clear()
+""",
+    "horovod/runner/mpi_run.py": """\
+_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']
+""",
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_the_patches_change_horovod_s_sources(source: Path) -> None:
+    apply(source, patches_for(20, ("/opt/mpi/lib",)))
+    texts = {name: (source / name).read_text() for name in SOURCES}
+    assert "set(CMAKE_CXX_STANDARD 20)" in texts["CMakeLists.txt"]
+    assert "set(CMAKE_CXX_STANDARD 20)" in texts["horovod/torch/CMakeLists.txt"]
+    assert 'torch/lib;$ORIGIN/../../nvidia/nccl/lib;/opt/mpi/lib")' in texts["horovod/torch/CMakeLists.txt"]
+    assert "self.finished_list.clear()" in texts["horovod/runner/http/http_server.py"]
+    assert "self.server.finished_list[scope].clear()" in texts["horovod/runner/http/http_server.py"]
+    assert not any("distutils" in text for text in texts.values())
+
+
+def test_every_patch_is_for_a_text_that_is_shown_here() -> None:
+    assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_another_text_is_refused_and_nothing_is_written(source: Path, name: str) -> None:
+    (source / name).write_text("another version\n")
+    with pytest.raises(BuildError, match=rf"{name} holds .* 0 times, expected 1"):
+        apply(source, patches_for(17, ()))
+    assert all((source / other).read_text() == text for other, text in SOURCES.items() if other != name)
+
+
+def test_a_missing_file_is_refused_by_name(source: Path) -> None:
+    (source / "horovod/runner/js_run.py").unlink()
+    with pytest.raises(BuildError, match=r"no horovod/runner/js_run\.py"):
+        apply(source, patches_for(17, ()))
+
+
+def test_a_text_that_stands_twice_is_refused() -> None:
+    with pytest.raises(BuildError, match="2 times, expected 1"):
+        patched("a a", Patch("f", "a", "b", "why"))
+
+
+def test_other_patches_have_another_digest() -> None:
+    assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
+    assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3

@@ -1,0 +1,130 @@
+"""The steps of install-horovod and the key of its wheel, decided from a machine alone."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, MPI, NCCL, TORCH
+
+from dualdist.horovod_build import plan
+from dualdist.horovod_build.machine import Machine
+from dualdist.horovod_build.options import Options
+
+PATH = "/venv/bin:/usr/bin"
+WORK = Path("/tmp/work")
+GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
+
+
+def key(machine: Machine = MACHINE, options: Options | None = None, debug: bool = False) -> str:
+    return plan.make_plan(options or Options(), machine, PATH, debug).key
+
+
+def variables(todo: plan.Plan) -> dict[str, str]:
+    return dict(plan.build(todo, WORK).variables)
+
+
+CHANGES = {
+    "torch version": replace(MACHINE, torch=replace(TORCH, version="2.12.0+cpu")),
+    "torch commit": replace(MACHINE, torch=replace(TORCH, git="0000")),
+    "C++ ABI": replace(MACHINE, torch=replace(TORCH, cxx11_abi=False)),
+    "CUDA torch": replace(MACHINE, torch=CUDA_TORCH),
+    "C++ standard": replace(MACHINE, torch=replace(TORCH, cxx_standard=20)),
+    "Python": replace(MACHINE, abi_tag="cpython-312-x86_64-linux-gnu"),
+    "C library": replace(MACHINE, libc="glibc2.28"),
+    "processor": replace(MACHINE, arch_flags=()),
+    "MPI vendor": replace(MACHINE, mpi=replace(MPI, vendor="MPICH")),
+    "MPI version": replace(MACHINE, mpi=replace(MPI, version="5.0.11")),
+    "MPI elsewhere": replace(MACHINE, mpi=replace(MPI, library_dirs=("/opt/mpi/lib",))),
+}
+
+
+@pytest.mark.parametrize("machine", CHANGES.values(), ids=CHANGES.keys())
+def test_another_input_is_another_key(machine: Machine) -> None:
+    assert key(machine) != key()
+
+
+def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
+    keys = [key(), key(options=Options(mpi=False)), key(options=Options(version="0.28.0")), key(debug=True)]
+    keys += [key(GPU_MACHINE), key(GPU_MACHINE, Options(gpu=True))]
+    keys += [key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), Options(gpu=True))]
+    keys += [key(replace(GPU_MACHINE, cuda=replace(CUDA, version="12.9")))]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        replace(MACHINE, python="/other/bin/python", mpi=replace(MPI, compiler="/other/bin/mpicxx")),
+        replace(MACHINE, mpi=replace(MPI, version="4.1.9")),
+        replace(MACHINE, work_free_gb=9.0, jobs=64, cmake_version=(3, 28)),
+    ],
+    ids=["another environment", "another patch level of MPI", "another day"],
+)
+def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: Machine) -> None:
+    assert key(machine) == key()
+
+
+@pytest.mark.parametrize(
+    ("version", "header_says", "standard"),
+    [("2.13.0+cpu", 17, 17), ("2.15.0", 20, 20), ("2.13.0", None, 17), ("2.15.1+cu130", None, 20), ("3.0.0", None, 20)],
+)
+def test_torch_s_headers_decide_on_the_c_standard(version: str, header_says: int | None, standard: int) -> None:
+    machine = replace(MACHINE, torch=replace(TORCH, version=version, cxx_standard=header_says))
+    assert plan.cxx_standard(machine) == standard
+    patches = plan.make_plan(Options(), machine, PATH).patches
+    assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
+
+
+def test_the_build_does_not_see_the_flags_of_a_make_around_it() -> None:
+    seen = variables(plan.make_plan(Options(), MACHINE, PATH))
+    assert seen["MAKEFLAGS"] == "-j2"
+    assert seen["MFLAGS"] == seen["MAKELEVEL"] == ""
+    assert variables(plan.make_plan(Options(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
+
+
+def test_without_mpi_the_build_takes_gloo_alone() -> None:
+    todo = plan.make_plan(Options(mpi=False), replace(MACHINE, mpi=None), PATH)
+    assert variables(todo)["HOROVOD_WITHOUT_MPI"] == "1"
+    assert variables(todo)["HOROVOD_WITH_MPI"] == ""
+    assert list(plan.trials(todo)) == ["gloo"]
+    assert (todo.record.mpi, todo.record.mpi_version) == (False, None)
+
+
+def test_gpu_asks_for_nccl_from_the_package() -> None:
+    todo = plan.make_plan(Options(gpu=True), GPU_MACHINE, PATH)
+    seen = variables(todo)
+    assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert seen["HOROVOD_CUDA_HOME"] == CUDA.home
+    assert seen["HOROVOD_NCCL_INCLUDE"] == NCCL.include
+    assert seen["HOROVOD_NCCL_LIB"] == str(plan.nccl_folder(WORK))
+    assert (todo.record.nccl, todo.record.cuda) == ("2.27.5", "12.8")
+
+
+def test_dry_run_prints_commands_that_a_shell_can_read() -> None:
+    todo = plan.make_plan(Options(), MACHINE, PATH)
+    lines = plan.describe(todo, WORK, kept=False)
+    commands = [shlex.split(line) for line in lines if not line.startswith("#")]
+    programs = [
+        [word for word in words if word in ("download", "wheel", "install", "gloo", "mpi")] for words in commands
+    ]
+    assert programs == [["download"], ["wheel"], ["install"], ["gloo"], ["mpi"]]
+    assert f"horovod=={todo.record.horovod}" in commands[0]
+    assert commands[1][-1] == str(plan.source_folder(todo, WORK))
+    assert commands[2][-1].startswith("/home/u/.cache/dualdist/wheels/" + todo.key)
+    assert commands[3][3:8] == ["-np", "2", "--gloo", "-H", "localhost:2"]
+    assert sum(f"{patch.path}: " in line for patch in todo.patches for line in lines) >= len(todo.patches)
+
+
+def test_dry_run_with_a_kept_wheel_neither_downloads_nor_builds() -> None:
+    text = "\n".join(plan.describe(plan.make_plan(Options(), MACHINE, PATH), WORK, kept=True))
+    assert " download " not in text
+    assert " wheel " not in text
+    assert "--force-reinstall" in text
+
+
+def test_the_wheel_s_name_is_what_pip_will_call_it() -> None:
+    name = plan.make_plan(Options(), MACHINE, PATH).kept_wheel.name
+    assert name == "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
