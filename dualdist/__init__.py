@@ -1,10 +1,10 @@
 """One PyTorch training script on two communication backends, under any launcher.
 
-    import dualdist as dd
+import dualdist as dd
 
-    dd.init()
-    dd.broadcast_parameters(model)
-    optimizer = dd.wrap_optimizer(optimizer)
+dd.init()
+dd.broadcast_parameters(model)
+optimizer = dd.wrap_optimizer(optimizer)
 """
 
 from dualdist.api import (

@@ -20,16 +20,17 @@ OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job: every rank calls this once, before anything else here, and returns when all ranks are there.
 
-    `backend` is "native" (torch.distributed), "horovod" or "auto"; None takes DUALDIST_BACKEND, else "auto": Horovod under
-    horovodrun, and under mpirun where Horovod was built with MPI; else native; a process that no launcher started is a job of
-    one, which touches no network. `timeout_s` limits this call and every later wait for another rank, in seconds.
+    `backend` is "native" (torch.distributed), "horovod" or "auto"; None takes DUALDIST_BACKEND, else "auto": Horovod
+    under horovodrun, and under mpirun where Horovod was built with MPI; else native; a process that no launcher started
+    is a job of one, which touches no network. `timeout_s` limits this call and every later wait for another rank, in
+    seconds.
 
     Native sets up torch.distributed's default process group, so that DistributedDataParallel and its kin work beside
     dualdist; a group that is there already is used, and left alone at shutdown.
 
-    Errors: TopologyError (the launcher's variables are wrong, or the ranks contradict each other), BackendUnavailableError,
-    UnsupportedError (this launcher cannot start that backend), RendezvousError (ranks missing within the timeout),
-    AlreadyInitializedError, UsageError.
+    Errors: TopologyError (the launcher's variables are wrong, or the ranks contradict each other),
+    BackendUnavailableError, UnsupportedError (this launcher cannot start that backend), RendezvousError (ranks missing
+    within the timeout), AlreadyInitializedError, UsageError.
     """
     session.init(backend, timeout_s=timeout_s)
 
@@ -80,7 +81,7 @@ def backend() -> str:
 
 
 def transport() -> str:
-    """What carries tensors of this rank's device: "gloo", "nccl", "mpi", or "none" in a job of one without a backend."""
+    """What carries tensors of this rank's device: "gloo", "nccl", "mpi", or "none" where nothing has to move."""
     return session.current().backend.transport
 
 
@@ -105,10 +106,11 @@ def allreduce(
 def allreduce(
     tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with the reduction over all ranks, every element on its own; every rank passes the same shape and dtype.
+    """A new tensor with the reduction of each element over all ranks; every rank passes the same shape and dtype.
 
-    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max" or "product". With
-    async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor` alone until then.
+    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max" or
+    "product". With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor`
+    alone until then.
     """
     from dualdist import collectives
 
@@ -133,15 +135,13 @@ def allreduce_(
 
 
 @overload
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, async_op: Literal[False] = False
-) -> torch.Tensor: ...
+def allgather(tensor: torch.Tensor, *, name: str | None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
 @overload
 def allgather(tensor: torch.Tensor, *, name: str | None = None, async_op: Literal[True]) -> Handle[torch.Tensor]: ...
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s); n may differ between ranks, s and the dtype may not.
+    """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
 
     A tensor without dimensions counts as one row. MismatchError on every rank where the shapes do not fit.
     """
@@ -209,10 +209,10 @@ def allgather_object(obj: T) -> list[T]:
 def broadcast_parameters(
     params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root: int = 0
 ) -> None:
-    """Every rank holds root's values, in place; every rank calls this with a model of the same names, shapes and dtypes.
+    """Every rank holds root's values, in place; every rank passes a model of the same names, shapes and dtypes.
 
-    `params` is a module (its parameters and buffers), a state_dict, or named parameters. MismatchError on every rank where
-    the ranks' models differ; it names what differs.
+    `params` is a module (its parameters and buffers), a state_dict, or named parameters. MismatchError on every rank
+    where the ranks' models differ; it names what differs.
     """
     from dualdist import replicate
 
@@ -235,14 +235,16 @@ def wrap_optimizer(
 ) -> OptimizerT:
     """The same optimizer, whose parameters' gradients are reduced over all ranks whenever a backward() returns.
 
-    Every rank calls this, with the same parameters in the same order. Clipping, loss scaling and logging between backward()
-    and step() see the reduced gradients, as in one process. A parameter that no rank's loss touched keeps grad None; one that
-    some ranks' loss touched gets the mean over all ranks, the others counting as zero. `op` is "mean" or "sum".
+    Every rank calls this, with the same parameters in the same order. Clipping, loss scaling and logging between
+    backward() and step() see the reduced gradients, as in one process. A parameter that no rank's loss touched keeps
+    grad None; one that some ranks' loss touched gets the mean over all ranks, the others counting as zero. `op` is
+    "mean" or "sum".
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
-    divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose backward
-    touched no parameter takes part in step(). A closure's loss comes back as the mean over all ranks. Parameters that are
-    added by add_param_group or unfrozen later are reduced too; sparse gradients are refused with UnsupportedError.
+    divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose
+    backward touched no parameter takes part in step(). A closure's loss comes back as the mean over all ranks.
+    Parameters that are added by add_param_group or unfrozen later are reduced too; sparse gradients are refused with
+    UnsupportedError.
 
     `named_parameters` (model.named_parameters()) gives errors their names.
     """

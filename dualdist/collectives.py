@@ -39,7 +39,7 @@ class Handle(Generic[T]):
 
 
 def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Make a sum over ranks their mean, in place: the one place where this is done, so that all backends round alike."""
+    """Make a sum over ranks their mean, in place. Done nowhere else, so that all backends round alike."""
     return total.div_(size)
 
 
@@ -54,7 +54,9 @@ def allreduce_(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None)
     if op not in OPS:
         raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"the mean of {tensor.dtype} is not a {tensor.dtype}: convert the tensor first, or use op='sum'")
+        raise UsageError(
+            f"the mean of {tensor.dtype} is not a {tensor.dtype}: convert the tensor first, or use op='sum'"
+        )
     values = tensor.detach()
     buffer = values.contiguous()
     reduce_op: ReduceOp = "sum" if op == "mean" else op
@@ -75,14 +77,14 @@ def allreduce_(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None)
 
 
 def allgather(backend: Backend, tensor: torch.Tensor, name: str | None) -> Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s). The number of rows may differ between ranks."""
+    """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s); n may differ between ranks."""
     name = name or backend.names.next("allgather")
     rows = tensor.detach().contiguous()
     if rows.dim() == 0:
         rows = rows.reshape(1)
     counts = _row_counts(backend, rows, name)
     most = max(counts)
-    if most == 0 or rows[0:1].numel() == 0 and rows.shape[0] > 0:
+    if most == 0 or (rows[0:1].numel() == 0 and rows.shape[0] > 0):
         empty = rows.new_empty((sum(counts), *rows.shape[1:]))
         return Handle(None, lambda: empty)
     padded = rows
@@ -111,7 +113,7 @@ def _row_counts(backend: Backend, rows: torch.Tensor, name: str) -> list[int]:
     if any(not torch.equal(other[1:], shape[0, 1:]) for other in shapes):
         listed = [tuple(int(n) for n in other if n >= 0) for other in shapes]
         raise MismatchError(
-            f"allgather {name!r}: the ranks passed tensors of shapes {listed}, which may differ in the first dimension only"
+            f"allgather {name!r}: the ranks passed shapes {listed}, which may differ in the first dimension only"
         )
     return [int(count) for count in shapes[:, 0]]
 

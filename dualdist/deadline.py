@@ -39,8 +39,8 @@ class _Outcome(Generic[T]):
 def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], DualdistError]) -> T:
     """Return call(), or raise late() after timeout_s seconds.
 
-    The call runs in a thread of its own. Where it never returns the thread stays behind as a daemon, which does not keep the
-    process alive: the caller is expected to end the job.
+    The call runs in a thread of its own. Where it never returns the thread stays behind as a daemon, which does not
+    keep the process alive: the caller is expected to end the job.
     """
     outcome: _Outcome[T] = _Outcome()
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from dualdist.environments import detect, slurm
-from dualdist.environments.variables import integer, text
+from dualdist.environments.variables import INTEGER, text
 from dualdist.errors import TopologyError
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.topology import Topology
@@ -166,8 +166,8 @@ def _of_slurm(topology: Topology, environ: Mapping[str, str]) -> Iterator[Findin
     if topology.launcher != "none" or text(environ, SLURM_JOB) is None:
         return
     value = text(environ, SLURM_TASKS) or ""
-    tasks = integer({SLURM_TASKS: value}, SLURM_TASKS) if value.isdecimal() else None
-    if tasks is not None and tasks > 1:
+    tasks = int(value) if INTEGER.fullmatch(value) else 1
+    if tasks > 1:
         yield Finding(
             "info",
             f"{SLURM_TASKS}={tasks}, but this process is no task of a Slurm step",

@@ -22,13 +22,14 @@ REDUCER = "_dualdist_reducer"
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
-# Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in another
-# order on each rank, and skip those that a rank's loss does not touch. So a full bucket leaves only after all before it.
-# What has not left when backward ends leaves then; a gradient that is None travels as zeros beside a flag that says so.
+# Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in
+# another order on each rank, and skip those that a rank's loss does not touch. So a full bucket leaves only after all
+# before it. What has not left when backward ends leaves then; a gradient that is None travels as zeros beside a flag
+# that says so.
 
 
 def plan_buckets(params: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Which of the numbered parameters travel together, the last one first, because autograd finishes the last layers first.
+    """Which of the numbered parameters travel together; the last come first, as autograd finishes the last layers first.
 
     A bucket holds one device and one dtype, and is closed by the parameter that fills it.
     """
@@ -94,17 +95,17 @@ class Bucket:
         self.waiting_for = len(self.params)
 
 
-# Note [interrupted backward]: a backward that raises never runs its callback. What it had sent, the other ranks still wait to
-# complete, so the next backward first finishes that round with the gradients there are. A backward inside a backward
-# (re-entrant checkpointing) looks the same and gets the same treatment, which costs it a round and is right as well: reducing
-# gradients that are reduced already leaves them as they are.
+# Note [interrupted backward]: a backward that raises never runs its callback. What it had sent, the other ranks still
+# wait to complete, so the next backward first finishes that round with the gradients there are. A backward inside a
+# backward (re-entrant checkpointing) looks the same and gets the same treatment, which costs it a round and is right as
+# well: reducing gradients that are reduced already leaves them as they are.
 
 
 class Reducer:
     """Reduces the gradients of one optimizer's parameters at the end of every `accumulate`-th backward.
 
-    All ranks run the same number of backwards between two steps, with one exception: a rank whose backward touches none of
-    the parameters takes part when it steps.
+    All ranks run the same number of backwards between two steps, with one exception: a rank whose backward touches none
+    of the parameters takes part when it steps.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Reducer:
         self._rounds = 0  # of reductions, since the last step
 
     def update(self) -> None:
-        """Reduce also the optimizer's parameters that are new or want gradients since the last look; every rank calls this.
+        """Reduce also those parameters that are new, or want gradients, since the last look; every rank calls this.
 
         MismatchError on every rank where the ranks' parameters differ.
         """
@@ -260,7 +261,7 @@ def wrap_optimizer(
 
 
 def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer tell the reducer of its steps and of its new parameters. Pickles and copies do not carry this."""
+    """Let the optimizer tell the reducer of its steps and new parameters. Pickles and copies do not carry this."""
 
     def before_step(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

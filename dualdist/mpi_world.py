@@ -15,18 +15,14 @@ if TYPE_CHECKING:
 
 OPENMPI_BTL = "OMPI_MCA_btl"
 
-OTHERWISE = (
-    "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
-)
+OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
 
-def broadcast_text(
-    text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline
-) -> str:
+def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> str:
     """Rank 0's text, on every rank; all ranks of MPI_COMM_WORLD call it.
 
-    TopologyError where MPI counts other ranks than the launcher's variables do. MPI is left as it was found: started here, it
-    is also finished here, so that a rank that dies later cannot leave the others in MPI_Finalize.
+    TopologyError where MPI counts other ranks than the launcher's variables do. MPI is left as it was found: started
+    here, it is also finished here, so that a rank that dies later cannot leave the others in MPI_Finalize.
     """
 
     def broadcast() -> str:
@@ -48,7 +44,8 @@ def check_world(rank: int, size: int, topology: Topology) -> None:
     """TopologyError where MPI's rank and size are not the launcher's."""
     if (rank, size) != (topology.rank, topology.size):
         raise TopologyError(
-            f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), but MPI says rank {rank} of {size}: "
+            f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), "
+            f"but MPI says rank {rank} of {size}: "
             "this mpi4py uses another MPI than the mpirun that started it; put that MPI's mpirun first on PATH, "
             f"or install mpi4py for this MPI, {OTHERWISE}"
         )
@@ -65,7 +62,7 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"the ranks were started by {topology.launcher} and meet through MPI, for which mpi4py is needed ({error}): "
+            f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({error}): "
             f"pip install mpi4py, {OTHERWISE}"
         ) from error
     if MPI.Is_finalized():
@@ -83,7 +80,7 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
 
 @contextlib.contextmanager
 def _without_ofi(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Keep Open MPI's one-sided OFI transport closed: MPI_Finalize waits a second for it (4.1.8), and a broadcast needs it not."""
+    """Keep Open MPI's OFI transport for one-sided operations closed: MPI_Finalize waits a second for it (4.1.8)."""
     if OPENMPI_BTL in environ:
         yield
         return

@@ -112,7 +112,7 @@ def listen(port: int, loopback_only: bool) -> socket.socket:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What rank 0 tells the others: on which host and port it listens, and under which addresses that host may be reached."""
+    """What rank 0 tells the others: on which host and port it listens, and under which addresses it may be reached."""
 
     host: str
     addresses: tuple[str, ...]
@@ -143,4 +143,6 @@ class Invitation:
                 return address
             except RendezvousError as error:
                 errors.append(str(error))
-        raise RendezvousError("; ".join(errors) or f"rank 0 on {self.host} has no address that another host could reach")
+        raise RendezvousError(
+            "; ".join(errors) or f"rank 0 on {self.host} has no address that another host could reach"
+        )

@@ -1,7 +1,8 @@
 """How ranks that know only their number find each other: they reach one store, and there they say who they are.
 
-Where the launcher names an address, rank 0 listens on it. Where it does not, rank 0 listens on a free port and passes its
-address on by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks see.
+Where the launcher names an address, rank 0 listens on it. Where it does not, rank 0 listens on a free port and passes
+its address on by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks
+see.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class FileExchange:
         except OSError as error:
             raise RendezvousError(
                 f"rank 0 cannot write {self.path} ({error.strerror}), the file by which the ranks find each other: "
-                f"name a folder that all ranks share and may write in {RENDEZVOUS_DIR}, or set MASTER_ADDR and MASTER_PORT"
+                f"name a folder that all ranks share and may write in {RENDEZVOUS_DIR}, "
+                "or set MASTER_ADDR and MASTER_PORT"
             ) from error
 
     def read(self) -> str | None:
@@ -155,8 +157,8 @@ def meet(
 ) -> tuple[Store, list[Place]]:
     """Bring all ranks together at one store; every rank calls this, and learns where all of them stand, in rank order.
 
-    `attempt` counts the calls in this process; `known` is the store of an earlier one. Errors are raised on every rank that
-    came, and name who or what did not.
+    `attempt` counts the calls in this process; `known` is the store of an earlier one. Errors are raised on every rank
+    that came, and name who or what did not.
     """
     host = network.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
@@ -237,12 +239,14 @@ def _invite(topology: Topology, exchange: Exchange, host: str, connect: Connect,
 def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list[Place]:
     """Wait until all ranks have said who they are, and return everybody's place in rank order.
 
-    Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that never
-    comes, comes twice, or contradicts the others is an error on every rank that did come.
+    Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that
+    never comes, comes twice, or contradicts the others is an error on every rank that did come.
     """
     rank, size = report.rank, report.size
     if store.add(f"{key}/came/{rank}", 1) > 1:
-        _judge(store, key, f"two processes say that they are rank {rank} of {size}: is one left over from an earlier run?")
+        _judge(
+            store, key, f"two processes say that they are rank {rank} of {size}: is one left over from an earlier run?"
+        )
     store.set(f"{key}/report/{rank}", report.dumps())
     if store.add(f"{key}/count", 1) == size:
         reports = [
@@ -255,17 +259,17 @@ def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list
         except TopologyError as error:
             _judge(store, key, str(error))
     try:
-        error, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
+        objection, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
     except TimeoutError as late:
         missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
         raise RendezvousError(
             f"rank {rank} waited {deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
             f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
         ) from late
-    if error:
-        raise TopologyError(error)
+    if objection:
+        raise TopologyError(objection)
     return [Place(*place) for place in places]
 
 
-def _judge(store: Store, key: str, error: str, places: list[Place] | None = None) -> None:
-    store.set(f"{key}/verdict", json.dumps([error, [(place.node, place.local_rank) for place in places or []]]))
+def _judge(store: Store, key: str, objection: str, places: list[Place] | None = None) -> None:
+    store.set(f"{key}/verdict", json.dumps([objection, [(place.node, place.local_rank) for place in places or []]]))

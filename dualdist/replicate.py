@@ -38,7 +38,9 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
             )
     wrong = [name for name, value in pairs if value is not None and not isinstance(value, torch.Tensor)]
     if wrong:
-        raise UsageError(f"broadcast_parameters moves tensors only, but {wrong} are not: use dd.broadcast_object for them")
+        raise UsageError(
+            f"broadcast_parameters moves tensors only, but {wrong} are not: use dd.broadcast_object for them"
+        )
     return sorted((name, value) for name, value in pairs if value is not None)
 
 
@@ -58,7 +60,9 @@ def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer
     skeleton, specs = broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
     if backend.rank != root:
         device = _device_of(optimizer)
-        tensors = [torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
+        ]
     _broadcast_all(backend, tensors, root, name)
     if backend.rank != root:
         optimizer.load_state_dict(_put_together(skeleton, tensors))

@@ -1,4 +1,4 @@
-"""From init() to shutdown(): which backend this process uses, and where it stands. Holds the one mutable module variable."""
+"""From init() to shutdown(): which backend this process uses, and where it stands. Has the one mutable variable."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: st
     return value
 
 
-def _open(
-    requested: str, transport: str, environ: MutableMapping[str, str], attempt: int, timeout_s: float
-) -> Session:
+def _open(requested: str, transport: str, environ: MutableMapping[str, str], attempt: int, timeout_s: float) -> Session:
     topology = detect(environ)
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
@@ -118,7 +116,7 @@ def _open(
 
 
 def chosen_backend(requested: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
-    """"native", "horovod" or "single", from what was asked for and how the ranks were started."""
+    """ "native", "horovod" or "single", from what was asked for and how the ranks were started."""
     if requested != "auto":
         return requested
     if topology.launcher in HOROVODS_OWN:
@@ -131,12 +129,12 @@ def chosen_backend(requested: str, topology: Topology, environ: MutableMapping[s
 
 
 def controller(transport: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
-    """"mpi" or "gloo", on which Horovod's ranks coordinate: as asked for, else MPI where the launcher started it."""
+    """ "mpi" or "gloo", on which Horovod's ranks coordinate: as asked for, else MPI where the launcher started it."""
     asked = transport if transport in ("gloo", "mpi") else environ.get(HOROVOD_CONTROLLER, "").lower()
     if asked == "mpi" and not topology.mpi and topology.size > 1:
         raise UnsupportedError(
-            f"Horovod over MPI was asked for ({TRANSPORT} or {HOROVOD_CONTROLLER} is mpi), but {topology.launcher} does not "
-            "start MPI: use mpirun, horovodrun --mpi or srun --mpi=pmix, or set DUALDIST_TRANSPORT=gloo"
+            f"Horovod over MPI was asked for ({TRANSPORT} or {HOROVOD_CONTROLLER} is mpi), but MPI was not started "
+            f"by {topology.launcher}: use mpirun, horovodrun --mpi or srun --mpi=pmix, or set DUALDIST_TRANSPORT=gloo"
         )
     if asked in ("gloo", "mpi"):
         return asked
@@ -175,8 +173,8 @@ def _adopt(topology: Topology, group: tuple[int, int], environ: MutableMapping[s
         )
     elif (rank, size) != (topology.rank, topology.size):
         raise TopologyError(
-            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say rank {topology.rank} "
-            f"of {topology.size}: set the group up with the launcher's numbers, or not at all"
+            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
+            f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
         )
     backend = native.adopt(_device(None), timeout_s)
     topology = _place_by(backend, topology, environ)
@@ -192,9 +190,9 @@ def _open_horovod_on_mpi(
     if (backend.rank, backend.size) != (topology.rank, topology.size):
         backend.close()
         raise TopologyError(
-            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says rank {backend.rank} of "
-            f"{backend.size}: this Horovod was built with another MPI than the mpirun that started it; put that MPI's mpirun "
-            "first on PATH, build again with `dualdist install-horovod --force`, or set DUALDIST_TRANSPORT=gloo"
+            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says "
+            f"rank {backend.rank} of {backend.size}: this Horovod was built with another MPI than the mpirun that "
+            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, or set DUALDIST_TRANSPORT=gloo"
         )
     topology = _place_by(backend, topology, environ)
     if topology.size == 1:
@@ -282,9 +280,8 @@ def _device(topology: Topology | None) -> torch.device:
     index = 0 if count == 1 else topology.local_rank
     if index >= count:
         raise TopologyError(
-            f"local rank {topology.local_rank} of {topology.local_size} sees {count} GPUs: start at most one rank a GPU, "
-            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            f"local rank {topology.local_rank} of {topology.local_size} sees {count} GPUs: start at most one rank "
+            "a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-

@@ -24,9 +24,10 @@ GRACE_S = 5.0
 def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
     """Run fn(*args) in `nprocs` new processes of this host, the ranks of a job, and return their results in rank order.
 
-    `fn` calls dd.init() itself, as under any launcher; `backend`, if given, is what init() takes by default. fn, args and
-    results are pickled: define fn at the top of a module, and guard the caller with `if __name__ == "__main__"`. Blocks until
-    all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and traceback.
+    `fn` calls dd.init() itself, as under any launcher; `backend`, if given, is what init() takes by default. fn, args
+    and results are pickled: define fn at the top of a module, and guard the caller with `if __name__ == "__main__"`.
+    Blocks until all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and
+    traceback.
     """
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
@@ -37,7 +38,7 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
             for rank in range(nprocs):
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _variables(rank, nprocs, Path(folder), backend)
-                process = context.Process(target=_run, args=(fn, tuple(args), variables, sender), name=f"rank {rank}")
+                process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
                 process.start()
                 sender.close()
                 ranks.append((process, receiver))

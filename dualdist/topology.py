@@ -16,11 +16,11 @@ Meeting = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
 class Topology:
     """One rank's place in the job.
 
-    0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node < nodes <= size. `address` and `port` are where rank 0 can be
-    met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source` says in a few words
-    from which variables this was read. `inferred` names the fields that no variable told and that were filled in by the
-    usual placement; the session replaces them by what the ranks find when they meet. `mpi` says that the launcher started
-    MPI, so that MPI_Init finds the other ranks.
+    0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node < nodes <= size. `address` and `port` are where
+    rank 0 can be met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source`
+    says in a few words from which variables this was read. `inferred` names the fields that no variable told and that
+    were filled in by the usual placement; the session replaces them by what the ranks find when they meet. `mpi` says
+    that the launcher started MPI, so that MPI_Init finds the other ranks.
     """
 
     rank: int

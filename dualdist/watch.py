@@ -45,7 +45,7 @@ class RollCall:
         self.place, self.since = IN_PROGRAM, time.monotonic()
 
     def ask(self) -> dict[int, str]:
-        """Where each rank says it is, by rank; the silent ones are left out. RendezvousError where nobody can be asked."""
+        """Where each rank says it is, without the silent ones; RendezvousError where the store is gone."""
         number = self._store.add(f"{self._key}/questions", 1)
         self._store.set(self._question(number), "")
         deadline = Deadline(ANSWER_S)
@@ -67,7 +67,9 @@ class RollCall:
         while not self._stop.wait(LOOK_S):
             try:
                 while self._store.has(self._question(number)):
-                    self._store.set(self._reply(number, self.rank), f"{self.place}, for {time.monotonic() - self.since:.0f} s")
+                    self._store.set(
+                        self._reply(number, self.rank), f"{self.place}, for {time.monotonic() - self.since:.0f} s"
+                    )
                     number += 1
             except RendezvousError:
                 return  # the process that served the store has ended; whoever waits learns it from the operation
@@ -105,7 +107,7 @@ def whereabouts(roll: RollCall) -> str:
     try:
         answers = roll.ask()
     except (RendezvousError, TimeoutError):
-        return "The store of the job does not answer either: rank 0, which serves it, has probably ended; see what it printed last"
+        return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
     silent = [rank for rank in range(roll.size) if rank not in answers]
     elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(roll.place)]
     missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""

@@ -34,11 +34,11 @@ class Work(Protocol):
         """Whether wait() would return at once."""
 
     def wait(self) -> torch.Tensor:
-        """Finish the operation and return its result; raises CollectiveError. On CUDA the current stream waits, not the host."""
+        """Finish the operation and return its result; raises CollectiveError. On CUDA only the current stream waits."""
 
 
 class Names:
-    """Numbers the operations that the caller left unnamed; alike on every rank, because every rank calls in the same order."""
+    """Numbers the operations that the caller left unnamed; alike on all ranks, which call in the same order."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

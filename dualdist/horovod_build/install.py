@@ -21,6 +21,15 @@ TRIAL_TIMEOUT_S = 180
 
 def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
     """Horovod is installed in this Python environment and two ranks have reduced with it; BuildError if not."""
+    try:
+        _install(options, environ, out)
+    except OSError as error:
+        raise BuildError(
+            f"{error}: if a folder is full or not writable, name another in TMPDIR (for the build) or XDG_CACHE_HOME"
+        ) from error
+
+
+def _install(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
     progress = Progress(out)
     machine = probe.look(environ)
     todo = plan.make_plan(options, machine, probe.search_path(environ), debug=environ.get(DEBUG) == "1")
@@ -29,7 +38,8 @@ def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -
         work = Path(machine.work_dir) / plan.UNNAMED_WORK
         print("\n".join(plan.describe(todo, work, kept is not None)), file=out)
         return
-    _start_log(todo.log)
+    todo.log.parent.mkdir(parents=True, exist_ok=True)
+    todo.log.write_text("")
     progress.say(plan.summary(todo.record))
     installed = read_record()
     if kept and installed and installed.key == todo.key:
@@ -48,14 +58,6 @@ def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -
             progress.say(f"the wheel in the cache does not work here and is built anew: {error}")
             cache.forget(todo.wheel_folder)
     _put(todo, _built(todo, environ, progress), environ, progress)
-
-
-def _start_log(log: Path) -> None:
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("")
-    except OSError as error:
-        raise BuildError(f"the log {log} cannot be written: {error}; name another folder in XDG_CACHE_HOME") from error
 
 
 def _built(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> Path:

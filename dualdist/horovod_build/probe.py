@@ -140,9 +140,10 @@ def _torch(environ: Mapping[str, str]) -> tuple[Torch | None, str]:
 
 
 def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
-    compiler = shutil.which(environ.get("MPICXX", "mpicxx"), path=path)
+    name = environ.get("MPICXX") or "mpicxx"
+    compiler = shutil.which(name, path=path)
     if compiler is None:
-        return None, ""
+        return None, f"{name} is not on PATH"
     environ = {**environ, "PATH": path}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "mpi.cc"

@@ -1,6 +1,6 @@
 """What every rank of a contract job runs: all laws in one session, a training run, and the way out and in again.
 
-    python program.py [BACKEND]
+python program.py [BACKEND]
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from contract.laws import LAWS, digest, loss_of, net, raises
 from harness.jobs import report
 from torch import nn
 
 import dualdist as dd
-from contract.laws import LAWS, digest, loss_of, net, raises
 from dualdist.errors import NotInitializedError
 
 STEPS = 60
@@ -26,7 +26,7 @@ SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 
 
 def train(model: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """STEPS steps with momentum, weight decay, clipping and an untouched parameter, on this rank's part of the batches."""
+    """STEPS steps with momentum, weight decay and clipping, on this rank's part of the batches."""
     for step in range(STEPS):
         optimizer.zero_grad()
         mine = range(dd.rank(), BATCHES, dd.size())

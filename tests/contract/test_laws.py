@@ -1,4 +1,4 @@
-"""Every law on every backend under every launcher of this machine, each cell one real job; Slurm's are in tests/launch."""
+"""Every law on every backend under every launcher, each cell one real job; Slurm has a file in tests/launch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.jobs import Launch
-from harness.mpi import OpenMPI
-
 from contract import program
 from contract.laws import LAWS, batch, net
+from harness.jobs import Launch
+from harness.mpi import OpenMPI
 
 PROGRAM = str(Path(program.__file__))
 SPAWNER = str(Path(program.__file__).with_name("spawner.py"))
@@ -137,7 +136,7 @@ def test_two_ranks_train_to_the_same_bits_everywhere(jobs: Jobs, cell: Cell) -> 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_training_is_that_of_one_process_on_the_whole_batch(jobs: Jobs, cell: Cell) -> None:
-    """float32 sums in another order, over 60 steps with momentum: 1e-4 is far above the rounding, far below an error."""
+    """float32 sums in another order over 60 steps: 1e-4 is far above the rounding and far below an error."""
     expected = trained_alone()
     for report in jobs.reports(cell):
         for name, values in report["parameters"].items():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,32 @@ def test_a_kept_wheel_works_in_another_environment(record: BuildRecord, kept_whe
 def runpath(library: Path) -> str:
     done = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, timeout=60, check=True)
     return next(line for line in done.stdout.splitlines() if "RUNPATH" in line or "RPATH" in line)
+
+
+def test_a_scope_that_completes_leaves_the_counters_of_the_others(record: BuildRecord) -> None:
+    """Horovod's own server forgot who had left the other scopes, and ranks that initialise again lost keys."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    try:
+        server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
+        request(port, "PUT", "global/0", b"here")
+        request(port, "DELETE", "global/0")
+        request(port, "DELETE", "cross_0/0")
+        assert request(port, "GET", "global/0") == HTTPStatus.OK
+        request(port, "DELETE", "global/1")
+        assert request(port, "GET", "global/0") == HTTPStatus.NOT_FOUND
+    finally:
+        server.stop()
+        server._httpd.server_close()
+
+
+def request(port: int, verb: str, path: str, body: bytes | None = None) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(verb, f"/{path}", body=body)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status

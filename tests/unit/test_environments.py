@@ -15,9 +15,9 @@ from dualdist.environments import ORDER, detect
 from dualdist.errors import TopologyError
 
 RECORDS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "launcher_env.json").read_text())
-ROWS = [pytest.param(row, id=f"{name}-{index}") for name, rows in RECORDS.items() for index, row in enumerate(rows)]
-RIGHT = [row for row in ROWS if "error" not in row.values[0]["expect"]]
-WRONG = [row for row in ROWS if "error" in row.values[0]["expect"]]
+ROWS = [(f"{name}-{index}", row) for name, rows in RECORDS.items() for index, row in enumerate(rows)]
+RIGHT = [pytest.param(row, id=name) for name, row in ROWS if "error" not in row["expect"]]
+WRONG = [pytest.param(row, id=name) for name, row in ROWS if "error" in row["expect"]]
 
 HEAVY = """
 import builtins, json, sys
@@ -97,7 +97,7 @@ def test_an_exported_master_is_where_srun_and_mpirun_meet() -> None:
 
 
 @pytest.mark.parametrize("half", [{"MASTER_ADDR": "n1"}, {"MASTER_PORT": "29500"}, {"MASTER_PORT": "none"}])
-def test_half_a_master_is_passed_over_where_the_launcher_has_another_way(half: Mapping[str, str]) -> None:
+def test_half_a_master_is_passed_over_where_the_launcher_has_another_way(half: dict[str, str]) -> None:
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra", "horovodrun_gloo_more"):
         assert detect(env_of(table) | half) == detect(env_of(table))
 

@@ -163,10 +163,10 @@ def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
     ],
 )
 def test_rank_and_world_size_without_a_launcher(
-    extra: Env, launcher: str, expected: tuple[int, ...], inferred: set[str]
+    extra: Env, launcher: str, expected: tuple[int, ...], inferred: frozenset[str]
 ) -> None:
     found = detect({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"} | extra)
-    assert (found.launcher, place(found), found.inferred) == (launcher, expected, inferred)
+    assert (found.launcher, place(found), found.inferred) == (launcher, expected, frozenset(inferred))
     assert (found.address, found.port, found.meeting) == (extra["MASTER_ADDR"], 29500, "address")
 
 

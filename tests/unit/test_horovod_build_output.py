@@ -17,7 +17,7 @@ from dualdist.horovod_build.progress import Progress, percent_of
 FAILURES = [
     ("index down", "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: [Errno -3] "
      "Temporary failure in name resolution')'\nERROR: No matching distribution found for horovod==0.28.1",
-     ["index did not answer", "PIP_FIND_LINKS", "No matching distribution"]),
+     ["index did not answer", "PIP_FIND_LINKS", "Temporary failure in name resolution"]),
     ("no such version", "ERROR: Could not find a version that satisfies the requirement horovod==9 (from versions: "
      "0.28.0, 0.28.1)\nERROR: No matching distribution found for horovod==9", ["no such version", "from versions"]),
     ("disk", "cc1plus\nerror: [Errno 28] No space left on device", ["disk space", "TMPDIR"]),
