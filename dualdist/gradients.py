@@ -29,7 +29,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def plan_buckets(params: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Which of the numbered parameters travel together; the last come first, as autograd finishes the last layers first.
+    """Which of the numbered parameters travel together, last ones first: autograd finishes the last layers first.
 
     A bucket holds one device and one dtype, and is closed by the parameter that fills it.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from dualdist.deadline import Deadline, call_within
@@ -13,7 +13,9 @@ from dualdist.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-OPENMPI_BTL = "OMPI_MCA_btl"
+# How Open MPI starts for one broadcast. Its OFI transport for one-sided operations would make MPI_Finalize wait a second
+# (4.1.8). Started by another MPI's mpirun it is a job of one, which shall not look for its daemon and abort, but be seen.
+OPENMPI_SETTINGS = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_ess_singleton_isolated": "1"}
 
 OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
@@ -70,7 +72,7 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
     if MPI.Is_initialized():
         yield MPI.COMM_WORLD
         return
-    with _without_ofi(environ):
+    with _set(environ, OPENMPI_SETTINGS):
         MPI.Init_thread()
     try:
         yield MPI.COMM_WORLD
@@ -79,13 +81,12 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
 
 
 @contextlib.contextmanager
-def _without_ofi(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Keep Open MPI's OFI transport for one-sided operations closed: MPI_Finalize waits a second for it (4.1.8)."""
-    if OPENMPI_BTL in environ:
-        yield
-        return
-    environ[OPENMPI_BTL] = "^ofi"
+def _set(environ: MutableMapping[str, str], settings: Mapping[str, str]) -> Iterator[None]:
+    """Set, for the block, those variables that the user has not set."""
+    ours = {name: value for name, value in settings.items() if name not in environ}
+    environ.update(ours)
     try:
         yield
     finally:
-        del environ[OPENMPI_BTL]
+        for name in ours:
+            del environ[name]

@@ -13,7 +13,7 @@ from dualdist.topology import Topology
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself when the ranks meet; `node` and `local_rank` are None where its launcher did not tell."""
+    """What a rank says when the ranks meet; `node` and `local_rank` are None where its launcher did not tell."""
 
     rank: int
     size: int

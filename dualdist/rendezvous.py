@@ -247,17 +247,17 @@ def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list
         _judge(
             store, key, f"two processes say that they are rank {rank} of {size}: is one left over from an earlier run?"
         )
-    store.set(f"{key}/report/{rank}", report.dumps())
-    if store.add(f"{key}/count", 1) == size:
-        reports = [
-            Report.loads(store.get(f"{key}/report/{other}", deadline.left_s()))
-            for other in range(size)
-            if store.has(f"{key}/report/{other}")
-        ]
-        try:
-            _judge(store, key, "", settle(reports))
-        except TopologyError as error:
-            _judge(store, key, str(error))
+    else:
+        store.set(f"{key}/report/{rank}", report.dumps())
+        count = store.add(f"{key}/count", 1)
+        if count == 1:
+            store.set(f"{key}/size", str(size))
+        elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
+            _judge(
+                store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?"
+            )
+        if count == size:
+            _judge_all(store, key, size, deadline)
     try:
         objection, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
     except TimeoutError as late:
@@ -271,5 +271,17 @@ def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list
     return [Place(*place) for place in places]
 
 
+def _judge_all(store: Store, key: str, size: int, deadline: Deadline) -> None:
+    """Write the verdict on everybody's report."""
+    came = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
+    reports = [Report.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in came]
+    try:
+        _judge(store, key, "", settle(reports))
+    except TopologyError as error:
+        _judge(store, key, str(error))
+
+
 def _judge(store: Store, key: str, objection: str, places: list[Place] | None = None) -> None:
-    store.set(f"{key}/verdict", json.dumps([objection, [(place.node, place.local_rank) for place in places or []]]))
+    """Write the verdict, an objection or everybody's place; the first one stands."""
+    if store.add(f"{key}/judges", 1) == 1:
+        store.set(f"{key}/verdict", json.dumps([objection, [(place.node, place.local_rank) for place in places or []]]))

@@ -192,7 +192,8 @@ def _open_horovod_on_mpi(
         raise TopologyError(
             f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says "
             f"rank {backend.rank} of {backend.size}: this Horovod was built with another MPI than the mpirun that "
-            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, or set DUALDIST_TRANSPORT=gloo"
+            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
+            "or set DUALDIST_TRANSPORT=gloo"
         )
     topology = _place_by(backend, topology, environ)
     if topology.size == 1:

@@ -5,6 +5,7 @@ Every rank's thread looks once a second whether somebody asks; operations that s
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ class RollCall:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="dualdist-roll-call", daemon=True)
         self._thread.start()
+        # A thread that the interpreter ends inside the store's C++ code aborts the process, so it must be out before.
+        atexit.register(self.close)
 
     def enter(self, place: str) -> None:
         """This rank waits in an operation from now on."""
@@ -59,8 +62,9 @@ class RollCall:
 
     def close(self) -> None:
         """Answer no more."""
+        atexit.unregister(self.close)
         self._stop.set()
-        self._thread.join()
+        self._thread.join(ANSWER_S)
 
     def _answer(self) -> None:
         number = 1

@@ -30,7 +30,9 @@ from dualdist.launchers import Job, Site, command
 from dualdist.launchers.run import look, run
 
 TRAIN = Path(__file__).with_name("train.py")
-BATCH = 16  # per rank; plain python takes the batches of all ranks together
+BATCH = 8  # per rank; plain python takes the batches of all ranks together
+# No GPU, one thread per rank; and ranks that wait in Open MPI, which spin, yield: cores are scarce on small machines.
+VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,7 @@ def train(chosen: Run, site: Site, options: argparse.Namespace, file: Path) -> d
     flags = {"model": options.model, "batch-size": BATCH * options.ranks // ranks, "clip": 1, "summary": file}
     flags |= {"epochs": options.steps, "max-steps": options.steps}
     program = (str(TRAIN), *(f"--{name}={value}" for name, value in flags.items()))
-    variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    job = Job(program, ranks, chosen.backend, env=variables)
+    job = Job(program, ranks, chosen.backend, env=VARIABLES)
     result = run(command(chosen.launcher, job, site), timeout_s=options.timeout, what=chosen.name)
     if result.code != 0 or not file.exists():
         raise LaunchError(f"exit code {result.code}\n{result.output.strip()[-3000:]}")

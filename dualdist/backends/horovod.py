@@ -37,7 +37,8 @@ Controller = Literal["gloo", "mpi"]
 
 INSTALL = "dualdist install-horovod"
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
-# Open MPI otherwise looks for its daemon, which a relocated installation does not find without mpirun.
+# Without Open MPI's mpirun it is a job of one. It would look for its daemon, which a relocated installation does not find,
+# and abort; under another MPI's mpirun the session then sees the wrong size.
 ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # What Horovod and its transports write, in lower case.
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
@@ -182,7 +183,7 @@ def start_on_mpi(
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with _set(environ, {**_settings("mpi", timeout_s), **(ALONE if topology.size == 1 else {})}):
+        with _set(environ, {**_settings("mpi", timeout_s), **ALONE}):
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.

@@ -203,7 +203,7 @@ def start(rank: int, size: int, store: Store | None, key: str, device: torch.dev
         )
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {rank} of {size} met the others, but torch.distributed could not connect them ({_first_line(error)}): "
+            f"rank {rank} of {size} met the others, but torch could not connect them ({_first_line(error)}): "
             "if the hosts have several networks, name the one they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from error
     return NativeBackend("nccl" if nccl else "gloo", timeout_s, owned=True)

@@ -25,5 +25,5 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         told,
         launcher="torchrun" if present(environ, TORCHRUNS) else "env",
         source=f"{', '.join(present(environ, NAMES.given()))} (set without a launcher's mark)",
-        master=require_master(environ, told.size),
+        master=require_master(environ, told.size, NAMES.size),
     )

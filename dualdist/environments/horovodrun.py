@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, Told, integer, present, read, require
+from dualdist.environments.variables import Names, integer, present, read, require
 from dualdist.topology import Topology
 
 NAMES = Names(
@@ -29,18 +29,9 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         return None
     require(environ, NAMES, (*PLACE, STORE_ADDRESS, STORE_PORT))
     integer(environ, STORE_PORT)
-    found = topology(
+    # Note [cross rank]: it counts only the hosts that have this local rank, so on unequal hosts it is no node's index,
+    # and no rank can see whether the others' hosts equal its own. So the node is inferred, on every rank alike.
+    read(environ, CROSS)
+    return topology(
         read(environ, NAMES), launcher="horovodrun", source=f"{', '.join(PLACE)} (horovodrun)", meeting="horovod"
     )
-    return _with_node(found, read(environ, CROSS))
-
-
-def _with_node(found: Topology, cross: Told) -> Topology:
-    """The topology with the cross rank as a better guess of the node's index, where the numbers fit.
-
-    Note [cross rank]: it counts only the hosts that have this local rank, so on unequal hosts it is no node's index,
-    and no rank can see whether the others' hosts equal its own. So `node` stays inferred on every rank alike.
-    """
-    if "node" in found.inferred and cross.size * found.local_size == found.size:
-        return replace(found, node=cross.rank, nodes=cross.size)
-    return found

@@ -10,6 +10,7 @@ from dualdist.errors import TopologyError
 
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
+MASTER = (MASTER_ADDR, MASTER_PORT)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -27,34 +28,30 @@ class Master:
         return self.address in ("localhost", "::1") or self.address.startswith("127.")
 
 
-def read_master(
-    environ: Mapping[str, str], address_name: str = MASTER_ADDR, port_name: str = MASTER_PORT
-) -> Master | None:
+def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> Master | None:
     """Rank 0's address and port; None unless both are set.
 
     One alone is no error here: the launcher has another way for the ranks to meet, and it is left over from elsewhere.
     """
-    if len(present(environ, (address_name, port_name))) < 2:
+    if len(present(environ, names)) < 2:
         return None
-    address, port = text(environ, address_name), integer(environ, port_name)
+    address, port = text(environ, names[0]), integer(environ, names[1])
     assert address is not None
     assert port is not None
     if not 0 < port < 65536:
-        raise TopologyError(f"{port_name}={port}: a port is between 1 and 65535; set {port_name} to a free one")
+        raise TopologyError(f"{names[1]}={port}: a port is between 1 and 65535; set {names[1]} to a free one")
     return Master(address, port, agent=text(environ, AGENT_STORE) == "True")
 
 
 def require_master(
-    environ: Mapping[str, str], size: int, address_name: str = MASTER_ADDR, port_name: str = MASTER_PORT
+    environ: Mapping[str, str], size: int, size_name: str, names: tuple[str, str] = MASTER
 ) -> Master | None:
     """Rank 0's address and port; an error where several ranks have no way to meet. DUALDIST_RENDEZVOUS is one."""
-    names = (address_name, port_name)
-    master = read_master(environ, *names)
+    master = read_master(environ, names)
     if master is None and size > 1 and text(environ, RENDEZVOUS) is None:
-        missing = " and ".join(name for name in names if text(environ, name) is None)
-        half = f"{shown(environ, names)} and " if present(environ, names) else ""
+        missing = [name for name in names if text(environ, name) is None]
         raise TopologyError(
-            f"{missing} not set, but {half}the job has {size} ranks: they must know where rank 0 listens; "
-            f"set both {' and '.join(names)}, or {RENDEZVOUS}=file:///a/shared/folder/name"
+            f"{' and '.join(missing)} not set, but {shown(environ, (size_name, *names))}: the ranks must know where "
+            f"rank 0 listens; set both {' and '.join(names)}, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
     return master

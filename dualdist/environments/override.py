@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.master import read_master, require_master
+from dualdist.environments.master import MASTER, require_master
 from dualdist.environments.place import topology
 from dualdist.environments.variables import Names, present, read, require, text
 from dualdist.topology import Topology
@@ -21,6 +21,7 @@ NAMES = Names(
 )
 ADDRESS = "DUALDIST_ADDRESS"
 PORT = "DUALDIST_PORT"
+MEETING = (ADDRESS, PORT)
 LAUNCHER = "DUALDIST_LAUNCHER"
 NEEDED = (NAMES.rank, NAMES.size)
 
@@ -31,10 +32,10 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         return None
     require(environ, NAMES, NEEDED)
     told = read(environ, NAMES)
-    master = None if present(environ, (ADDRESS, PORT)) else read_master(environ)
+    names = MASTER if present(environ, MASTER) and not present(environ, MEETING) else MEETING
     return topology(
         told,
         launcher=text(environ, LAUNCHER) or "override",
         source=", ".join(present(environ, NAMES.given())),
-        master=master or require_master(environ, told.size, ADDRESS, PORT),
+        master=require_master(environ, told.size, NAMES.size, names),
     )

@@ -62,12 +62,13 @@ def is_step(environ: Mapping[str, str]) -> bool:
     Note [leftover step]: sbatch hands the submitter's variables on, so that a script submitted from within a step
     sees that step as its own. It gives itself away: Slurm lists one task on the script's node, the step had several.
     """
-    value = next((value for name in STEP_IDS if (value := text(environ, name))), None)
-    if value is None:
+    name = next(iter(present(environ, STEP_IDS)), None)
+    if name is None:
         return False
+    value = text(environ, name) or ""
     if not STEP_ID.fullmatch(value):
         raise TopologyError(
-            f"{STEP_IDS[0]}={value[:SHOWN]!r}: expected a step's number; start with `{NAMES.command}`, or unset it"
+            f"{name}={value[:SHOWN]!r}: expected a step's number; start with `{NAMES.command}`, or unset {name}"
         )
     if int(value) >= FIRST_UNREAL_STEP:
         return False

@@ -118,10 +118,10 @@ def check(told: Told, names: Names) -> None:
                 f"Unset what is left over, or set {OVERRIDE}"
             )
     for name, value, law in (
-        (names.local_size, told.local_size, "one node cannot have more ranks than the job"),
-        (names.nodes, told.nodes, "there cannot be more nodes than ranks"),
+        (names.local_size, told.local_size, "a node has at least one of the ranks, and at most all"),
+        (names.nodes, told.nodes, "there is at least one node, and at most one a rank"),
     ):
-        if value is not None and value > told.size:
+        if value is not None and not 1 <= value <= told.size:
             raise TopologyError(
                 f"{name}={value} but {names.size}={told.size}: {law}; was this started with `{names.command}`? "
                 f"Unset what is left over, or set {OVERRIDE}"

@@ -65,7 +65,7 @@ def kill_descendants() -> None:
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
 
 
-def run(argv: Sequence[str], grace_s: float) -> tuple[int, list[str]]:
+def run(argv: list[str], grace_s: float) -> tuple[int, list[str]]:
     """(exit code of argv, what outlived it by grace_s); everything has ended afterwards."""
     watched = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)

@@ -104,7 +104,9 @@ class Job:
             self._timed_out = True
             self.kill()
         seconds = time.monotonic() - self._began
-        told = json.loads(self._report.read_text()) if self._report.exists() else {"rc": -signal.SIGKILL, "left": []}
+        told: dict[str, Any] = {"rc": -signal.SIGKILL, "left": []}
+        if self._report.exists():
+            told = json.loads(self._report.read_text())
         return Outcome(
             argv=self.argv,
             rc=told["rc"],

@@ -20,19 +20,14 @@ RIGHT = [pytest.param(row, id=name) for name, row in ROWS if "error" not in row[
 WRONG = [pytest.param(row, id=name) for name, row in ROWS if "error" in row["expect"]]
 
 HEAVY = """
-import builtins, json, sys
+import json, sys
 sys.path[:0] = sys.argv[1:]
-class Environ(dict):
-    def __getitem__(self, name): raise AssertionError(name)
-    get = __contains__ = __iter__ = __getitem__
-import os
-os.environ = Environ()
 from dualdist.environments import detect
 for row in json.load(sys.stdin):
     try:
         detect(row["env"])
     except Exception as error:
-        assert type(error).__name__ == "TopologyError", error
+        assert type(error).__name__ == "TopologyError" and "error" in row["expect"], error
 print(sorted(name for name in ("torch", "mpi4py", "horovod", "numpy") if name in sys.modules))
 """
 
@@ -174,7 +169,10 @@ def test_detect_reads_only_its_mapping_and_loads_nothing_heavy() -> None:
     root = str(Path(__file__).parents[2])
     rows = [row for rows in RECORDS.values() for row in rows]
     command = [sys.executable, "-S", "-c", HEAVY, root]
-    done = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, timeout=60, check=False)
+    poison = dict.fromkeys((name for row in rows for name in (*row["env"], "DUALDIST_RANK")), "from os.environ")
+    done = subprocess.run(
+        command, input=json.dumps(rows), env=poison, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
 

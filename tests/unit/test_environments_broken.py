@@ -138,6 +138,11 @@ def test_what_is_no_number_is_named(env: Env, name: str, value: str) -> None:
         ("handset", {"RANK": "2"}, ["RANK=2 but WORLD_SIZE=2"]),
         ("handset", {"LOCAL_RANK": "7"}, ["LOCAL_RANK=7 but WORLD_SIZE=2"]),
         ("override", {"DUALDIST_RANK": "2"}, ["DUALDIST_RANK=2 but DUALDIST_SIZE=2"]),
+        ("override", {"DUALDIST_LOCAL_SIZE": "0"}, ["DUALDIST_LOCAL_SIZE=0 but DUALDIST_SIZE=2"]),
+        ("override", {"DUALDIST_NODES": "0"}, ["DUALDIST_NODES=0 but DUALDIST_SIZE=2"]),
+        ("slurm", {"SLURM_STEP_ID": "", "SLURM_STEPID": "x"}, ["SLURM_STEPID='x'"]),
+        ("override", {"MASTER_ADDR": ""}, ["MASTER_ADDR not set", "MASTER_PORT=29500"]),
+        ("override", {"MASTER_ADDR": "", "MASTER_PORT": ""}, ["DUALDIST_ADDRESS and DUALDIST_PORT not set"]),
         ("override", {"DUALDIST_ADDRESS": "n1"}, ["DUALDIST_PORT not set", "DUALDIST_ADDRESS=n1"]),
         ("pals", {"PALS_NODEID": "4"}, ["PALS_NODEID=4 but PMI_SIZE=4"]),
         ("flux", {"FLUX_JOB_NNODES": "5"}, ["FLUX_JOB_NNODES=5 but FLUX_JOB_SIZE=4"]),
@@ -208,7 +213,7 @@ VALUES = st.one_of(
     ),
     st.text("0123456789x(),.-+_ a\u0663\x00", max_size=6),
 )
-ALWAYS = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+ALWAYS = settings(max_examples=500, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 BASES = st.sampled_from([{}, *(env for env, _ in WHOLE.values())])
 
 

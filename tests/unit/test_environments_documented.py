@@ -118,7 +118,7 @@ def horovodrun(rank: int, size: int, local: tuple[int, int], cross: tuple[int, i
     return env | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.1"}
 
 
-def test_horovods_cross_rank_is_the_node_of_even_hosts() -> None:
+def test_horovodruns_node_is_inferred_on_even_hosts() -> None:
     found = [
         detect(horovodrun(rank, 4, (local, 2), (node, 2)))
         for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1))

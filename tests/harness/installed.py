@@ -1,0 +1,17 @@
+"""A program that a test needs: missing, it is an explicit skip with the command that installs it, in CI a failure."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import pytest
+
+IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
+
+
+def lack(what: str, packages: str) -> NoReturn:
+    message = f"{what} not found: apt-get install --no-install-recommends {packages}"
+    if IN_CI:
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
