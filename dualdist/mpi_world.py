@@ -13,8 +13,8 @@ from dualdist.topology import Topology
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# How Open MPI starts for one broadcast. Its OFI transport for one-sided operations would make MPI_Finalize wait a second
-# (4.1.8). Started by another MPI's mpirun it is a job of one, which shall not look for its daemon and abort, but be seen.
+# How Open MPI starts for one broadcast. Its OFI transport for one-sided operations would make MPI_Finalize wait for a
+# second (4.1.8). Under another MPI's mpirun it is a job of one: it shall show so, not look for its daemon and abort.
 OPENMPI_SETTINGS = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_ess_singleton_isolated": "1"}
 
 OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
 import json
+import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -37,8 +40,8 @@ Controller = Literal["gloo", "mpi"]
 
 INSTALL = "dualdist install-horovod"
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
-# Without Open MPI's mpirun it is a job of one. It would look for its daemon, which a relocated installation does not find,
-# and abort; under another MPI's mpirun the session then sees the wrong size.
+# Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
+# installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
 ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # What Horovod and its transports write, in lower case.
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
@@ -53,6 +56,8 @@ WIRE_DTYPES = {
     torch.int16: torch.int32,
     torch.bfloat16: torch.float32,
 }
+# Seconds that the engine may take to stop when the process ends; it takes milliseconds where all ranks answer.
+EXIT_S = 10.0
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
 POLL_S = 0.0001
 
@@ -230,7 +235,7 @@ def start_on_gloo(
         _init(hvd, topology, deadline.left_s())
 
     def leave() -> None:
-        hvd.shutdown()
+        _shut_down(hvd, timeout_s)
         stop_server()
 
     return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
@@ -351,11 +356,31 @@ def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
 
     try:
         call_within(timeout_s, hvd.init, late)
+        atexit.register(_end_in_time, hvd)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"Horovod could not connect rank {topology.rank} to the others ({error}); its own messages stand above. "
             f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
         ) from error
+
+
+def _shut_down(hvd: ModuleType, timeout_s: float) -> None:
+    """Stop the engine, which asks the other ranks' engines to stop too, but not their programs."""
+
+    def late() -> DualdistError:
+        return RankLostError(f"Horovod could not shut down within {timeout_s:g} s: another rank does not answer")
+
+    call_within(timeout_s, hvd.shutdown, late)
+
+
+def _end_in_time(hvd: ModuleType) -> None:
+    """At the end of the process, stop the engine, or else end without it: it would wait for a stopped rank for ever."""
+    try:
+        _shut_down(hvd, EXIT_S)
+    except RankLostError as error:
+        print(f"dualdist: {error}; this process ends without it", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _transport(hvd: ModuleType, controller: Controller, device: torch.device) -> str:

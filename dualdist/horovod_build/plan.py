@@ -132,9 +132,10 @@ def download(plan: Plan, work: Path) -> Command:
 
 def build(plan: Plan, work: Path) -> Command:
     """Compile the patched sources to a wheel in work/wheel."""
-    pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-index")
-    where = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
-    return Command((*pip, *where), _build_variables(plan, work))
+    pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-cache-dir")
+    alone = ("--no-index", "--no-deps", "--no-build-isolation")
+    where = ("--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
+    return Command((*pip, *alone, *where), _build_variables(plan, work))
 
 
 def install(plan: Plan, wheel: Path) -> Command:
