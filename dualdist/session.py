@@ -109,13 +109,13 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], att
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, environ, timeout_s)
-    name = chosen_backend(requested, topology, environ)
+    name = chosen_backend(requested, topology)
     if name == "horovod" and controller(transport, topology, environ) == "mpi":
         return _open_horovod_on_mpi(topology, environ, attempt, timeout_s)
     return _open_over_store(name, topology, environ, attempt, timeout_s)
 
 
-def chosen_backend(requested: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
+def chosen_backend(requested: str, topology: Topology) -> str:
     """ "native", "horovod" or "single", from what was asked for and how the ranks were started."""
     if requested != "auto":
         return requested

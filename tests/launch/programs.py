@@ -1,0 +1,59 @@
+"""Functions and programs that the tests of this folder start as ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.jobs import report
+
+import dualdist as dd
+
+
+def identity(extra: str) -> tuple[int, int, str, str, str]:
+    dd.init(timeout_s=30)
+    found = (dd.rank(), dd.size(), dd.launcher(), dd.backend(), extra)
+    dd.shutdown()
+    return found
+
+
+def one_fails(how: str) -> None:
+    dd.init(timeout_s=30)
+    if dd.rank() == 1:
+        if how == "raises":
+            raise ValueError("rank 1's own mistake")
+        os._exit(7)
+    time.sleep(60)
+
+
+def cannot_be_sent_back() -> Any:
+    return lambda: None
+
+
+def beside_an_existing_group(rank: int, size: int, init_method: str) -> None:
+    """The program sets torch.distributed up itself; dualdist uses that group and leaves it alone."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
+    dd.init(timeout_s=30)
+    seen = {
+        "rank": dd.rank(),
+        "size": dd.size(),
+        "local_rank": dd.local_rank(),
+        "local_size": dd.local_size(),
+        "backend": dd.backend(),
+        "transport": dd.transport(),
+        "sum": dd.allreduce(torch.tensor(float(rank + 1)), "sum").item(),
+    }
+    dd.shutdown()
+    still = torch.ones(1)
+    dist.all_reduce(still)
+    dist.destroy_process_group()
+    report(rank, seen | {"still": still.item()})
+
+
+if __name__ == "__main__":
+    rank, size, init_method = sys.argv[1:]
+    beside_an_existing_group(int(rank), int(size), init_method)

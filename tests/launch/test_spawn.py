@@ -1,0 +1,76 @@
+"""Ranks that a program starts, and programs that bring a process group of their own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness.jobs import REPORT_DIR, Launch, collect
+from launch import programs
+
+import dualdist as dd
+from dualdist.errors import LaunchError, UsageError
+
+
+@pytest.mark.parametrize("backend", [None, "native", "horovod"])
+def test_results_come_back_in_rank_order(backend: str | None) -> None:
+    found = dd.spawn(programs.identity, 3, ("extra",), backend=backend)
+    assert found == [(rank, 3, "spawn", backend or "native", "extra") for rank in range(3)]
+
+
+@pytest.mark.parametrize(("how", "words"), [("raises", "rank 1's own mistake"), ("exits", "rank 1 .*exit code 7")])
+def test_a_failing_rank_ends_the_others_and_is_named(how: str, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=words):
+        dd.spawn(programs.one_fails, 2, (how,))
+    assert time.monotonic() - began < 30
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="pickle"):
+        dd.spawn(programs.cannot_be_sent_back, 1)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(UsageError, match="nprocs=0"):
+        dd.spawn(programs.identity, 0, ("",))
+
+
+def test_an_existing_group_is_used_and_left_alone(launch: Launch) -> None:
+    """No launcher is seen: the group itself says how many ranks there are."""
+    store = (launch.directory / "store").as_uri()
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                launch.start(
+                    [sys.executable, str(Path(programs.__file__)), str(rank), "2", store], env={REPORT_DIR: str(folder)}
+                )
+            )
+            for rank in range(2)
+        ]
+        outcomes = [job.wait(60) for job in jobs]
+    for rank, seen in enumerate(collect(folder, 2, outcomes[0])):
+        assert seen == {
+            "rank": rank,
+            "size": 2,
+            "local_rank": rank,
+            "local_size": 2,
+            "backend": "native",
+            "transport": "gloo",
+            "sum": 3.0,
+            "still": 2.0,
+        }
+
+
+def test_a_group_that_contradicts_the_launcher_is_an_error(launch: Launch) -> None:
+    store = (launch.directory / "store").as_uri()
+    argv = ["torchrun", "--standalone", "--nproc-per-node=2", str(Path(programs.__file__)), "0", "1", store]
+    outcome = launch(argv, check=False)
+    assert outcome.rc != 0
+    assert "rank 0 of 1" in outcome.stderr, str(outcome)
+    assert "TopologyError" in outcome.stderr, str(outcome)

@@ -1,0 +1,52 @@
+"""Which gradients travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualdist.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, plan_buckets
+
+DTYPES = (torch.float32, torch.float16, torch.float64)
+SIZES = st.integers(min_value=1, max_value=3 * FIRST_BUCKET_BYTES)
+PARAMETERS = st.lists(st.tuples(SIZES, st.sampled_from(DTYPES)), min_size=0, max_size=30)
+
+
+def parameters(specs: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    return [torch.empty(count, dtype=dtype, device="meta") for count, dtype in specs]
+
+
+def nbytes(params: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
+    return sum(params[number].nbytes for number in bucket)
+
+
+@given(PARAMETERS)
+def test_every_parameter_travels_once_with_its_kind(specs: list[tuple[int, torch.dtype]]) -> None:
+    params = parameters(specs)
+    buckets = plan_buckets(params, range(len(params)))
+    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(params)))
+    for bucket in buckets:
+        assert len({params[number].dtype for number in bucket}) == 1
+        assert list(bucket) == sorted(bucket, reverse=True), "autograd finishes the last ones first"
+
+
+@given(PARAMETERS)
+def test_a_bucket_is_closed_by_the_parameter_that_fills_it(specs: list[tuple[int, torch.dtype]]) -> None:
+    params = parameters(specs)
+    for bucket in plan_buckets(params, range(len(params))):
+        assert nbytes(params, bucket[:-1]) < BUCKET_BYTES
+
+
+def test_the_first_bucket_is_small() -> None:
+    params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 200)
+    first, *others = plan_buckets(params, range(len(params)))
+    assert nbytes(params, first) == FIRST_BUCKET_BYTES
+    assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
+
+
+def test_one_device_a_bucket() -> None:
+    params = [torch.empty(4), torch.empty(4, device="meta")]
+    assert plan_buckets(params, range(2)) == [(1,), (0,)]

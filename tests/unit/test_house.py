@@ -1,0 +1,62 @@
+"""The house rules of DESIGN.md that a linter cannot see: who imports whom, and when."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import dualdist
+
+PACKAGE = Path(dualdist.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# What only some files may name, nested imports included.
+RESERVED = {
+    "torch.distributed": {"backends/native.py"},
+    "horovod": {"backends/horovod.py", "horovod_build/trial.py"},
+    "mpi4py": {"mpi_world.py", "horovod_build/probe.py"},
+}
+# Modules that must stay quick and usable where torch is broken.
+WITHOUT_TORCH = ("dualdist", "dualdist.launchers", "dualdist.doctor", "dualdist.cli", "dualdist.horovod_build")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that the file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_names_no_package_that_is_anothers(path: Path) -> None:
+    where = str(path.relative_to(PACKAGE))
+    for name in imported(path):
+        for package, owners in RESERVED.items():
+            if name == package or name.startswith(f"{package}."):
+                assert where in owners, f"{where} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_says_in_its_first_line_what_it_is_for(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, path
+    assert docstring.splitlines()[0].strip().endswith((".", ":")), docstring.splitlines()[0]
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_importing_it_loads_no_torch(module: str, base_env: Mapping[str, str]) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'horovod', 'mpi4py', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=dict(base_env), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_documented() -> None:
+    undocumented = [name for name in dualdist.__all__ if name[0] != "_" and not getattr(dualdist, name).__doc__]
+    assert undocumented == []

@@ -1,0 +1,74 @@
+"""What ranks say when they meet, and the place that each gets from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dualdist.errors import TopologyError
+from dualdist.placement import Place, Report, placed, report_of, settle
+from dualdist.topology import Topology
+
+
+def reports(*said: tuple[str, int | None, int | None]) -> list[Report]:
+    """One report a rank, of (host, node, local rank)."""
+    return [
+        Report(rank, len(said), host, node, local_rank, "native") for rank, (host, node, local_rank) in enumerate(said)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0), (0, 1)], id="all told"),
+        pytest.param([("a", None, None), ("a", None, None)], [(0, 0), (0, 1)], id="nothing told, one host"),
+        pytest.param([("a", None, 0), ("b", None, 0)], [(0, 0), (1, 0)], id="a node is a host where none is told"),
+        pytest.param([("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0), (1, 0), (0, 1)], id="round robin"),
+        pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0), (1, 0)], id="two nodes on one machine, as told"),
+        pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0), (0, 0)], id="nodes need not follow the ranks"),
+        pytest.param([("a", None, 0)] + [("b", None, n) for n in range(3)], [(0, 0), (1, 0), (1, 1), (1, 2)], id="1+3"),
+        pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1), (0, 0)], id="local ranks as told"),
+    ],
+)
+def test_every_rank_gets_its_place(
+    said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int]]
+) -> None:
+    assert settle(reports(*said)) == [Place(*place) for place in expected]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "words"),
+    [
+        pytest.param(
+            [replace(reports(("a", 0, 0))[0], size=4)], ["1 ranks met", "rank 0 of 4"], id="another size than met"
+        ),
+        pytest.param(reports(("a", 0, 0), ("a", 0, 0)), ["[0, 1]", "[0, 0]", "LOCAL_RANK"], id="a local rank twice"),
+        pytest.param(reports(("a", None, 0), ("a", None, 2)), ["[0, 2]"], id="a local rank missing"),
+        pytest.param(
+            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")],
+            ["'native'", "'horovod'"],
+            id="two backends",
+        ),
+    ],
+)
+def test_contradictions_are_named(spoiled: list[Report], words: list[str]) -> None:
+    with pytest.raises(TopologyError) as caught:
+        settle(spoiled)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_report_survives_its_journey() -> None:
+    report = reports(('host/with "quotes" and ü', None, 3))[0]
+    assert Report.loads(report.dumps()) == report
+
+
+def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
+    told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node", "nodes"}))
+    assert report_of(told, "a", "native").node is None
+    assert report_of(told, "a", "native").local_rank == 0
+    found = placed(replace(told, local_rank=1, local_size=2), [Place(0, 0), Place(0, 1)])
+    assert (found.node, found.nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
+    assert not found.inferred
+    with pytest.raises(TopologyError, match=r"local_size=1 .*make it 2"):
+        placed(told, [Place(0, 1), Place(0, 0)])

@@ -1,0 +1,148 @@
+"""How ranks meet: on a store in this process, with one thread a rank, and by a file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dualdist.backends import native
+from dualdist.backends.native import TcpStore
+from dualdist.deadline import Deadline, call_within
+from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
+from dualdist.network import LOOPBACK, Invitation, host_identity, interfaces, listen, wait_until_listening
+from dualdist.placement import Place, Report
+from dualdist.rendezvous import FileExchange, assemble, meet
+from dualdist.topology import Topology
+
+
+@pytest.fixture
+def new_client() -> Callable[[], TcpStore]:
+    """Makes clients of one store that this process serves."""
+    listener = listen(0, loopback_only=True)
+    port = listener.getsockname()[1]
+    server = native.connect(LOOPBACK, port, listener, Deadline(10))
+    kept = [server]
+
+    def connect() -> TcpStore:
+        kept.append(native.connect(LOOPBACK, port, None, Deadline(10)))
+        return kept[-1]
+
+    return connect
+
+
+def report(rank: int, size: int) -> Report:
+    return Report(rank, size, "host", None, None, "native")
+
+
+def outcomes(new_client: Callable[[], TcpStore], came: Sequence[Report], timeout_s: float) -> list[object]:
+    """What assemble() gave each of those that came: places, or the error."""
+
+    def attend(mine: Report) -> object:
+        try:
+            return assemble(new_client(), mine, "key", Deadline(timeout_s))
+        except DualdistError as error:
+            return error
+
+    with ThreadPoolExecutor(len(came)) as pool:
+        return list(pool.map(attend, came))
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_all_ranks_learn_all_places(new_client: Callable[[], TcpStore], size: int) -> None:
+    expected = [Place(0, rank) for rank in range(size)]
+    assert outcomes(new_client, [report(rank, size) for rank in range(size)], 30) == [expected] * size
+
+
+@pytest.mark.parametrize(
+    ("came", "kind", "words"),
+    [
+        pytest.param([(0, 3), (2, 3)], RendezvousError, ["missing: [1]"], id="one is missing"),
+        pytest.param([(0, 3), (1, 3), (1, 3)], TopologyError, ["two processes", "rank 1"], id="one comes twice"),
+        pytest.param([(0, 2), (1, 4)], TopologyError, ["of 2", "of 4"], id="two sizes"),
+    ],
+)
+def test_who_came_learns_what_is_wrong(
+    new_client: Callable[[], TcpStore], came: list[tuple[int, int]], kind: type[Exception], words: list[str]
+) -> None:
+    for outcome in outcomes(new_client, [report(*who) for who in came], 2):
+        assert isinstance(outcome, kind), outcome
+        assert [word for word in words if word not in str(outcome)] == []
+
+
+def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
+    environ = {"DUALDIST_RENDEZVOUS": (tmp_path / "meet").as_uri()}
+    deadline = Deadline(30)
+
+    def attend(rank: int) -> tuple[object, list[Place]]:
+        topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
+        return meet(topology, environ, 0, "native", native.connect, None, deadline)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(attend, range(3)))
+    assert [places for _, places in found] == [[Place(0, 0), Place(0, 1), Place(0, 2)]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    environ = {"DUALDIST_RENDEZVOUS": path.as_uri()}
+    with listen(0, loopback_only=True) as gone:
+        stale = Invitation(host_identity({}), (), gone.getsockname()[1])
+    FileExchange(path).publish(stale.dumps())
+    started = threading.Event()
+
+    def attend(rank: int) -> list[Place]:
+        if rank == 0:
+            started.wait(30)
+        started.set()
+        topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
+        return meet(topology, environ, 0, "native", native.connect, None, Deadline(60))[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(attend, range(2))) == [[Place(0, 0), Place(0, 1)]] * 2
+
+
+@pytest.mark.parametrize("url", ["meet", "http://host/x", "file://host/x", "file:relative"])
+def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
+    topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
+    with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
+        meet(topology, {"DUALDIST_RENDEZVOUS": url}, 0, "native", native.connect, None, Deadline(1))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="no-such-folder"):
+        FileExchange(tmp_path / "no-such-folder" / "meet").publish("text")
+
+
+def test_an_invitation_survives_its_journey_and_garbage_is_refused() -> None:
+    invitation = Invitation("host", ("10.0.0.1", "10.0.0.2"), 1234)
+    assert Invitation.loads(invitation.dumps()) == invitation
+    for garbage in ("", "{}", "[1]", '["a", 3, 4]', "null"):
+        with pytest.raises(RendezvousError):
+            Invitation.loads(garbage)
+
+
+def test_loopback_is_an_interface() -> None:
+    assert interfaces()["lo"] == LOOPBACK
+
+
+def test_waiting_for_a_port_ends_in_time_and_says_why() -> None:
+    with listen(0, loopback_only=True) as server:
+        port = server.getsockname()[1]
+        wait_until_listening(LOOPBACK, port, Deadline(5), "rank 0")
+    with pytest.raises(RendezvousError, match=rf"{port} could not be reached within 0.2 s: .*nothing listens"):
+        wait_until_listening(LOOPBACK, port, Deadline(0.2), "rank 0")
+
+
+def test_a_call_that_does_not_return_is_late_and_a_failing_one_fails() -> None:
+    release = threading.Event()
+    with pytest.raises(RendezvousError, match="late"):
+        call_within(0.05, release.wait, lambda: RendezvousError("late"))
+    release.set()
+    with pytest.raises(ZeroDivisionError):
+        call_within(5, lambda: 1 // 0, lambda: RendezvousError("late"))
+    assert call_within(5, lambda: 7, lambda: RendezvousError("late")) == 7
