@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING
 
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError
 from dualdist.topology import Topology
+from dualdist.variables import variables_set
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -72,21 +73,9 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
     if MPI.Is_initialized():
         yield MPI.COMM_WORLD
         return
-    with _set(environ, OPENMPI_SETTINGS):
+    with variables_set(environ, {name: value for name, value in OPENMPI_SETTINGS.items() if name not in environ}):
         MPI.Init_thread()
     try:
         yield MPI.COMM_WORLD
     finally:
         MPI.Finalize()
-
-
-@contextlib.contextmanager
-def _set(environ: MutableMapping[str, str], settings: Mapping[str, str]) -> Iterator[None]:
-    """Set, for the block, those variables that the user has not set."""
-    ours = {name: value for name, value in settings.items() if name not in environ}
-    environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del environ[name]

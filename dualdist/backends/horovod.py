@@ -10,16 +10,15 @@ import json
 import os
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
 import torch
 
 from dualdist import network
 from dualdist.backends.base import Names, ReduceOp, Store, describe
+from dualdist.backends.horovod_settings import ALONE, Controller, Settings, settings_for, slots_of
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import (
     BackendUnavailableError,
@@ -35,14 +34,10 @@ from dualdist.errors import (
 from dualdist.network import Invitation
 from dualdist.placement import Place
 from dualdist.topology import Topology
-
-Controller = Literal["gloo", "mpi"]
+from dualdist.variables import variables_set
 
 INSTALL = "dualdist install-horovod"
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
-# Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
-# installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
-ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # What Horovod and its transports write, in lower case.
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
 LATE = ("timed out", "timeout")
@@ -188,7 +183,7 @@ def start_on_mpi(
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with _set(environ, {**_settings("mpi", timeout_s), **ALONE}):
+        with variables_set(environ, {**settings_for("mpi", timeout_s), **ALONE}):
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
@@ -214,7 +209,7 @@ def start_on_gloo(
     if not hvd.gloo_built():
         raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
     deadline = Deadline(timeout_s)
-    settings = _settings("gloo", timeout_s)
+    settings = settings_for("gloo", timeout_s)
     slots = slots_of(places)
     settings.update(slots[topology.rank])
     stop_server: Callable[[], None] = lambda: None  # noqa: E731
@@ -231,7 +226,7 @@ def start_on_gloo(
             "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
             "DUALDIST_TRANSPORT=gloo"
         )
-    with _set(environ, settings):
+    with variables_set(environ, settings):
         _init(hvd, topology, deadline.left_s())
 
     def leave() -> None:
@@ -241,30 +236,9 @@ def start_on_gloo(
     return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
 
 
-def slots_of(places: Sequence[Place]) -> list[dict[str, str | None]]:
-    """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
-    local_sizes = Counter(place.node for place in places)
-    columns: dict[int, list[int]] = defaultdict(list)
-    for place in sorted(places, key=lambda place: place.node):
-        columns[place.local_rank].append(place.node)
-    cross_ranks = {(node, local): index for local, nodes in columns.items() for index, node in enumerate(nodes)}
-    return [
-        {
-            "HOROVOD_HOSTNAME": f"node{place.node}",
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(len(places)),
-            "HOROVOD_LOCAL_RANK": str(place.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(local_sizes[place.node]),
-            "HOROVOD_CROSS_RANK": str(cross_ranks[place.node, place.local_rank]),
-            "HOROVOD_CROSS_SIZE": str(len(columns[place.local_rank])),
-        }
-        for rank, place in enumerate(places)
-    ]
-
-
 def _serve_or_find(
     topology: Topology,
-    slots: Sequence[dict[str, str | None]],
+    slots: Sequence[Settings],
     store: Store,
     key: str,
     environ: MutableMapping[str, str],
@@ -290,7 +264,7 @@ def _serve_or_find(
     return invitation.answering_address(host, deadline), invitation.port, lambda: None
 
 
-def _serve(slots: Sequence[dict[str, str | None]]) -> tuple[int, Callable[[], None]]:
+def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -314,37 +288,6 @@ def _serve(slots: Sequence[dict[str, str | None]]) -> tuple[int, Callable[[], No
         server._httpd.server_close()  # stop() leaves the socket open
 
     return port, stop
-
-
-def _settings(controller: Controller, timeout_s: float) -> dict[str, str | None]:
-    """Variables by which Horovod takes the controller and ends, rather than only reports, a rank that never comes."""
-    seconds = str(max(1, round(timeout_s)))
-    return {
-        "HOROVOD_CONTROLLER": controller,
-        "HOROVOD_CPU_OPERATIONS": controller,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, round(timeout_s / 2)))),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
-    }
-
-
-@contextlib.contextmanager
-def _set(environ: MutableMapping[str, str], settings: dict[str, str | None]) -> Iterator[None]:
-    """Set variables (None: unset) for the block, in which Horovod reads them once, and put them back."""
-    before = {name: environ.get(name) for name in settings}
-    try:
-        _put(environ, settings)
-        yield
-    finally:
-        _put(environ, before)
-
-
-def _put(environ: MutableMapping[str, str], settings: dict[str, str | None]) -> None:
-    for name, value in settings.items():
-        if value is None:
-            environ.pop(name, None)
-        else:
-            environ[name] = value
 
 
 def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:

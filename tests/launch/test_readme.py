@@ -1,0 +1,73 @@
+"""What the README shows runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from harness.base_env import ROOT
+from harness.jobs import Launch
+from harness.slurm import Slurm
+
+README = (ROOT / "README.md").read_text()
+# So that a test takes seconds; the lines themselves stay as a person types them.
+SHORT = ["--model", "mlp", "--epochs", "1", "--max-steps", "3"]
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def blocks(language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+TRAIN_LINES = next(block for block in blocks() if "examples/train.py" in block).splitlines()
+
+
+@pytest.fixture
+def example(launch: Launch) -> Path:
+    path = launch.directory / "example.py"
+    path.write_text(blocks("python")[0])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        ([sys.executable], "1 ranks, none, single over none"),
+        (["torchrun", "--standalone", "--nproc-per-node=2"], "2 ranks, torchrun, native over gloo"),
+        (["horovodrun", "--gloo", "-np", "2", sys.executable], "2 ranks, horovodrun, horovod over gloo"),
+    ],
+    ids=["python", "torchrun", "horovodrun"],
+)
+def test_the_example_trains(launch: Launch, example: Path, start: list[str], words: str) -> None:
+    printed = launch([*start, str(example)]).stdout
+    assert words in printed
+    assert float(printed.split("loss ")[1]) < 1.0, printed  # it starts at about 9
+
+
+@pytest.mark.parametrize("line", TRAIN_LINES)
+def test_a_line_trains(request: pytest.FixtureRequest, launch: Launch, line: str) -> None:
+    env = dict(OPEN_MPI)
+    if line.startswith("srun"):
+        slurm: Slurm = request.getfixturevalue("slurm")
+        env |= slurm.env
+    argv = [str(ROOT / word) if word == "examples/train.py" else word for word in shlex.split(line)]
+    outcome = launch([*argv, *SHORT], env=env)
+    assert outcome.stdout.count("summary: ") == 1, str(outcome)
+
+
+def test_the_doctor_lines_run(launch: Launch) -> None:
+    lines = next(block for block in blocks() if "dualdist doctor" in block).splitlines()
+    for line in lines:
+        launch(shlex.split(line, comments=True))
+
+
+def test_the_builder_line_is_one_that_it_knows(launch: Launch) -> None:
+    line = next(block for block in blocks() if "install-horovod" in block)
+    assert "horovod" in launch([*shlex.split(line, comments=True), "--dry-run"]).stdout
