@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ OPEN_MPI = {
 
 
 def blocks(language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [body for named, body in found if named == language]
 
 
 TRAIN_LINES = next(block for block in blocks() if "examples/train.py" in block).splitlines()
@@ -51,15 +53,21 @@ def test_the_example_trains(launch: Launch, example: Path, start: list[str], wor
     assert float(printed.split("loss ")[1]) < 1.0, printed  # it starts at about 9
 
 
-@pytest.mark.parametrize("line", TRAIN_LINES)
-def test_a_line_trains(request: pytest.FixtureRequest, launch: Launch, line: str) -> None:
-    env = dict(OPEN_MPI)
-    if line.startswith("srun"):
-        slurm: Slurm = request.getfixturevalue("slurm")
-        env |= slurm.env
+def trains(launch: Launch, line: str, env: Mapping[str, str]) -> None:
+    """The line, shortened, ends with one summary."""
     argv = [str(ROOT / word) if word == "examples/train.py" else word for word in shlex.split(line)]
-    outcome = launch([*argv, *SHORT], env=env)
+    outcome = launch([*argv, *SHORT], env={**OPEN_MPI, **env})
     assert outcome.stdout.count("summary: ") == 1, str(outcome)
+
+
+@pytest.mark.parametrize("line", [line for line in TRAIN_LINES if not line.startswith("srun")])
+def test_a_line_trains(launch: Launch, line: str) -> None:
+    trains(launch, line, {})
+
+
+@pytest.mark.parametrize("line", [line for line in TRAIN_LINES if line.startswith("srun")])
+def test_a_line_for_slurm_trains(slurm: Slurm, launch: Launch, line: str) -> None:
+    trains(launch, line, slurm.env)
 
 
 def test_the_doctor_lines_run(launch: Launch) -> None:
