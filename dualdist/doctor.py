@@ -131,18 +131,11 @@ def _horovod(torch: str | None, record: BuildRecord | None) -> Availability:
     reason = ""
     if torch is None:
         reason = "torch is not installed"
-    elif not _same_torch(record.torch, torch):
+    elif not record.fits(torch):
         reason = f"built for torch {record.torch}, but torch {torch} is installed"
     return Availability(
         not reason, record.horovod, reason, record.torch, gloo=record.gloo, mpi=record.mpi, nccl=record.nccl
     )
-
-
-def _same_torch(built_for: str | None, installed: str) -> bool:
-    """Whether the versions can be one torch: pip leaves out the "+cu130" that PyPI's CUDA builds call themselves."""
-    if built_for is None or ("+" in built_for and "+" in installed):
-        return built_for in (None, installed)
-    return built_for.partition("+")[0] == installed.partition("+")[0]
 
 
 def _of_backends(backends: Mapping[str, Availability], environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -31,6 +28,7 @@ from dualdist.errors import (
     UnsupportedError,
     UsageError,
 )
+from dualdist.horovod_build.record import read_record
 from dualdist.network import Invitation
 from dualdist.placement import Place
 from dualdist.topology import Topology
@@ -59,13 +57,12 @@ POLL_S = 0.0001
 
 def load() -> ModuleType:
     """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("horovod") is None:
         raise BackendUnavailableError(f"Horovod is not installed: run `{INSTALL}`, or use --backend native")
-    built_for = _built_for(Path(spec.origin).parent / "metadata.json")
-    if built_for not in (None, torch.__version__):
+    record = read_record()
+    if record is not None and not record.fits(torch.__version__):
         raise BackendUnavailableError(
-            f"this Horovod was built for torch {built_for}, but torch {torch.__version__} is installed: "
+            f"this Horovod was built for torch {record.torch}, but torch {torch.__version__} is installed: "
             f"run `{INSTALL} --force` to build it again, or use --backend native"
         )
     try:
@@ -80,14 +77,8 @@ def is_built_with_mpi() -> bool:
     """Whether a Horovod with MPI is installed; False where none is."""
     if importlib.util.find_spec("horovod") is None:
         return False
-    return bool(load().mpi_built())
-
-
-def _built_for(metadata: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError):
-        version = json.loads(metadata.read_text()).get("pytorch")
-        return None if version is None else str(version)
-    return None
+    record = read_record()
+    return bool(load().mpi_built()) if record is None or record.mpi is None else record.mpi
 
 
 class HorovodWork:

@@ -31,6 +31,12 @@ class BuildRecord:
     patches: tuple[str, ...] | None = None
     key: str | None = None
 
+    def fits(self, torch_version: str) -> bool:
+        """Whether this was built for that torch; pip leaves out the "+cu130" of PyPI's CUDA builds."""
+        if self.torch is None or ("+" in self.torch and "+" in torch_version):
+            return self.torch in (None, torch_version)
+        return self.torch.partition("+")[0] == torch_version.partition("+")[0]
+
 
 def to_json(record: BuildRecord) -> str:
     """The record as the text of its file."""
