@@ -10,8 +10,8 @@ from dualdist import session
 if TYPE_CHECKING:
     import torch
 
+    from dualdist.buckets import GradientOp
     from dualdist.collectives import Handle, Op
-    from dualdist.gradients import GradientOp
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")

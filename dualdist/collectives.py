@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -57,6 +58,7 @@ def allreduce_(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None)
         raise UsageError(
             f"the mean of {tensor.dtype} is not a {tensor.dtype}: convert the tensor first, or use op='sum'"
         )
+    _require_own_memory(tensor)
     values = tensor.detach()
     buffer = values.contiguous()
     reduce_op: ReduceOp = "sum" if op == "mean" else op
@@ -79,51 +81,63 @@ def allreduce_(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None)
 def allgather(backend: Backend, tensor: torch.Tensor, name: str | None) -> Handle[torch.Tensor]:
     """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s); n may differ between ranks."""
     name = name or backend.names.next("allgather")
-    rows = tensor.detach().contiguous()
+    rows = tensor.detach()
     if rows.dim() == 0:
         rows = rows.reshape(1)
     counts = _row_counts(backend, rows, name)
-    most = max(counts)
-    if most == 0 or (rows[0:1].numel() == 0 and rows.shape[0] > 0):
-        empty = rows.new_empty((sum(counts), *rows.shape[1:]))
+    shape = (sum(counts), *rows.shape[1:])
+    sizes = [count * _nbytes_of_row(rows) for count in counts]
+    most = max(sizes)
+    if most == 0:
+        empty = rows.new_empty(shape)
         return Handle(None, lambda: empty)
-    padded = rows
-    if len(rows) < most:
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[: len(rows)] = rows
+    mine = _as_bytes(rows)
+    padded = mine
+    if len(mine) < most:
+        padded = mine.new_zeros(most)
+        padded[: len(mine)] = mine
     work = backend.allgather(padded, name)
 
     def finish() -> torch.Tensor:
         gathered = work.wait()
-        if len(set(counts)) == 1:
-            return gathered
-        blocks = gathered.split(most)
-        return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+        if len(set(sizes)) > 1:
+            blocks = gathered.split(most)
+            gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+        return gathered.view(rows.dtype).reshape(shape)
 
     return Handle(work, finish)
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, in one row: what is only moved needs no transport that knows its dtype."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _nbytes_of_row(rows: torch.Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()
+
+
 def _row_counts(backend: Backend, rows: torch.Tensor, name: str) -> list[int]:
-    """How many rows each rank has; MismatchError on every rank where the shapes of the rows differ."""
-    if rows.dim() > 8:
-        raise UsageError(f"allgather {name!r}: a tensor of {rows.dim()} dimensions, expected at most 8")
-    shape = torch.full((1, 9), -1, dtype=torch.int64)
-    shape[0, : rows.dim()] = torch.tensor(rows.shape)
-    shapes = backend.allgather(shape, f"{name}.shape").wait()
-    if any(not torch.equal(other[1:], shape[0, 1:]) for other in shapes):
-        listed = [tuple(int(n) for n in other if n >= 0) for other in shapes]
+    """How many rows each rank has; MismatchError on every rank where the rows' shapes or dtypes differ."""
+    kind = zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])}".encode())
+    known = backend.allgather(torch.tensor([[rows.shape[0], kind]]), f"{name}.shape").wait()
+    if (known[:, 1] != kind).any():
+        listed = allgather_object(backend, (tuple(rows.shape), str(rows.dtype)), f"{name}.shapes")
         raise MismatchError(
-            f"allgather {name!r}: the ranks passed shapes {listed}, which may differ in the first dimension only"
+            f"allgather {name!r}: the ranks passed {listed}; shapes may differ in the first dimension only, dtypes not"
         )
-    return [int(count) for count in shapes[:, 0]]
+    return [int(count) for count in known[:, 0]]
 
 
 def broadcast_(backend: Backend, tensor: torch.Tensor, root: int, name: str | None) -> Handle[torch.Tensor]:
     """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
     checked_root(backend, root)
+    _require_own_memory(tensor)
     values = tensor.detach()
     buffer = values.contiguous()
-    work = backend.broadcast_(buffer, root, name or backend.names.next("broadcast")) if buffer.numel() else None
+    work = None
+    if buffer.numel():
+        work = backend.broadcast_(_as_bytes(buffer), root, name or backend.names.next("broadcast"))
 
     def finish() -> torch.Tensor:
         if work is not None:
@@ -133,6 +147,12 @@ def broadcast_(backend: Backend, tensor: torch.Tensor, root: int, name: str | No
         return tensor
 
     return Handle(work, finish)
+
+
+def _require_own_memory(tensor: torch.Tensor) -> None:
+    """UsageError where several elements share one place in memory, which cannot be written element by element."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError("an expanded tensor cannot be written in place: pass tensor.contiguous()")
 
 
 def checked_root(backend: Backend, root: int) -> None:
@@ -147,29 +167,33 @@ def barrier(backend: Backend) -> None:
 
 
 def broadcast_object(backend: Backend, obj: T, root: int, name: str | None = None) -> T:
-    """Root's object, pickled, on every rank."""
+    """Root's object, pickled, on every rank; UsageError on every rank where it does not pickle."""
     checked_root(backend, root)
     name = name or backend.names.next("broadcast_object")
-    payload = _pickled(obj) if backend.rank == root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()])
+    reason, payload = _pickled(obj) if backend.rank == root else ("", torch.empty(0, dtype=torch.uint8))
+    length = torch.tensor([-payload.numel() if reason else payload.numel()])
     backend.broadcast_(length, root, f"{name}.length").wait()
-    if backend.rank == root:
-        backend.broadcast_(payload, root, name).wait()
-        return obj
-    received = torch.empty(int(length), dtype=torch.uint8)
+    received = payload if backend.rank == root else torch.empty(abs(int(length)), dtype=torch.uint8)
     backend.broadcast_(received, root, name).wait()
-    return _unpickled(received)  # type: ignore[no-any-return]
+    if length < 0:
+        raise UsageError(f"{name}: {_unpickled(received)}")
+    return obj if backend.rank == root else _unpickled(received)
 
 
 def allgather_object(backend: Backend, obj: T, name: str | None = None) -> list[T]:
-    """Everybody's object, pickled, in rank order."""
+    """Everybody's object, pickled, in rank order; UsageError on every rank where one does not pickle."""
     name = name or backend.names.next("allgather_object")
-    payload = _pickled(obj)
-    lengths = backend.allgather(torch.tensor([payload.numel()]), f"{name}.length").wait().tolist()
+    reason, payload = _pickled(obj)
+    known = backend.allgather(torch.tensor([[payload.numel(), bool(reason)]]), f"{name}.length").wait()
+    lengths = known[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
     gathered = backend.allgather(padded, name).wait().split(max(lengths))
-    return [_unpickled(block[:length]) for block, length in zip(gathered, lengths, strict=True)]
+    objects = [_unpickled(block[:length]) for block, length in zip(gathered, lengths, strict=True)]
+    failed = known[:, 1].nonzero().flatten().tolist()
+    if failed:
+        raise UsageError(f"{name}: on rank {failed[0]}, {objects[failed[0]]}")
+    return objects
 
 
 def check_same_tensors(backend: Backend, tensors: Sequence[tuple[str, torch.Tensor]], root: int) -> None:
@@ -190,8 +214,15 @@ def check_same_tensors(backend: Backend, tensors: Sequence[tuple[str, torch.Tens
     )
 
 
-def _pickled(obj: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _pickled(obj: object) -> tuple[str, torch.Tensor]:
+    """The object's bytes, or the reason why it has none and the reason's bytes."""
+    reason = ""
+    try:
+        data = pickle.dumps(obj)
+    except Exception as error:  # pickling runs the object's own code
+        reason = f"a {type(obj).__name__} does not pickle ({error})"
+        data = pickle.dumps(reason)
+    return reason, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(payload: torch.Tensor) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError
@@ -60,9 +61,8 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI
+        with _started_by_hand(mpi4py.rc):
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
             f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({error}): "
@@ -79,3 +79,20 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
         yield MPI.COMM_WORLD
     finally:
         MPI.Finalize()
+
+
+@contextlib.contextmanager
+def _started_by_hand(rc: Any) -> Iterator[None]:
+    """While mpi4py is imported here, importing it does not start MPI."""
+    before = rc.initialize, rc.finalize
+    rc.initialize = rc.finalize = False
+    try:
+        yield
+    finally:
+        rc.initialize, rc.finalize = before
+
+
+def has_ended() -> bool:
+    """Whether MPI ran in this process and was finished, so that it cannot start again."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_finalized())

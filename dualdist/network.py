@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dualdist.deadline import Deadline
 from dualdist.errors import RendezvousError
@@ -50,7 +51,12 @@ def interface_towards(address: str) -> str | None:
             source = probe.getsockname()[0]
     except OSError:
         return None
-    return next((name for name, own in interfaces().items() if own == source), None)
+    return interface_with(source)
+
+
+def interface_with(address: str) -> str | None:
+    """The name of this host's interface that has the address, None where none has."""
+    return next((name for name, own in interfaces().items() if own == address), None)
 
 
 def host_identity(environ: Mapping[str, str]) -> str:
@@ -58,10 +64,11 @@ def host_identity(environ: Mapping[str, str]) -> str:
 
     Two containers or network namespaces of one machine are two hosts, and so are two Slurm nodes that share a machine.
     """
-    namespace = ""
+    boot = namespace = ""
     with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/net")
-    return "/".join((environ.get(SLURM_NODE_NAME, ""), socket.gethostname(), namespace))
+    return "/".join((environ.get(SLURM_NODE_NAME, ""), socket.gethostname(), boot, namespace))
 
 
 def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) -> None:

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from dualdist import mpi_world, network
 from dualdist.backends.base import Store
-from dualdist.deadline import Deadline
-from dualdist.errors import RendezvousError, TopologyError, UsageError
+from dualdist.deadline import Deadline, call_within
+from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.network import Invitation
 from dualdist.placement import Place, Report, report_of, settle
 from dualdist.topology import Topology
@@ -33,7 +33,8 @@ HOROVOD_STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 HOROVOD_STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
 SLURM_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-TORCHRUN_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+# Seconds by which the store itself may be late with its answer that time is up.
+GRACE_S = 1.0
 
 # Connects to the store at (address, port); with a socket, serves it there as well. Raises RendezvousError.
 Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
@@ -63,10 +64,10 @@ class FileExchange:
 
     def publish(self, text: str) -> None:
         try:
-            handle, temporary = tempfile.mkstemp(prefix=f"{self.path.name}.", dir=self.path.parent)
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, self.path)
+            with tempfile.TemporaryDirectory(prefix=f"{self.path.name}.", dir=self.path.parent) as folder:
+                draft = Path(folder, self.path.name)
+                draft.write_text(text)
+                os.replace(draft, self.path)
         except OSError as error:
             raise RendezvousError(
                 f"rank 0 cannot write {self.path} ({error.strerror}), the file by which the ranks find each other: "
@@ -97,7 +98,8 @@ class HorovodExchange:
     key: str
 
     def publish(self, text: str) -> None:
-        self._request("PUT", text.encode())
+        if self._request("PUT", text.encode()) is None:
+            raise RendezvousError(f"horovodrun's store at {self.address}:{self.port} refused rank 0's address")
 
     def read(self) -> str | None:
         return self._request("GET", None)
@@ -146,28 +148,73 @@ class MpiExchange:
         return "by MPI broadcast"
 
 
+@dataclass(frozen=True)
+class Met:
+    """What a rank knows when all have met: the store, where all ranks stand, and how to reach the others.
+
+    `interface` is the network interface towards the other nodes, None where there is one node only.
+    """
+
+    store: Store
+    places: list[Place]
+    interface: str | None
+
+
 def meet(
     topology: Topology,
     environ: MutableMapping[str, str],
-    attempt: int,
+    session: str,
     backend: str,
     connect: Connect,
     known: Store | None,
     deadline: Deadline,
-) -> tuple[Store, list[Place]]:
-    """Bring all ranks together at one store; every rank calls this, and learns where all of them stand, in rank order.
+) -> Met:
+    """Bring all ranks together at one store; every rank calls this.
 
-    `attempt` counts the calls in this process; `known` is the store of an earlier one. Errors are raised on every rank
-    that came, and name who or what did not.
+    `session` names this meeting, alike on every rank; `known` is the store of an earlier one. Errors are raised on
+    every rank that came, and name who or what did not.
     """
     host = network.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    key = f"dualdist/{environ.get(TORCHRUN_ATTEMPT, '0')}/{attempt}"
+    report = report_of(topology, host, backend)
+
+    def gather() -> Met:
+        places = assemble(store, report, session, deadline)
+        return Met(store, places, _interface(store, places, topology.rank, session, deadline))
+
+    def late() -> DualdistError:
+        return RendezvousError(
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.address}: "
+            "the process that serves it, rank 0 or its launcher, is stopped or unreachable"
+        )
+
     try:
-        return store, assemble(store, report_of(topology, host, backend), key, deadline)
+        return call_within(deadline.left_s() + GRACE_S, gather, late)
     finally:
         if exchange is not None and topology.rank == 0:
             exchange.withdraw()
+
+
+def _interface(store: Store, places: list[Place], rank: int, session: str, deadline: Deadline) -> str | None:
+    """The interface towards the other nodes; None where there are none.
+
+    A rank elsewhere knows the address under which it reached rank 0, and tells it: on rank 0's node the way to rank 0
+    would be loopback, from which the other nodes are not reached.
+    """
+    first = places[0].node
+    elsewhere = next((other for other, place in enumerate(places) if place.node != first), None)
+    if elsewhere is None:
+        return None
+    if rank == elsewhere:
+        store.set(f"{session}/reached", socket.gethostbyname(store.address))
+    if places[rank].node != first:
+        return network.interface_towards(store.address)
+    try:
+        return network.interface_with(store.get(f"{session}/reached", deadline.left_s()))
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {rank} waited {deadline.timeout_s:g} s for rank {elsewhere} to tell how it reached rank 0"
+        ) from error
 
 
 def _open_store(
@@ -176,9 +223,9 @@ def _open_store(
     """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
     given = environ.get(RENDEZVOUS)
     address, port = topology.address, topology.port
+    agent = topology.meeting == "agent" and not given
     if given and urlsplit(given).scheme == "tcp":
-        parts = urlsplit(given)
-        address, port = parts.hostname, parts.port
+        address, port = _address_of(given)
     elif given or topology.meeting in ("horovod", "mpi", "slurm"):
         exchange = FileExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
         return _invite(topology, exchange, host, connect, deadline), exchange
@@ -187,12 +234,22 @@ def _open_store(
             f"the {topology.size} ranks have no address at which to meet (from {topology.source}): "
             f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
-    if topology.rank == 0 and topology.meeting != "agent":
+    if topology.rank == 0 and not agent:
         listener = network.listen(port, loopback_only=False)
         return connect(network.LOOPBACK, port, listener, deadline), None
-    who = "the store of the launcher" if topology.meeting == "agent" else "rank 0 (MASTER_ADDR, MASTER_PORT)"
+    who = "the store of the launcher" if agent else "rank 0 (MASTER_ADDR, MASTER_PORT)"
     network.wait_until_listening(address, port, deadline, who)
     return connect(address, port, None, deadline), None
+
+
+def _address_of(url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(url)
+        if parts.hostname and parts.port and not parts.path:
+            return parts.hostname, parts.port
+    except ValueError:  # a port that is none
+        pass
+    raise UsageError(f"{RENDEZVOUS}={url!r}: expected tcp://host:port, with a port between 1 and 65535")
 
 
 def _path_of(url: str) -> Path:
@@ -244,20 +301,15 @@ def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list
     """
     rank, size = report.rank, report.size
     if store.add(f"{key}/came/{rank}", 1) > 1:
-        _judge(
-            store, key, f"two processes say that they are rank {rank} of {size}: is one left over from an earlier run?"
-        )
-    else:
-        store.set(f"{key}/report/{rank}", report.dumps())
-        count = store.add(f"{key}/count", 1)
-        if count == 1:
-            store.set(f"{key}/size", str(size))
-        elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
-            _judge(
-                store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?"
-            )
-        if count == size:
-            _judge_all(store, key, size, deadline)
+        _object(store, key, f"two processes say that they are rank {rank} of {size}: is one left over?")
+    store.set(f"{key}/report/{rank}", report.dumps())
+    count = store.add(f"{key}/count", 1)
+    if count == 1:
+        store.set(f"{key}/size", str(size))
+    elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
+        _object(store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?")
+    if count == size:
+        _judge_all(store, key, size, deadline)
     try:
         objection, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
     except TimeoutError as late:
@@ -279,6 +331,12 @@ def _judge_all(store: Store, key: str, size: int, deadline: Deadline) -> None:
         _judge(store, key, "", settle(reports))
     except TopologyError as error:
         _judge(store, key, str(error))
+
+
+def _object(store: Store, key: str, objection: str) -> NoReturn:
+    """Write an objection as the verdict, for the others, and raise it here, whatever the verdict was before."""
+    _judge(store, key, objection)
+    raise TopologyError(objection)
 
 
 def _judge(store: Store, key: str, objection: str, places: list[Place] | None = None) -> None:

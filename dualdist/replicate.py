@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.collectives import allgather_object, broadcast_object, check_same_tensors, checked_root
+from dualdist.collectives import allgather_object, broadcast_, broadcast_object, check_same_tensors, checked_root
 from dualdist.errors import MismatchError, UsageError
 
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
@@ -26,7 +27,8 @@ def broadcast_parameters(backend: Backend, params: Parameters, root: int) -> Non
 def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a module, a state_dict or named parameters, sorted by name."""
     if isinstance(params, torch.nn.Module):
-        pairs = list(params.state_dict(keep_vars=True).items())
+        # Not the state_dict: it leaves out buffers that are not saved, and may hold what is no tensor.
+        pairs = [*params.named_parameters(remove_duplicate=False), *params.named_buffers(remove_duplicate=False)]
     elif isinstance(params, Mapping):
         pairs = list(params.items())
     else:
@@ -41,7 +43,7 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
         raise UsageError(
             f"broadcast_parameters moves tensors only, but {wrong} are not: use dd.broadcast_object for them"
         )
-    return sorted((name, value) for name, value in pairs if value is not None)
+    return sorted(((name, value) for name, value in pairs if value is not None), key=itemgetter(0))
 
 
 def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int) -> None:
@@ -64,8 +66,7 @@ def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
     _broadcast_all(backend, tensors, root, name)
-    if backend.rank != root:
-        optimizer.load_state_dict(_put_together(skeleton, tensors))
+    optimizer.load_state_dict(_put_together(skeleton, tensors))  # on root too: loading casts, and all shall be alike
 
 
 class _Slot:
@@ -106,7 +107,7 @@ def _broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int,
     """Broadcast many tensors in one flat buffer for each device and dtype."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
-        return str(tensor.dtype), tensor.device.type
+        return str(tensor.dtype), str(tensor.device)
 
     with torch.no_grad():
         for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
@@ -114,6 +115,6 @@ def _broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int,
             if not group:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            backend.broadcast_(flat, root, f"{name}.{number}").wait()
+            broadcast_(backend, flat, root, f"{name}.{number}").wait()
             pieces = flat.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])

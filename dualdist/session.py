@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
 HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
+TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 BACKENDS = ("auto", "native", "horovod")
 TRANSPORTS = ("gloo", "mpi", "nccl")
 # Launchers that belong to one backend; the others start ranks for any.
@@ -52,7 +54,7 @@ class _Process:
 
     session: Session | None = None
     was_shut_down: bool = False
-    attempts: int = 0
+    sessions: int = 0
     store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
 
 
@@ -78,14 +80,22 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
             f"{_process.session.topology.size} already. Call dd.shutdown() in between to start anew"
         )
-    if not timeout_s > 0:
-        raise UsageError(f"timeout_s={timeout_s}: expected a number of seconds above 0")
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
     environ = os.environ
     requested = checked_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
     transport = checked_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
-    attempt = _process.attempts
-    _process.attempts += 1
-    _process.session = _open(requested, transport, environ, attempt, timeout_s)
+    # The same on all ranks, and new for every session and every restart of torchrun, whose store outlives its workers.
+    name = f"dualdist/{environ.get(TORCHRUN_RESTARTS, '0')}/{_process.sessions}"
+    _process.sessions += 1
+    session = _open(requested, transport, environ, name, timeout_s)
+    if transport not in ("", session.backend.transport) and session.backend.name != "single":
+        session.backend.close()
+        raise UnsupportedError(
+            f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
+            "here: unset it, or choose a backend and a launcher that have it"
+        )
+    _process.session = session
 
 
 def shutdown() -> None:
@@ -104,15 +114,15 @@ def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: st
     return value
 
 
-def _open(requested: str, transport: str, environ: MutableMapping[str, str], attempt: int, timeout_s: float) -> Session:
+def _open(requested: str, transport: str, environ: MutableMapping[str, str], session: str, timeout_s: float) -> Session:
     topology = detect(environ)
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
-        return _adopt(topology, group, environ, timeout_s)
+        return _adopt(topology, group, environ, session, timeout_s)
     name = chosen_backend(requested, topology)
     if name == "horovod" and controller(transport, topology, environ) == "mpi":
-        return _open_horovod_on_mpi(topology, environ, attempt, timeout_s)
-    return _open_over_store(name, topology, environ, attempt, timeout_s)
+        return _open_horovod_on_mpi(topology, environ, session, timeout_s)
+    return _open_over_store(name, topology, environ, session, timeout_s)
 
 
 def chosen_backend(requested: str, topology: Topology) -> str:
@@ -154,7 +164,9 @@ def _existing_group() -> tuple[int, int] | None:
     return native.existing_group()
 
 
-def _adopt(topology: Topology, group: tuple[int, int], environ: MutableMapping[str, str], timeout_s: float) -> Session:
+def _adopt(
+    topology: Topology, group: tuple[int, int], environ: MutableMapping[str, str], session: str, timeout_s: float
+) -> Session:
     """Use the program's own process group. Where no launcher is seen, the group says how many ranks there are."""
     from dualdist.backends import native
 
@@ -176,16 +188,22 @@ def _adopt(topology: Topology, group: tuple[int, int], environ: MutableMapping[s
             f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
             f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
         )
-    backend = native.adopt(_device(None), timeout_s)
+    backend, store = native.adopt(_device(None), timeout_s)
     topology = _place_by(backend, topology, environ)
-    return Session(backend, topology, _device(topology), timeout_s)
+    return Session(_watched(backend, store, session), topology, _device(topology), timeout_s)
 
 
 def _open_horovod_on_mpi(
-    topology: Topology, environ: MutableMapping[str, str], attempt: int, timeout_s: float
+    topology: Topology, environ: MutableMapping[str, str], session: str, timeout_s: float
 ) -> Session:
+    from dualdist import mpi_world
     from dualdist.backends import horovod
 
+    if mpi_world.has_ended():
+        raise UnsupportedError(
+            "MPI was finished in this process, by a session on another backend, and cannot start again: "
+            f"start a new job, or set {TRANSPORT}=gloo"
+        )
     backend = horovod.start_on_mpi(topology, environ, _device(None), timeout_s)
     if (backend.rank, backend.size) != (topology.rank, topology.size):
         backend.close()
@@ -200,7 +218,7 @@ def _open_horovod_on_mpi(
         return Session(backend, topology, _device(topology), timeout_s)
     if _process.store is None:
         _process.store = _store_over(backend, topology, environ, Deadline(timeout_s))
-    return Session(_watched(backend, _process.store, f"mpi/{attempt}"), topology, _device(topology), timeout_s)
+    return Session(_watched(backend, _process.store, session), topology, _device(topology), timeout_s)
 
 
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
@@ -227,7 +245,7 @@ def _watched(backend: Backend, store: Store, key: str) -> Backend:
 
 
 def _open_over_store(
-    name: str, topology: Topology, environ: MutableMapping[str, str], attempt: int, timeout_s: float
+    name: str, topology: Topology, environ: MutableMapping[str, str], session: str, timeout_s: float
 ) -> Session:
     """Open the backend where the ranks first meet at a store; a job of one rank needs none."""
     if name == "single":
@@ -240,21 +258,21 @@ def _open_over_store(
 
     deadline = Deadline(timeout_s)
     if topology.size == 1:
-        store, places = None, [Place(0, 0)]
+        store, places, interface = None, [Place(0, 0)], None
     else:
-        store, places = rendezvous.meet(topology, environ, attempt, name, native.connect, _process.store, deadline)
+        met = rendezvous.meet(topology, environ, session, name, native.connect, _process.store, deadline)
+        store, places, interface = met.store, met.places, met.interface
         _process.store = store
     topology = placed(topology, places)
     device = _device(topology)
-    key = f"{name}/{attempt}"
     backend: Backend
     if name == "native":
-        backend = native.start(topology.rank, topology.size, store, key, device, timeout_s)
+        backend = native.start(topology.rank, topology.size, store, session, interface, environ, device, timeout_s)
     else:
         from dualdist.backends import horovod
 
-        backend = horovod.start_on_gloo(topology, places, store, key, environ, device, timeout_s)
-    return Session(backend if store is None else _watched(backend, store, key), topology, device, timeout_s)
+        backend = horovod.start_on_gloo(topology, places, store, session, interface, environ, device, timeout_s)
+    return Session(backend if store is None else _watched(backend, store, session), topology, device, timeout_s)
 
 
 def _place_by(backend: Backend, topology: Topology, environ: MutableMapping[str, str]) -> Topology:

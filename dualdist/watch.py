@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, ReduceOp, Store, Work, describe
-from dualdist.deadline import Deadline
+from dualdist.deadline import Deadline, call_within
 from dualdist.errors import CollectiveTimeoutError, RendezvousError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RollCall:
                         self._reply(number, self.rank), f"{self.place}, for {time.monotonic() - self.since:.0f} s"
                     )
                     number += 1
-            except RendezvousError:
+            except (RendezvousError, TimeoutError):
                 return  # the process that served the store has ended; whoever waits learns it from the operation
 
     def _question(self, number: int) -> str:
@@ -109,7 +109,7 @@ class WatchedWork:
 def whereabouts(roll: RollCall) -> str:
     """Where the other ranks are, in words, for an error on this one."""
     try:
-        answers = roll.ask()
+        answers = call_within(2 * ANSWER_S, roll.ask, lambda: RendezvousError("no answer"))
     except (RendezvousError, TimeoutError):
         return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
     silent = [rank for rank in range(roll.size) if rank not in answers]
@@ -129,6 +129,8 @@ class WatchedBackend:
         self.rank = backend.rank
         self.size = backend.size
         self.names = backend.names
+        self.reducers = backend.reducers
+        self.is_open = True
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> WatchedWork:
         return self._watch(describe("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
@@ -140,6 +142,7 @@ class WatchedBackend:
         return self._watch(describe("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
 
     def close(self) -> None:
+        self.is_open = False
         self._roll.close()
         self._backend.close()
 

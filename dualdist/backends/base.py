@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,8 @@ ReduceOp = Literal["sum", "min", "max", "product"]
 
 class Store(Protocol):
     """A key-value store that all ranks of a job reach: how they exchange addresses before they can move tensors."""
+
+    address: str  # under which this rank reached it
 
     def set(self, key: str, value: str) -> None:
         """Make `value` visible to every rank under `key`."""
@@ -65,6 +67,8 @@ class Backend(Protocol):
     rank: int
     size: int
     names: Names
+    reducers: list[Any]  # of this session's wrapped optimizers, in the order in which every rank made them
+    is_open: bool  # until close()
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """Replace `buffer` on every rank by the reduction over all ranks."""

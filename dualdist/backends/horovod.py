@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -133,6 +134,8 @@ class HorovodBackend:
         self.rank = int(hvd.rank())
         self.size = int(hvd.size())
         self.names = Names()
+        self.reducers: list[Any] = []
+        self.is_open = True
         self._hvd = hvd
         self._leave = leave
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
@@ -154,6 +157,7 @@ class HorovodBackend:
         return self._start(what, lambda: self._hvd.broadcast_async_(buffer, root, name=name))
 
     def close(self) -> None:
+        self.is_open = False
         self._leave()
 
     def _start(self, what: str, start: Callable[[], int]) -> HorovodWork:
@@ -178,7 +182,7 @@ def start_on_mpi(
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
-    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, leave=lambda: None)
+    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, leave=_nothing)
 
 
 def start_on_gloo(
@@ -186,6 +190,7 @@ def start_on_gloo(
     places: Sequence[Place],
     store: Store | None,
     key: str,
+    interface: str | None,
     environ: MutableMapping[str, str],
     device: torch.device,
     timeout_s: float,
@@ -199,32 +204,40 @@ def start_on_gloo(
     hvd = load()
     if not hvd.gloo_built():
         raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
-    deadline = Deadline(timeout_s)
-    settings = settings_for("gloo", timeout_s)
-    slots = slots_of(places)
-    settings.update(slots[topology.rank])
-    stop_server: Callable[[], None] = lambda: None  # noqa: E731
-    if store is None:
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
-    else:
-        address, port, stop_server = _serve_or_find(topology, slots, store, key, environ, deadline)
-        interface = "lo" if topology.nodes == 1 else network.interface_towards(address)
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
-        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
-        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or interface
     if hvd.is_initialized():
         raise UnsupportedError(
             "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
             "DUALDIST_TRANSPORT=gloo"
         )
-    with variables_set(environ, settings):
-        _init(hvd, topology, deadline.left_s())
+    deadline = Deadline(timeout_s)
+    slots = slots_of(places)
+    settings = {**settings_for("gloo", timeout_s), **slots[topology.rank]}
+    stop_server: Callable[[], None] = _nothing
+    if store is None:
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
+    else:
+        address, port, stop_server = _serve_or_find(topology, slots, store, key, environ, deadline)
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
+        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
+        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or interface or "lo"
+    try:
+        with variables_set(environ, settings):
+            _init(hvd, topology, deadline.left_s())
+    except BaseException:
+        stop_server()
+        raise
 
     def leave() -> None:
-        _shut_down(hvd, timeout_s)
-        stop_server()
+        try:
+            _shut_down(hvd, timeout_s)
+        finally:
+            stop_server()
 
     return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
+
+
+def _nothing() -> None:
+    """What there is to stop where nothing was started."""
 
 
 def _serve_or_find(
@@ -252,7 +265,7 @@ def _serve_or_find(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
             "see what rank 0 printed last"
         ) from error
-    return invitation.answering_address(host, deadline), invitation.port, lambda: None
+    return invitation.answering_address(host, deadline), invitation.port, _nothing
 
 
 def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:

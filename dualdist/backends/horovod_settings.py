@@ -14,6 +14,7 @@ Settings = dict[str, "str | None"]  # None: unset
 # Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
 # installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
 ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
+LATER_S = 30.0
 
 
 def slots_of(places: Sequence[Place]) -> list[Settings]:
@@ -38,12 +39,18 @@ def slots_of(places: Sequence[Place]) -> list[Settings]:
 
 
 def settings_for(controller: Controller, timeout_s: float) -> Settings:
-    """Variables by which Horovod takes the controller and ends, rather than only reports, a rank that never comes."""
-    seconds = str(max(1, round(timeout_s)))
+    """Variables by which Horovod takes the controller, and reports a rank that does not come before our wait ends.
+
+    Horovod's own end of a stalled job comes later than ours, which names the ranks.
+    """
     return {
         "HOROVOD_CONTROLLER": controller,
         "HOROVOD_CPU_OPERATIONS": controller,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(60, round(timeout_s / 2)))),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _seconds(timeout_s + LATER_S),
     }
+
+
+def _seconds(value: float) -> str:
+    return str(max(1, round(value)))

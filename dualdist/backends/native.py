@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from dualdist.errors import (
     RendezvousError,
     UnsupportedError,
 )
+from dualdist.variables import variables_set
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,6 +30,7 @@ OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is late and when it is gone.
 LATE = ("timed out", "timeout")
 GONE = (
@@ -46,8 +50,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class TcpStore:
     """torch's TCPStore with our errors."""
 
-    def __init__(self, store: dist.Store, where: str) -> None:
+    def __init__(self, store: dist.Store, address: str, where: str) -> None:
         self.store = store
+        self.address = address
         self._where = where
 
     def set(self, key: str, value: str) -> None:
@@ -110,7 +115,7 @@ def connect(address: str, port: int, listener: socket.socket | None, deadline: D
 
     foreign = f"something listens on {where}, but it is not the store of this job: does another program use this port?"
     try:
-        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), where)
+        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), address, where)
     except dist.DistError as error:
         raise RendezvousError(f"{foreign} ({_first_line(error)})") from error
 
@@ -129,7 +134,7 @@ class NativeWork:
 
     def wait(self) -> torch.Tensor:
         try:
-            self._work.wait()
+            self._work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise translated(error, self._what, self._timeout_s) from error
         return self._result
@@ -146,7 +151,12 @@ class NativeBackend:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.names = Names()
+        self.reducers: list[Any] = []
+        self.is_open = True
         self._owned = owned
+        if owned:
+            # Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291).
+            atexit.register(self.close)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
         what = describe("allreduce", name, buffer)
@@ -162,6 +172,8 @@ class NativeBackend:
         return self._start(what, buffer, lambda: dist.broadcast(buffer, root, async_op=True))
 
     def close(self) -> None:
+        self.is_open = False
+        atexit.unregister(self.close)
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -181,30 +193,51 @@ def existing_group() -> tuple[int, int] | None:
     return None
 
 
-def adopt(device: torch.device, timeout_s: float) -> NativeBackend:
-    """Use the default group that is there, and leave it alone at close()."""
-    transport = "nccl" if device.type == "cuda" and "nccl" in str(dist.get_backend()) else str(dist.get_backend())
-    return NativeBackend(transport, timeout_s, owned=False)
+def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpStore]:
+    """Use the default group that is there, and its store, and leave both alone at close()."""
+    kinds = {kind.type for kind in dist.group.WORLD._device_types}  # type: ignore[union-attr]
+    if "cpu" not in kinds:
+        raise UnsupportedError(
+            f"torch.distributed's default group moves {', '.join(sorted(kinds))} tensors only, and dualdist moves "
+            'CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
+        )
+    transport = "nccl" if device.type in kinds - {"cpu"} else "gloo"
+    store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
+    return NativeBackend(transport, timeout_s, owned=False), TcpStore(store, "", "torch.distributed's own store")
 
 
-def start(rank: int, size: int, store: Store | None, key: str, device: torch.device, timeout_s: float) -> NativeBackend:
-    """Set up torch.distributed's default group over the store; a group of one needs none."""
+def start(
+    rank: int,
+    size: int,
+    store: Store | None,
+    key: str,
+    interface: str | None,
+    environ: MutableMapping[str, str],
+    device: torch.device,
+    timeout_s: float,
+) -> NativeBackend:
+    """Set up torch.distributed's default group over the store; a group of one needs none.
+
+    `interface` is the network interface towards the other nodes, where there are any and the user has not named one.
+    """
     if not dist.is_available():
         raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
     nccl = device.type == "cuda" and dist.is_nccl_available()
     inner: dist.Store = dist.HashStore() if store is None else store.store  # type: ignore[attr-defined]
+    names = [name for name in INTERFACES if interface and name not in environ]
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=dist.PrefixStore(key, inner),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        with variables_set(environ, dict.fromkeys(names, interface)):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=dist.PrefixStore(f"{key}/group", inner),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )
     except RuntimeError as error:
         raise RendezvousError(
             f"rank {rank} of {size} met the others, but torch could not connect them ({_first_line(error)}): "
-            "if the hosts have several networks, name the one they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
         ) from error
     return NativeBackend("nccl" if nccl else "gloo", timeout_s, owned=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualdist.backends.base import Names, ReduceOp
 
@@ -33,6 +33,8 @@ class SingleBackend:
 
     def __init__(self) -> None:
         self.names = Names()
+        self.reducers: list[Any] = []
+        self.is_open = True
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Finished:
         return Finished(buffer)
@@ -44,4 +46,4 @@ class SingleBackend:
         return Finished(buffer)
 
     def close(self) -> None:
-        pass
+        self.is_open = False

@@ -142,6 +142,23 @@ def allgather_keeps_rank_order_and_takes_uneven_rows() -> None:
     assert dd.allgather(torch.tensor(dd.rank())).tolist() == list(ranks())
     assert dd.allgather(torch.empty(0, 5)).shape == (0, 5)
     assert dd.allgather(torch.empty(dd.rank() + 1, 0)).shape == (sum(rank + 1 for rank in ranks()), 0)
+    assert dd.allgather(torch.empty(2 * dd.rank(), 0)).shape == (sum(2 * rank for rank in ranks()), 0)
+
+
+@law
+def what_is_only_moved_may_have_any_dtype() -> None:
+    for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int16, torch.uint8, torch.complex64, torch.float64):
+        mine = torch.tensor([[dd.rank(), 1]]).to(dtype)
+        everybody = torch.tensor([[rank, 1] for rank in ranks()]).to(dtype)
+        assert torch.equal(dd.allgather(mine), everybody), dtype
+        assert torch.equal(dd.broadcast(mine, dd.size() - 1), everybody[-1:]), dtype
+    scalar = torch.tensor(dd.rank() == 0)
+    assert dd.broadcast_(scalar, 0).item() is True
+
+
+@law
+def bfloat16_is_reduced() -> None:
+    assert dd.allreduce(torch.ones(3, dtype=torch.bfloat16), "sum").tolist() == [float(dd.size())] * 3
 
 
 @law
@@ -182,12 +199,18 @@ def wrong_arguments_are_refused_by_name() -> None:
     raises(UsageError, lambda: dd.wrap_optimizer(optimizer, op="max"), "max")  # type: ignore[arg-type]
     raises(UsageError, lambda: dd.wrap_optimizer(optimizer, net().named_parameters()), "lacks")
     raises(AlreadyInitializedError, dd.init, "shutdown")
+    raises(UsageError, lambda: dd.allreduce_(torch.ones(1).expand(3)), "contiguous")
+    raises(UsageError, lambda: dd.broadcast_object(lambda: None), "pickle")
+    raises(UsageError, lambda: dd.allgather_object(lambda: None if dd.rank() == 0 else 1), "pickle")
 
 
 @law
 def rows_that_do_not_fit_are_an_error_on_every_rank() -> None:
     if dd.size() > 1:
         raises(MismatchError, lambda: dd.allgather(torch.ones(2, 3 + dd.rank() % 2)), "(2, 3)", "(2, 4)")
+        raises(
+            MismatchError, lambda: dd.allgather(torch.ones(2, dtype=(torch.int8, torch.float64)[dd.rank() % 2])), "int8"
+        )
 
 
 @law
@@ -198,7 +221,9 @@ def broadcast_parameters_makes_all_ranks_roots() -> None:
         for tensor in model.state_dict().values():
             tensor.copy_(torch.rand(tensor.shape) * 10)
         states = dd.allgather_object(model.state_dict())
+        model.register_buffer("mask", torch.tensor([dd.rank() == root, True]), persistent=False)
         dd.broadcast_parameters(model, root)
+        assert model.mask.tolist() == [True, True], "a buffer that is not saved is broadcast too"
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, states[root][name]), name
         linear = nn.Linear(2, 2)
@@ -471,6 +496,108 @@ def a_backward_that_raised_does_not_spoil_the_next() -> None:
     loss_of(model, dd.rank(), 1).backward()
     assert_close(gradients(model), mean_gradients(model, (1,)))
     optimizer.step()
+
+
+@law
+def gradients_of_an_interrupted_backward_are_not_lost() -> None:
+    """Nothing is dropped between the two backwards: what the first one left adds up with the second."""
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 18))  # a bucket of its own, sent at once
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+    scale = float(dd.rank() + 1)
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    product = first * 2
+    product.register_hook(refuse)
+    raises(ValueError, lambda: (last.sum() * scale + product.sum()).backward(), "refused")
+    (last.sum() * scale + first.sum() * scale).backward()
+    assert torch.allclose(last.grad, torch.full_like(last, 2 * mean))
+    assert torch.allclose(first.grad, torch.full_like(first, mean))
+    optimizer.step()
+
+
+@law
+def a_parameter_inside_and_outside_a_checkpoint_keeps_both_gradients() -> None:
+    shared, other = nn.Parameter(torch.ones(1 << 18)), nn.Parameter(torch.ones(3))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([other, shared], lr=0.1))
+    x = torch.ones(1 << 18, requires_grad=True)
+    inside = checkpoint(lambda t: t * shared, x * other.sum(), use_reentrant=True)
+    (inside.sum() * (dd.rank() + 1) + shared.sum()).backward()
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    assert torch.allclose(shared.grad, torch.full_like(shared, 3 * mean + 1))
+    optimizer.step()
+
+
+@law
+def second_derivatives_leave_the_reduction_alone() -> None:
+    weight = nn.Parameter(torch.full((2,), 3.0))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    (weight.square().sum() * (dd.rank() + 1)).backward(create_graph=True)
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    assert torch.allclose(weight.grad, torch.full((2,), 6 * mean))
+    weight.grad = None  # the graph keeps a cycle alive otherwise
+    optimizer.step()
+
+
+@law
+def a_sum_is_not_summed_again() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), op="sum")
+    weight.sum().backward()
+    raises(UsageError, lambda: weight.sum().backward(), "zero_grad")
+    optimizer.zero_grad()
+    weight.sum().backward()
+    assert weight.grad.tolist() == [float(dd.size())] * 2
+    optimizer.step()
+
+
+@law
+def a_skipped_step_does_not_confuse_the_next() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.sum().backward()  # no step follows, as after an overflow
+    optimizer.zero_grad()
+    if dd.rank() == 0:
+        weight.sum().backward()
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2,), 1 - 1 / dd.size()))
+
+
+@law
+def optimizers_that_ranks_use_differently_do_not_mix() -> None:
+    """Rank 0's loss touches both, the others' touch one: equal shapes would be added up with each other unseen."""
+    one, two = (nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)]) for _ in range(2))
+    first = dd.wrap_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+    second = dd.wrap_optimizer(torch.optim.SGD(two.parameters(), lr=0.1))
+    for _ in range(2):
+        first.zero_grad()
+        second.zero_grad()
+        loss = two[0].sum() * 100 + two[1].sum() * 100
+        if dd.rank() == 0:
+            loss = loss + one[0].sum()
+        loss.backward()
+        assert torch.allclose(one[0].grad, torch.full((3,), 1 / dd.size()))
+        assert one[1].grad is None
+        assert two[0].grad.tolist() == [100.0] * 3
+        first.step()
+        second.step()
+
+
+@law
+def the_newest_optimizer_has_the_parameters() -> None:
+    """However long the old one lives: garbage is collected at another time on each rank."""
+    model = net()
+    kept = []
+    for step in range(3):
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if dd.rank() % 2:
+            kept.append(optimizer)
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
 
 
 @law

@@ -86,9 +86,17 @@ def main(arguments: Sequence[str]) -> None:
         "ddp": values(trained_by_ddp()) if dd.backend() == "native" else {},
         "failures": dict(failures()),
     }
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
     dd.shutdown()
     raises(NotInitializedError, dd.size, "after dd.shutdown()")
+    raises(NotInitializedError, (weight * rank).sum().backward, "dd.wrap_optimizer again")
     dd.init(backend, timeout_s=40)
+    dd.wrap_optimizer(optimizer)
+    optimizer.zero_grad()
+    (weight * rank).sum().backward()
+    optimizer.step()
+    result["stepped_to"] = weight.item()
     result["again"] = dd.allreduce(torch.tensor(rank), "sum").item()
     dd.shutdown()
     report(rank, result)

@@ -124,6 +124,7 @@ def test_every_rank_knows_its_place_and_its_backend(jobs: Jobs, cell: Cell) -> N
             "backend": cell.backend,
             "transport": cell.transport,
             "again": sum(range(cell.ranks)),
+            "stepped_to": 1 - sum(range(cell.ranks)) / cell.ranks,
         }
         assert {name: report[name] for name in expected} == expected
 

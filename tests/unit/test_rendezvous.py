@@ -79,7 +79,8 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 
     def attend(rank: int) -> tuple[object, list[Place]]:
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        return meet(topology, environ, 0, "native", native.connect, None, deadline)
+        met = meet(topology, environ, "session", "native", native.connect, None, deadline)
+        return met.interface, met.places
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
@@ -100,17 +101,19 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
             started.wait(30)
         started.set()
         topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return meet(topology, environ, 0, "native", native.connect, None, Deadline(60))[1]
+        return meet(topology, environ, "session", "native", native.connect, None, Deadline(60)).places
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(attend, range(2))) == [[Place(0, 0), Place(0, 1)]] * 2
 
 
-@pytest.mark.parametrize("url", ["meet", "http://host/x", "file://host/x", "file:relative"])
+@pytest.mark.parametrize(
+    "url", ["meet", "http://host/x", "file://host/x", "file:relative", "tcp://host", "tcp://host:x", "tcp://h:99999"]
+)
 def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
     topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
     with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
-        meet(topology, {"DUALDIST_RENDEZVOUS": url}, 0, "native", native.connect, None, Deadline(1))
+        meet(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native.connect, None, Deadline(1))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
