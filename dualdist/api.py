@@ -242,9 +242,11 @@ def wrap_optimizer(
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
     divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose
-    backward touched no parameter takes part in step(). A closure's loss comes back as the mean over all ranks.
-    Parameters that are added by add_param_group or unfrozen later are reduced too; sparse gradients are refused with
-    UnsupportedError.
+    backward touched no parameter takes part in step(), so on that step it must not clip or unscale, which would come
+    too early. With op="sum", one reduction between two zero_grad() or step() calls. A closure's loss comes back as the
+    mean over all ranks. Parameters that are added by add_param_group or unfrozen later are reduced too, those of two
+    wrapped optimizers by the newer one; sparse gradients are refused with UnsupportedError. After shutdown() and a new
+    init(), wrap again.
 
     `named_parameters` (model.named_parameters()) gives errors their names.
     """

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -14,25 +16,35 @@ import dualdist as dd
 TIMEOUT_S = 6
 
 
+def fail(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+# What a rank does between two sums: (which rank, what).
+BETWEEN: dict[str, tuple[int, Callable[[], object]]] = {
+    "raises": (1, lambda: fail("this rank's own mistake")),
+    "exits": (1, lambda: sys.exit(5)),
+    "is killed": (1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "stops": (1, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "is late": (1, lambda: time.sleep(3 * TIMEOUT_S)),
+    "the first stops": (0, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "fails once": (1, lambda: os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and fail("the first try fails")),
+}
+
+
 def main(backend: str, case: str = "") -> None:
     dd.init(backend, timeout_s=TIMEOUT_S)
     dd.allreduce(torch.ones(3))
-    if dd.rank() == 1:
-        match case:
-            case "raises":
-                raise ValueError("this rank's own mistake")
-            case "exits":
-                sys.exit(5)
-            case "is killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "is late":
-                time.sleep(3 * TIMEOUT_S)
+    rank, happens = BETWEEN.get(case, (-1, None))
+    if rank == dd.rank() and happens is not None:
+        happens()
     dd.allreduce(torch.ones(3), name="the.sum")
     if case == "twice":
         dd.init(backend)
-    dd.shutdown()
+    if case != "no shutdown":
+        dd.shutdown()
+    if case == "changes":
+        dd.init("horovod", timeout_s=TIMEOUT_S)
     if case == "after":
         dd.allreduce(torch.ones(3))
 

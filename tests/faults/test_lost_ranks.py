@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from faults.conftest import Refuses
 from faults.test_bad_input import LIMIT_S, RANK, assert_says
+from harness.jobs import Launch
 
 # Each with its own idea of what to do when one of its ranks fails.
 LAUNCHERS = {
@@ -31,3 +32,29 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuse
     outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
     where = "rank 1 is in the program" if case == "is late" else "No answer from rank 1"
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum' of float32(3,)", "6 s", where)
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> None:
+    """Rank 0 serves the store: the others must not wait for it to answer where everybody is."""
+    argv, first = LAUNCHERS["mpirun"]
+    outcome = refuses([*argv, *RANK[first:], backend, "the first stops"], timeout_s=LIMIT_S)
+    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum'", "rank 0")
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_torchrun_restarts_a_failed_job(launch: Launch, backend: str) -> None:
+    argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", *RANK[1:], backend, "fails once"]
+    assert "the first try fails" in launch(argv).stderr
+
+
+def test_a_program_may_end_without_shutdown(launch: Launch) -> None:
+    """Gloo's threads abort about one such process in five that does not stop them before the interpreter ends."""
+    for _ in range(6):
+        launch(["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:], "native", "no shutdown"])
+
+
+def test_mpi_cannot_start_again_and_says_so(refuses: Refuses) -> None:
+    argv, first = LAUNCHERS["mpirun"]
+    outcome = refuses([*argv, *RANK[first:], "native", "changes"], timeout_s=LIMIT_S)
+    assert_says(outcome, "UnsupportedError", "MPI was finished", "DUALDIST_TRANSPORT=gloo")
