@@ -14,7 +14,8 @@
     │   ├── RankLostError            a rank ended or its connection broke
     │   └── MismatchError            the ranks passed arguments that do not fit together
     ├── BuildError               install-horovod could not build or verify Horovod
-    └── LaunchError              ranks could not be started, or one of them failed
+    ├── LaunchError              ranks could not be started, or one of them failed
+    └── TorchvisionError         torchvision is missing, or does not fit the installed torch
 
 Every message says what was seen, what was expected and what to type. Programs may catch DualdistError for all of them.
 """
@@ -80,3 +81,7 @@ class BuildError(DualdistError):
 
 class LaunchError(DualdistError):
     """Ranks could not be started, or one of them failed."""
+
+
+class TorchvisionError(DualdistError, ImportError):
+    """torchvision is not installed, or does not work with the installed torch."""

@@ -12,17 +12,13 @@ from types import ModuleType
 
 import torch
 
-from dualdist.errors import DualdistError
+from dualdist.errors import TorchvisionError
 
 # The two operators that `import torchvision` describes to torch's compiler; it dies where they do not exist.
 SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-
-
-class TorchvisionError(DualdistError, ImportError):
-    """torchvision is not installed, or does not work with the installed torch."""
 
 
 def load_torchvision() -> ModuleType:

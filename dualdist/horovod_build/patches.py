@@ -64,6 +64,12 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patc
             'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
             "no symbols in the library",
         ),
+        Patch(
+            "horovod/common/gloo/gloo_context.cc",
+            "assert(global_context.IsEnabled());",
+            "assert(global_context.IsEnabled());\n\n  gloo_iface_ = global_context.gloo_iface_;",
+            "a process set listened where the host's name points, be it loopback, whatever HOROVOD_GLOO_IFACE says",
+        ),
         Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"),
         Patch(
             "setup.py",

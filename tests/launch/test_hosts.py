@@ -48,7 +48,8 @@ def hosts() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("meeting", ["an address", "a file"])
-def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: list[str], meeting: str) -> None:
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: list[str], backend: str, meeting: str) -> None:
     """Two ranks on the first host, one on the second; the host name resolves to loopback on both."""
     folder = launch.directory / "reports"
     folder.mkdir()
@@ -67,7 +68,7 @@ def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: list[str], mee
                 REPORT_DIR: str(folder),
                 **given,
             }
-            argv = ["ip", "netns", "exec", hosts[host], sys.executable, str(PROGRAM), "native"]
+            argv = ["ip", "netns", "exec", hosts[host], sys.executable, str(PROGRAM), backend]
             jobs.append(stack.enter_context(launch.start(argv, env=env)))
         outcomes = [job.wait(100) for job in jobs]
     failed = next(itertools.chain((o for o in outcomes if o.rc), outcomes))
