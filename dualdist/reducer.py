@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,9 +19,9 @@ from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 # before it. What has not left when backward ends leaves then; a gradient that is None travels as zeros beside a flag
 # that says so.
 #
-# Note [several optimizers]: which of them a backward touches may differ between ranks too. So where there are several,
-# nothing leaves early: when backward ends the ranks tell each other, in one small message, which ones are due, and
-# reduce those in the order in which they were wrapped.
+# Note [several optimizers]: which of them a backward touches may differ between ranks too. So once a session has
+# several, nothing leaves early: when backward ends the ranks tell each other, in one small message, which ones are due,
+# and reduce those in the order in which they were wrapped.
 #
 # Note [interrupted backward]: a backward that raises never runs its callback. The other ranks still wait for what it
 # had not sent, so the next backward first completes that round, and drops the result: the gradients stay as they are,
@@ -52,14 +53,14 @@ class Reducer:
         self._names: list[str] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
-        self._owned = 0  # parameters whose hook is this reducer's
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a thread of its own
         self._arrived: set[int] = set()
         self._next = 0  # the first bucket that has not been launched
         self._backwards_open: set[int] = set()  # autograd's numbers of the backwards whose end is awaited
         self._backwards = 0  # since the last step
         self._rounds = 0  # of reductions, since the last step
-        backend.reducers.append(self)
+        self._number = len(backend.reducers)
+        backend.reducers.append(weakref.ref(self))
 
     def update(self) -> None:
         """Reduce also those parameters that are new, or want gradients, since the last look; every rank calls this.
@@ -102,10 +103,8 @@ class Reducer:
         hooks = param._post_accumulate_grad_hooks or {}
         for key, hook in list(hooks.items()):
             if isinstance(hook, _Hook):
-                hook.reducer._owned -= 1
                 del hooks[key]
         param.register_post_accumulate_grad_hook(_Hook(self, number))
-        self._owned += 1
 
     def _mark(self, param: torch.Tensor, number: int) -> None:
         """Autograd has finished this parameter's gradient."""
@@ -122,7 +121,7 @@ class Reducer:
                 return
             self._arrived.add(number)
             self._bucket_of[number].waiting_for -= 1
-            if len(_active(self.backend)) == 1:
+            if len(self.backend.reducers) == 1:
                 self._launch_full()
 
     def _launch_full(self) -> None:
@@ -194,24 +193,24 @@ class _Hook:
         self.reducer._mark(param, self._number)
 
 
-def _active(backend: Backend) -> list[Reducer]:
-    """The reducers that have parameters, in the order in which every rank made them."""
-    return [reducer for reducer in backend.reducers if reducer._owned]
+def _live(backend: Backend) -> list[Reducer]:
+    """The reducers that have not been garbage-collected, in the order in which every rank made them."""
+    return [reducer for reference in backend.reducers if (reducer := reference()) is not None]
 
 
 def _end_backward(backend: Backend, backward: int) -> None:
     """Reduce what is due. Every reducer that the backward touched asks for this; the first one does it for all."""
-    due = [reducer for reducer in list(backend.reducers) if reducer._has_ended(backward)]
+    due = [reducer for reducer in _live(backend) if reducer._has_ended(backward)]
     if due:
         _run_round(backend, due)
 
 
 def _run_round(backend: Backend, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
-    active = _active(backend)
-    if len(active) > 1:
-        flags = torch.tensor([float(reducer in due) for reducer in active])
+    if len(backend.reducers) > 1:
+        flags = torch.zeros(len(backend.reducers))
+        flags[[reducer._number for reducer in due]] = 1
         backend.allreduce_(flags, "max", backend.names.next("gradients.due")).wait()
-        due = [reducer for reducer, flag in zip(active, flags.tolist(), strict=True) if flag]
+        due = [reducer for reducer in _live(backend) if flags[reducer._number]]
     for reducer in due:
         reducer._reduce()

@@ -67,7 +67,7 @@ class Backend(Protocol):
     rank: int
     size: int
     names: Names
-    reducers: list[Any]  # of this session's wrapped optimizers, in the order in which every rank made them
+    reducers: list[Any]  # weak references to those of this session, in the order in which every rank made them
     is_open: bool  # until close()
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:

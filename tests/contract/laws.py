@@ -20,10 +20,17 @@ import dualdist as dd
 from dualdist.errors import AlreadyInitializedError, MismatchError, UnsupportedError, UsageError
 
 LAWS: dict[str, Callable[[], None]] = {}
+# Laws that want a session of their own: once a session has had several optimizers, buckets no longer leave early.
+ALONE: dict[str, Callable[[], None]] = {}
 
 
 def law(function: Callable[[], None]) -> Callable[[], None]:
     LAWS[function.__name__] = function
+    return function
+
+
+def law_alone(function: Callable[[], None]) -> Callable[[], None]:
+    ALONE[function.__name__] = function
     return function
 
 
@@ -294,7 +301,7 @@ def gradients_are_summed_on_request() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def a_parameter_that_some_ranks_use_gets_the_mean_over_all() -> None:
     model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
     for layer in model:
@@ -309,7 +316,7 @@ def a_parameter_that_some_ranks_use_gets_the_mean_over_all() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def a_rank_whose_backward_touched_nothing_takes_part_when_it_steps() -> None:
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -339,7 +346,7 @@ def gradients_set_by_hand_are_reduced_by_the_step() -> None:
     assert torch.allclose(weight, torch.full((2,), -sum(ranks()) / dd.size()))
 
 
-@law
+@law_alone
 def accumulation_reduces_once_and_adds_up() -> None:
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3)
@@ -499,7 +506,7 @@ def a_backward_that_raised_does_not_spoil_the_next() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def gradients_of_an_interrupted_backward_are_not_lost() -> None:
     """Nothing is dropped between the two backwards: what the first one left adds up with the second."""
     first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 18))  # a bucket of its own, sent at once
@@ -520,7 +527,7 @@ def gradients_of_an_interrupted_backward_are_not_lost() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def a_parameter_inside_and_outside_a_checkpoint_keeps_both_gradients() -> None:
     shared, other = nn.Parameter(torch.ones(1 << 18)), nn.Parameter(torch.ones(3))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([other, shared], lr=0.1))
@@ -557,7 +564,7 @@ def a_sum_is_not_summed_again() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def a_skipped_step_does_not_confuse_the_next() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
@@ -647,7 +654,7 @@ def parameters_of_several_dtypes_and_layouts_are_reduced() -> None:
     optimizer.step()
 
 
-@law
+@law_alone
 def many_buckets_leave_in_one_order() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(512, 600) for _ in range(6)]  # 1.2 MB each: several buckets

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from contract.laws import LAWS, digest, loss_of, net, raises
+from contract.laws import ALONE, LAWS, digest, loss_of, net, raises
 from harness.jobs import report
 from torch import nn
 
@@ -56,8 +56,8 @@ def values(model: nn.Module) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-def failures() -> Iterator[tuple[str, str]]:
-    for name, check in LAWS.items():
+def failures(laws: Mapping[str, Callable[[], None]]) -> Iterator[tuple[str, str]]:
+    for name, check in laws.items():
         try:
             check()
         except Exception:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
         "hash": digest(model),
         "parameters": values(model),
         "ddp": values(trained_by_ddp()) if dd.backend() == "native" else {},
-        "failures": dict(failures()),
+        "failures": dict(failures(LAWS)),
     }
     weight = nn.Parameter(torch.ones(1))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
@@ -99,6 +99,10 @@ def main(arguments: Sequence[str]) -> None:
     result["stepped_to"] = weight.item()
     result["again"] = dd.allreduce(torch.tensor(rank), "sum").item()
     dd.shutdown()
+    for name, check in ALONE.items():
+        dd.init(backend, timeout_s=40)
+        result["failures"] |= dict(failures({name: check}))
+        dd.shutdown()
     report(rank, result)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from contract import program
-from contract.laws import LAWS, batch, net
+from contract.laws import ALONE, LAWS, batch, net
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
 
@@ -103,7 +103,7 @@ def jobs(base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) 
     return Jobs(Launch(base_env, tmp_path_factory.mktemp("contract")))
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", [*LAWS, *ALONE])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_law_holds(jobs: Jobs, cell: Cell, name: str) -> None:
     for report in jobs.reports(cell):
