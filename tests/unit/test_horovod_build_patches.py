@@ -33,6 +33,12 @@ set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")
       python_requires='>=3.6',
       zip_safe=False,
 """,
+    "horovod/common/gloo/gloo_context.cc": """\
+  assert(global_context.IsEnabled());
+
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+""",
     "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
     "horovod/runner/js_run.py": "from horovod.runner.util import lsf\nfrom distutils.spawn import find_executable\n",
     "horovod/runner/http/http_server.py": """\

@@ -15,7 +15,7 @@ from dualdist.deadline import Deadline, call_within
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.network import LOOPBACK, Invitation, host_identity, interfaces, listen, wait_until_listening
 from dualdist.placement import Place, Report
-from dualdist.rendezvous import FileExchange, assemble, meet
+from dualdist.rendezvous import FileExchange, Met, assemble, meet
 from dualdist.topology import Topology
 
 
@@ -77,14 +77,14 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
     environ = {"DUALDIST_RENDEZVOUS": (tmp_path / "meet").as_uri()}
     deadline = Deadline(30)
 
-    def attend(rank: int) -> tuple[object, list[Place]]:
+    def attend(rank: int) -> Met:  # as a session does, it keeps the store, which rank 0 serves
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        met = meet(topology, environ, "session", "native", native.connect, None, deadline)
-        return met.interface, met.places
+        return meet(topology, environ, "session", "native", native.connect, None, deadline)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
-    assert [places for _, places in found] == [[Place(0, 0), Place(0, 1), Place(0, 2)]] * 3
+    assert [met.places for met in found] == [[Place(0, 0), Place(0, 1), Place(0, 2)]] * 3
+    assert {met.interface for met in found} == {None}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,15 +96,16 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
     FileExchange(path).publish(stale.dumps())
     started = threading.Event()
 
-    def attend(rank: int) -> list[Place]:
+    def attend(rank: int) -> Met:
         if rank == 0:
             started.wait(30)
         started.set()
         topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return meet(topology, environ, "session", "native", native.connect, None, Deadline(60)).places
+        return meet(topology, environ, "session", "native", native.connect, None, Deadline(60))
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(attend, range(2))) == [[Place(0, 0), Place(0, 1)]] * 2
+        found = list(pool.map(attend, range(2)))
+    assert [met.places for met in found] == [[Place(0, 0), Place(0, 1)]] * 2
 
 
 @pytest.mark.parametrize(
