@@ -1,0 +1,486 @@
+"""The laws of replicas and gradients; the oracle does the same mathematics alone, on everybody's data."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import torch
+from contract.oracle import (
+    assert_close,
+    assert_same_everywhere,
+    batch,
+    gradients,
+    law,
+    law_alone,
+    loss_of,
+    mean_gradients,
+    net,
+    raises,
+    ranks,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dualdist as dd
+from dualdist.errors import MismatchError, UnsupportedError, UsageError
+
+
+@law
+def broadcast_parameters_makes_all_ranks_roots() -> None:
+    for root in (0, dd.size() - 1):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        torch.manual_seed(dd.rank())
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape) * 10)
+        states = dd.allgather_object(model.state_dict())
+        model.register_buffer("mask", torch.tensor([dd.rank() == root, True]), persistent=False)
+        dd.broadcast_parameters(model, root)
+        assert model.mask.tolist() == [True, True], "a buffer that is not saved is broadcast too"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, states[root][name]), name
+        linear = nn.Linear(2, 2)
+        weights = dd.allgather_object(linear.state_dict())
+        dd.broadcast_parameters(linear.named_parameters(), root)
+        assert torch.equal(linear.weight, weights[root]["weight"])
+        dd.broadcast_parameters(linear.state_dict(), root)
+
+
+@law
+def models_that_differ_are_an_error_on_every_rank() -> None:
+    if dd.size() == 1:
+        return
+    model = nn.Linear(3, 3 + dd.rank() % 2)
+    raises(MismatchError, lambda: dd.broadcast_parameters(model), "rank 1", "(4, 3)", "(3, 3)")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer), "rank 1")
+
+
+@law
+def broadcast_optimizer_state_makes_all_optimizers_roots() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (dd.rank() + 1), weight_decay=0.01)
+    if dd.rank() == 0:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    dd.broadcast_optimizer_state(optimizer)
+    states = dd.allgather_object(optimizer.state_dict())
+    assert states[0]["state"], "root has stepped"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for state in states[1:]:
+        assert str(state) == str(states[0])
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old), "weights and gradients are left alone"
+
+
+@law
+def gradients_are_the_mean_when_backward_returns() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
+    assert model.untouched.grad is None
+
+
+@law
+def zeroed_gradients_work_like_absent_ones() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
+
+
+@law
+def gradients_are_summed_on_request() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
+    loss_of(model, dd.rank()).backward()
+    expected = [None if grad is None else grad * dd.size() for grad in mean_gradients(model)]
+    assert_close(gradients(model), expected)
+    optimizer.step()
+
+
+@law_alone
+def a_parameter_that_some_ranks_use_gets_the_mean_over_all() -> None:
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    dd.broadcast_parameters(model)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    chosen = [0] if dd.rank() else [0, 1]  # layer 1 by rank 0 only, layer 2 by nobody
+    sum(model[index](torch.ones(1, 2)).sum() for index in chosen).backward()
+    assert torch.equal(model[0].weight.grad, torch.ones(1, 2))
+    assert torch.equal(model[1].weight.grad, torch.full((1, 2), 1 / dd.size()))
+    assert model[2].weight.grad is None
+    optimizer.step()
+
+
+@law_alone
+def a_rank_whose_backward_touched_nothing_takes_part_when_it_steps() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(3):
+        optimizer.zero_grad()
+        if dd.rank() == 0 or dd.size() == 1:
+            loss_of(model, 0, step).backward()
+        optimizer.step()
+    assert_same_everywhere(model)
+    assert model.untouched.grad is None
+
+
+@law
+def a_step_without_any_backward_does_no_harm() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()
+    assert gradients(model) == [None] * len(gradients(model))
+
+
+@law
+def gradients_set_by_hand_are_reduced_by_the_step() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.full((2,), float(dd.rank()))
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2,), -sum(ranks()) / dd.size()))
+
+
+@law_alone
+def accumulation_reduces_once_and_adds_up() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for step in (0, 1):
+            loss_of(model, dd.rank(), step).backward()
+        alone = copy.deepcopy(model)
+        alone.zero_grad()
+        for step in (0, 1):
+            loss_of(alone, dd.rank(), step).backward()
+        assert_close(gradients(model), gradients(alone))  # not reduced yet
+        loss_of(model, dd.rank(), 2).backward()
+        assert_close(gradients(model), mean_gradients(model, (0, 1, 2)))
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, dd.rank(), 0).backward()  # the last, short round of an epoch
+    expected = mean_gradients(model)
+    optimizer.step()
+    assert_close(gradients(model), expected)
+
+
+@law
+def a_second_backward_adds_to_the_first() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, dd.rank(), 0).backward()
+    loss_of(model, dd.rank(), 1).backward()
+    assert_close(gradients(model), mean_gradients(model, (0, 1)))
+    optimizer.step()
+
+
+@law
+def clipping_sees_the_mean() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, dd.rank()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    expected = torch.stack([grad.norm() for grad in mean_gradients(model) if grad is not None]).norm()
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+
+
+@law
+def closures_see_the_mean_and_lbfgs_stays_in_step() -> None:
+    model = net().double()  # LBFGS amplifies rounding; in double nothing of it shows
+    model.untouched.requires_grad_(False)
+    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe"))
+    alone = copy.deepcopy(model)
+    plain = torch.optim.LBFGS(alone.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, dd.rank())
+        loss.backward()
+        return loss
+
+    def whole() -> torch.Tensor:
+        plain.zero_grad()
+        loss = sum(loss_of(alone, rank) for rank in ranks()) / dd.size()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    torch.testing.assert_close(first.detach(), plain.step(whole).detach(), rtol=1e-5, atol=1e-6)
+    assert_same_everywhere(model)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+
+
+@law
+def parameters_added_or_unfrozen_later_are_reduced() -> None:
+    model, extra = net(), nn.Parameter(torch.ones(2))
+    model[0].weight.requires_grad_(False)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    (loss_of(model, dd.rank()) + extra.sum() * dd.rank()).backward()
+    assert torch.allclose(extra.grad, torch.full((2,), sum(ranks()) / dd.size()))
+    optimizer.step()
+    model[0].weight.requires_grad_(True)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        expected = mean_gradients(model, (step,))
+        optimizer.step()
+        assert_close(gradients(model), expected)
+
+
+@law
+def the_wrapped_optimizer_is_the_same_object() -> None:
+    model = net()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = str(plain.state_dict())
+    optimizer = dd.wrap_optimizer(plain)
+    assert optimizer is plain
+    assert type(optimizer) is torch.optim.AdamW
+    assert str(optimizer.state_dict()) == before
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loss_of(model, dd.rank()).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    other = torch.optim.AdamW(net().parameters(), lr=0.3)
+    other.load_state_dict(optimizer.state_dict())
+    raises(UsageError, lambda: dd.wrap_optimizer(optimizer), "already")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pickle.loads(pickle.dumps(optimizer))
+        copy.deepcopy(optimizer)
+        pickle.loads(pickle.dumps(model))
+
+
+@law
+def loss_scaling_sees_the_mean() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, dd.rank(), step)).backward()
+        scaler.unscale_(optimizer)
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@law
+def an_overflow_on_one_rank_is_everybodys() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    loss = loss_of(model, dd.rank())
+    scaler.scale(loss * float("inf") if dd.rank() == 0 else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
+
+
+@law
+def a_backward_that_raised_does_not_spoil_the_next() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    x, y = batch(dd.rank())
+    hidden = model[1](model[0](x))
+    hidden.register_hook(refuse)
+    rest = model[4](model[3](model[2](hidden)))
+    raises(ValueError, lambda: nn.functional.mse_loss(rest, y).backward(), "refused")
+    optimizer.zero_grad()
+    loss_of(model, dd.rank(), 1).backward()
+    assert_close(gradients(model), mean_gradients(model, (1,)))
+    optimizer.step()
+
+
+@law_alone
+def gradients_of_an_interrupted_backward_are_not_lost() -> None:
+    """Nothing is dropped between the two backwards: what the first one left adds up with the second."""
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 18))  # a bucket of its own, sent at once
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+    scale = float(dd.rank() + 1)
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    product = first * 2
+    product.register_hook(refuse)
+    loss = product.sum() + last.sum() * scale  # autograd begins with what was computed last
+    raises(ValueError, loss.backward, "refused")
+    (last.sum() * scale + first.sum() * scale).backward()
+    assert torch.allclose(last.grad, torch.full_like(last, 2 * mean))
+    assert torch.allclose(first.grad, torch.full_like(first, mean))
+    optimizer.step()
+
+
+@law_alone
+def a_parameter_inside_and_outside_a_checkpoint_keeps_both_gradients() -> None:
+    shared, other = nn.Parameter(torch.ones(1 << 18)), nn.Parameter(torch.ones(3))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([other, shared], lr=0.1))
+    x = torch.ones(1 << 18, requires_grad=True)
+    inside = checkpoint(lambda t: t * shared, x * other.sum(), use_reentrant=True)
+    (inside.sum() * (dd.rank() + 1) + shared.sum()).backward()
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    assert torch.allclose(shared.grad, torch.full_like(shared, 3 * mean + 1))
+    optimizer.step()
+
+
+@law
+def second_derivatives_leave_the_reduction_alone() -> None:
+    weight = nn.Parameter(torch.full((2,), 3.0))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the cycle that is taken apart below
+        (weight.square().sum() * (dd.rank() + 1)).backward(create_graph=True)
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    assert torch.allclose(weight.grad, torch.full((2,), 6 * mean))
+    weight.grad = None  # the graph keeps a cycle alive otherwise
+    optimizer.step()
+
+
+@law
+def a_sum_is_not_summed_again() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), op="sum")
+    weight.sum().backward()
+    raises(UsageError, lambda: weight.sum().backward(), "zero_grad")
+    optimizer.zero_grad()
+    weight.sum().backward()
+    assert weight.grad.tolist() == [float(dd.size())] * 2
+    optimizer.step()
+
+
+@law_alone
+def a_skipped_step_does_not_confuse_the_next() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.sum().backward()  # no step follows, as after an overflow
+    optimizer.zero_grad()
+    if dd.rank() == 0:
+        weight.sum().backward()
+    optimizer.step()
+    assert torch.allclose(weight, torch.full((2,), 1 - 1 / dd.size()))
+
+
+@law
+def optimizers_that_ranks_use_differently_do_not_mix() -> None:
+    """Rank 0's loss touches both, the others' touch one: equal shapes would be added up with each other unseen."""
+    one, two = (nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)]) for _ in range(2))
+    first = dd.wrap_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+    second = dd.wrap_optimizer(torch.optim.SGD(two.parameters(), lr=0.1))
+    for _ in range(2):
+        first.zero_grad()
+        second.zero_grad()
+        loss = two[0].sum() * 100 + two[1].sum() * 100
+        if dd.rank() == 0:
+            loss = loss + one[0].sum()
+        loss.backward()
+        assert torch.allclose(one[0].grad, torch.full((3,), 1 / dd.size()))
+        assert one[1].grad is None
+        assert two[0].grad.tolist() == [100.0] * 3
+        first.step()
+        second.step()
+
+
+@law
+def the_newest_optimizer_has_the_parameters() -> None:
+    """However long the old one lives: garbage is collected at another time on each rank."""
+    model = net()
+    kept = []
+    for step in range(3):
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if dd.rank() % 2:
+            kept.append(optimizer)
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        assert_close(gradients(model), mean_gradients(model, (step,)))
+        optimizer.step()
+
+
+@law
+def reentrant_checkpointing_gives_the_mean() -> None:
+    for reentrant in (True, False):
+        model = net()
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = batch(dd.rank())
+        hidden = checkpoint(lambda h, m=model: m[3](m[2](m[1](m[0](h)))), x.requires_grad_(), use_reentrant=reentrant)
+        nn.functional.mse_loss(model[4](hidden), y).backward()
+        assert_close(gradients(model), mean_gradients(model))
+        optimizer.step()
+
+
+@law
+def two_optimizers_and_shared_graphs_do_not_mix() -> None:
+    generator, critic = net(1), nn.Linear(2, 1)
+    dd.broadcast_parameters(critic)
+    first = dd.wrap_optimizer(torch.optim.SGD(generator.parameters(), lr=0.1))
+    second = dd.wrap_optimizer(torch.optim.Adam(critic.parameters(), lr=0.1))
+    for step in range(3):
+        for optimizer in (first, second):
+            first.zero_grad()
+            second.zero_grad()
+            critic(generator(batch(dd.rank(), step)[0])).mean().backward()
+            optimizer.step()
+    assert_same_everywhere(generator)
+    assert_same_everywhere(critic)
+
+
+@law
+def parameters_of_several_dtypes_and_layouts_are_reduced() -> None:
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    double = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    image = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([half, double, image], lr=0.1))
+    scale = float(dd.rank() + 1)
+    (half.sum().double() * scale + double.sum() * scale + image.sum() * scale).backward()
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    for param in (half, double, image):
+        assert param.grad.dtype == param.dtype
+        assert torch.allclose(param.grad, torch.full_like(param, mean))
+    optimizer.step()
+
+
+@law_alone
+def many_buckets_leave_in_one_order() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 600) for _ in range(6)]  # 1.2 MB each: several buckets
+    model = nn.ModuleList(layers)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    order = layers if dd.rank() % 2 else layers[::-1]  # ranks finish their gradients in another order
+    for layer in order:
+        nn.init.zeros_(layer.weight)
+    sum((index + 1) * layer(torch.ones(1, 512)).sum() for index, layer in enumerate(order)).backward()
+    for index, layer in enumerate(layers):
+        scales = [index + 1 if rank % 2 else 6 - index for rank in ranks()]
+        assert torch.allclose(layer.bias.grad, torch.full((600,), sum(scales) / dd.size())), index
+    optimizer.step()
+
+
+@law
+def sparse_gradients_are_refused_with_a_reason() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    dd.broadcast_parameters(embedding)
+    dd.wrap_optimizer(optimizer, embedding.named_parameters())
+    raises(UnsupportedError, lambda: embedding(torch.tensor([1])).sum().backward(), "weight", "sparse=False")
