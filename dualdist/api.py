@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.buckets import GradientOp
-    from dualdist.collectives import Handle, Op
+    from dualdist.compression import Compressor
+    from dualdist.group import Group, Handle
+    from dualdist.reductions import Op
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
@@ -97,117 +99,442 @@ def device() -> torch.device:
 
 @overload
 def allreduce(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: Literal[False] = False
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def allreduce(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: Literal[True]
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
 def allreduce(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: bool = False
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """A new tensor with the reduction of each element over all ranks; every rank passes the same shape and dtype.
 
-    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max" or
-    "product". With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor`
-    alone until then.
-    """
-    from dualdist import collectives
+    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max", "product",
+    or "adasum" (Maleki et al., MLSys 2021; the number of ranks is a power of two). Any dtype of numbers will do; of
+    booleans "sum" and "max" are "or", "product" and "min" are "and". The tensor is multiplied by `prescale` before, the
+    result by `postscale` after. A sparse COO tensor gives the coalesced sum or mean.
 
-    return _now_or_later(collectives.allreduce(session.current().backend, tensor, op, name), async_op)
+    With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor` alone until
+    then. Operations of other names may come in between, on each rank in another order. Else gradients flow back
+    through "mean" and "sum": the same reduction of the ranks' gradients.
+
+    MismatchError on every rank where shapes, dtypes, operations or names differ."""
+    from dualdist import collectives, differentiable
+
+    if _is_compiling():
+        return _compiled_allreduce(_group(group), tensor, op, prescale, postscale)
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
+    return _now_or_later(collectives.allreduce(_group(group), tensor, op, name, prescale, postscale), async_op)
 
 
 @overload
 def allreduce_(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: Literal[False] = False
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
 def allreduce_(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: Literal[True]
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
 def allreduce_(
-    tensor: torch.Tensor, op: Op = "mean", *, name: str | None = None, async_op: bool = False
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned."""
+    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows."""
     from dualdist import collectives
 
-    return _now_or_later(collectives.allreduce_(session.current().backend, tensor, op, name), async_op)
+    return _now_or_later(collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale), async_op)
 
 
 @overload
-def allgather(tensor: torch.Tensor, *, name: str | None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
 @overload
-def allgather(tensor: torch.Tensor, *, name: str | None = None, async_op: Literal[True]) -> Handle[torch.Tensor]: ...
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """allreduce of each tensor, all of them or none, in one message for each dtype."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
+    return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
+
+
+@overload
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards."""
+    from dualdist import collectives
+
+    return _now_or_later(
+        collectives.grouped_allreduce_(_group(group), tensors, op, name, prescale, postscale), async_op
+    )
+
+
+@overload
 def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, async_op: bool = False
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def allgather(
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+def allgather(
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
 
-    A tensor without dimensions counts as one row. MismatchError on every rank where the shapes do not fit.
+    A tensor without dimensions counts as one row. Back flows the mean over ranks of the gradients for this rank's rows.
+    MismatchError on every rank where the shapes do not fit."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.allgather(_group(group), tensor, name)
+    return _now_or_later(collectives.allgather(_group(group), tensor, name), async_op)
+
+
+@overload
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[list[torch.Tensor]]: ...
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """allgather of each tensor, all of them or none, in one message."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_allgather(_group(group), tensors, name)
+    return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
+
+
+@overload
+def broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+def broadcast(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
+
+    Back flows to root the mean over ranks of the gradients, to the others zero."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.broadcast(_group(group), tensor, root, name)
+    return _now_or_later(collectives.broadcast(_group(group), tensor, root, name), async_op)
+
+
+@overload
+def broadcast_(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def broadcast_(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+def broadcast_(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows."""
+    from dualdist import collectives
+
+    return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[True],
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor] | Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows that the ranks sent here, in rank order, and how many came from each: (n, *s) -> (m, *s), (size,).
+
+    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. Gradients flow back to where the
+    rows came from."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.alltoall(_group(group), tensor, splits, name)
+    return _now_or_later(collectives.alltoall(_group(group), tensor, splits, name), async_op)
+
+
+@overload
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
+
+    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.reducescatter(_group(group), tensor, op, name, prescale, postscale)
+    return _now_or_later(collectives.reducescatter(_group(group), tensor, op, name, prescale, postscale), async_op)
+
+
+@overload
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """reducescatter of each tensor, all of them or none."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
+    return _now_or_later(
+        collectives.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale), async_op
+    )
+
+
+def barrier(*, group: Group | None = None) -> None:
+    """Every rank has called this when it returns. It does not wait for other operations that are under way."""
+    from dualdist import collectives
+
+    collectives.barrier(_group(group))
+
+
+def join(*, group: Group | None = None) -> int:
+    """Let the other ranks go on without this one's data; returns, once all ranks have called it, the last one to do so.
+
+    Until then this rank takes part in the others' allreduces and gradients with zeros; a mean still divides by the
+    number of all ranks. Whatever else the others call is refused with MismatchError there. The ranks' models differ
+    afterwards: broadcast_parameters from the rank that is returned.
     """
-    from dualdist import collectives
+    from dualdist.collectives import stand_in
+    from dualdist.join import join
 
-    return _now_or_later(collectives.allgather(session.current().backend, tensor, name), async_op)
-
-
-@overload
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[False] = False
-) -> torch.Tensor: ...
-@overload
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with root's values; every rank passes the same shape and dtype."""
-    from dualdist import collectives
-
-    copy = tensor.detach().clone()
-    return _now_or_later(collectives.broadcast_(session.current().backend, copy, root, name), async_op)
+    return join(_group(group), stand_in)
 
 
-@overload
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[False] = False
-) -> torch.Tensor: ...
-@overload
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned."""
-    from dualdist import collectives
+def new_group(ranks: Sequence[int]) -> Group:
+    """Some of the job's ranks, to be passed as `group=`. Every rank of the job calls this, the members and the others.
 
-    return _now_or_later(collectives.broadcast_(session.current().backend, tensor, root, name), async_op)
+    Groups may overlap and contain each other. A rank that is no member gets a group too, with which it can do nothing;
+    `group.is_member`, `group.rank` (the place among the members, or -1), `group.size` and `group.ranks` tell.
+    """
+    return session.new_group(ranks)
 
 
-def barrier() -> None:
-    """Every rank has called this when it returns."""
-    from dualdist import collectives
-
-    collectives.barrier(session.current().backend)
+def remove_group(group: Group) -> None:
+    """The group exists no more; every rank of the job calls this, when nothing is under way on the group."""
+    session.remove_group(group)
 
 
-def broadcast_object(obj: T, root: int = 0) -> T:
+def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's object on every rank. It is pickled: use it among ranks of your own job only."""
     from dualdist import collectives
 
-    return collectives.broadcast_object(session.current().backend, obj, root)
+    return collectives.broadcast_object(_group(group), obj, root)
 
 
-def allgather_object(obj: T) -> list[T]:
+def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only."""
     from dualdist import collectives
 
-    return collectives.allgather_object(session.current().backend, obj)
+    return collectives.allgather_object(_group(group), obj)
 
 
 def broadcast_parameters(
-    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root: int = 0
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    root: int = 0,
+    *,
+    group: Group | None = None,
 ) -> None:
     """Every rank holds root's values, in place; every rank passes a model of the same names, shapes and dtypes.
 
@@ -216,14 +543,14 @@ def broadcast_parameters(
     """
     from dualdist import replicate
 
-    replicate.broadcast_parameters(session.current().backend, params, root)
+    replicate.broadcast_parameters(_group(group), params, root)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped."""
     from dualdist import replicate
 
-    replicate.broadcast_optimizer_state(session.current().backend, optimizer, root)
+    replicate.broadcast_optimizer_state(_group(group), optimizer, root)
 
 
 def wrap_optimizer(
@@ -232,6 +559,10 @@ def wrap_optimizer(
     *,
     op: GradientOp = "mean",
     accumulate: int = 1,
+    compression: Literal["fp16", "bf16"] | Compressor | None = None,
+    predivide: float = 1.0,
+    sparse_as_dense: bool = False,
+    group: Group | None = None,
 ) -> OptimizerT:
     """The same optimizer, whose parameters' gradients are reduced over all ranks whenever a backward() returns.
 
@@ -251,9 +582,29 @@ def wrap_optimizer(
     `named_parameters` (model.named_parameters()) gives errors their names.
     """
     from dualdist import gradients
+    from dualdist.buckets import Recipe
+    from dualdist.compression import compressor_of
 
-    return gradients.wrap_optimizer(session.current().backend, optimizer, named_parameters, op, accumulate)
+    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense)
+    return gradients.wrap_optimizer(_group(group), optimizer, named_parameters, recipe, accumulate)
+
+
+def _group(group: Group | None) -> Group:
+    return session.current().world if group is None else group
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile is following the call."""
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
+def _compiled_allreduce(group: Group, tensor: torch.Tensor, op: Op, prescale: float, postscale: float) -> torch.Tensor:
+    from dualdist.reductions import traced_allreduce
+
+    return traced_allreduce(group.backend, tensor, op, prescale, postscale)
 
 
 def _now_or_later(handle: Handle[T], async_op: bool) -> T | Handle[T]:
-    return handle if async_op else handle.wait()
+    return handle.begin() if async_op else handle.wait()

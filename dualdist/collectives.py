@@ -1,152 +1,184 @@
-"""Operations between ranks, written once on top of a backend's few moves."""
+"""Operations between ranks, written once on top of a backend's few moves, and agreed on before they move anything."""
 
 from __future__ import annotations
 
-import hashlib
+import ast
 import pickle
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.errors import MismatchError, UsageError
-
-Op = Literal["mean", "sum", "min", "max", "product"]
-OPS = ("mean", "sum", "min", "max", "product")
+from dualdist import reductions
+from dualdist.backends.base import Backend, ReduceOp
+from dualdist.errors import UnsupportedError, UsageError
+from dualdist.group import Group, Handle, Operation
+from dualdist.moves import allgather_bytes, as_bytes, unpickled
+from dualdist.negotiation import Offer
+from dualdist.reductions import Op, adasum_, check_op, divide_, reduce_rows, scale_, sparse_sum
 
 T = TypeVar("T")
+Dumps = Callable[[Any], bytes]
 
 
-class Handle(Generic[T]):
-    """An operation under way; wait() finishes it and returns its result, every time it is called."""
-
-    def __init__(self, work: Work | None, finish: Callable[[], T]) -> None:
-        self._work = work
-        self._finish: Callable[[], T] | None = finish
-        self._result: T
-
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._finish is None or self._work is None or self._work.done()
-
-    def wait(self) -> T:
-        """The result; raises CollectiveError where the operation failed."""
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result
+def allreduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[torch.Tensor]:
+    """The reduction over all ranks in a new tensor, shape and strides as given."""
+    if tensor.is_sparse:
+        return sparse_allreduce(group, tensor, op, name)
+    return _allreduce(group, "allreduce", [tensor.detach().clone()], op, name, (prescale, postscale), _first)
 
 
-def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Make a sum over ranks their mean, in place. Done nowhere else, so that all backends round alike."""
-    return total.div_(size)
-
-
-def allreduce(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None) -> Handle[torch.Tensor]:
-    """The reduction over all ranks in a new tensor, shape as given."""
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return allreduce_(backend, result, op, name)
-
-
-def allreduce_(backend: Backend, tensor: torch.Tensor, op: Op, name: str | None) -> Handle[torch.Tensor]:
+def allreduce_(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[torch.Tensor]:
     """The reduction over all ranks in place of the tensor."""
-    if op not in OPS:
-        raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(
-            f"the mean of {tensor.dtype} is not a {tensor.dtype}: convert the tensor first, or use op='sum'"
-        )
-    _require_own_memory(tensor)
-    values = tensor.detach()
-    buffer = values.contiguous()
-    reduce_op: ReduceOp = "sum" if op == "mean" else op
-    work = None
-    if buffer.numel():
-        work = backend.allreduce_(buffer, reduce_op, name or backend.names.next("allreduce"))
+    return _allreduce(group, "allreduce", [tensor], op, name, (prescale, postscale), _first)
 
-    def finish() -> torch.Tensor:
-        if work is not None:
-            work.wait()
+
+def grouped_allreduce(
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[list[torch.Tensor]]:
+    """Each tensor's reduction over all ranks in a new tensor; all of them or none."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    return _allreduce(group, "grouped_allreduce", copies, op, name, (prescale, postscale), list)
+
+
+def grouped_allreduce_(
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[list[torch.Tensor]]:
+    """grouped_allreduce in place."""
+    return _allreduce(group, "grouped_allreduce", tensors, op, name, (prescale, postscale), list)
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _allreduce(
+    group: Group,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None,
+    scales: tuple[float, float],
+    pick: Callable[[Sequence[torch.Tensor]], T],
+) -> Handle[T]:
+    for tensor in _checked(tensors):
+        check_op(op, tensor.dtype)
+        _require_own_memory(tensor)
+    if op == "adasum" and group.size & (group.size - 1):
+        raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
+    name = name or group.next_name(kind)
+    terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
+    terms |= {"device": tensors[0].device.type, "op": op}
+    terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
+        _reduce_in_place(backend, [tensor.detach() for tensor in tensors], op, scales, name)
+        return pick(tensors)
+
+    return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
+
+
+def _reduce_in_place(
+    backend: Backend, tensors: Sequence[torch.Tensor], op: Op, scales: tuple[float, float], name: str
+) -> None:
+    """Reduce the tensors, those of one dtype in one buffer."""
+    prescale, postscale = scales
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault(tensor.dtype, []).append(tensor)
+    flats = [_flat(members) for members in kinds.values()]
+    reduce_op: ReduceOp = "sum" if op == "mean" or op == "adasum" else op
+    works = []
+    for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
+        scale_(flat, prescale)
+        if op == "adasum":
+            adasum_(backend, flat, [member.numel() for member in members], f"op.{name}.{number}")
+        else:
+            works.append(reductions.allreduce_(backend, flat, reduce_op, f"op.{name}.{number}"))
+    for work in works:
+        work.wait()
+    for flat, members in zip(flats, kinds.values(), strict=True):
         if op == "mean":
-            divide_(buffer, backend.size)
-        if buffer is not values:
-            values.copy_(buffer)
-        return tensor
-
-    return Handle(work, finish)
-
-
-def allgather(backend: Backend, tensor: torch.Tensor, name: str | None) -> Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s); n may differ between ranks."""
-    name = name or backend.names.next("allgather")
-    rows = tensor.detach()
-    if rows.dim() == 0:
-        rows = rows.reshape(1)
-    counts = _row_counts(backend, rows, name)
-    shape = (sum(counts), *rows.shape[1:])
-    sizes = [count * _nbytes_of_row(rows) for count in counts]
-    most = max(sizes)
-    if most == 0:
-        empty = rows.new_empty(shape)
-        return Handle(None, lambda: empty)
-    mine = _as_bytes(rows)
-    padded = mine
-    if len(mine) < most:
-        padded = mine.new_zeros(most)
-        padded[: len(mine)] = mine
-    work = backend.allgather(padded, name)
-
-    def finish() -> torch.Tensor:
-        gathered = work.wait()
-        if len(set(sizes)) > 1:
-            blocks = gathered.split(most)
-            gathered = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
-        return gathered.view(rows.dtype).reshape(shape)
-
-    return Handle(work, finish)
+            divide_(flat, backend.size)
+        scale_(flat, postscale)
+        for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
+            if piece.data_ptr() != member.data_ptr():
+                member.copy_(piece.view(member.shape))
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, in one row: what is only moved needs no transport that knows its dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements in one row: those of a single contiguous tensor themselves, others copied."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _nbytes_of_row(rows: torch.Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
+def stand_in(offer: Offer) -> Operation[Any]:
+    """The part of a rank that has joined in a reduction of the others: zeros."""
+    device = _device_of(offer.terms["device"])
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(_spec, offer.terms["tensors"])]
+    scales = offer.terms.get("prescale", 1.0), offer.terms.get("postscale", 1.0)
+
+    def perform(backend: Backend, own: Sequence[Any]) -> None:
+        _reduce_in_place(backend, zeros, offer.terms["op"], scales, offer.name)
+
+    return Operation(offer, perform, device)
 
 
-def _row_counts(backend: Backend, rows: torch.Tensor, name: str) -> list[int]:
-    """How many rows each rank has; MismatchError on every rank where the rows' shapes or dtypes differ."""
-    kind = zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])}".encode())
-    known = backend.allgather(torch.tensor([[rows.shape[0], kind]]), f"{name}.shape").wait()
-    if (known[:, 1] != kind).any():
-        listed = allgather_object(backend, (tuple(rows.shape), str(rows.dtype)), f"{name}.shapes")
-        raise MismatchError(
-            f"allgather {name!r}: the ranks passed {listed}; shapes may differ in the first dimension only, dtypes not"
-        )
-    return [int(count) for count in known[:, 0]]
+def spec_of(tensor: torch.Tensor, *, but_rows: bool = False) -> str:
+    """Dtype and shape in words: "float32(17, 3)", or "float32(*, 3)" where the number of rows may differ."""
+    shape = ["*", *tensor.shape[1:]] if but_rows else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}({', '.join(map(str, shape))})"
 
 
-def broadcast_(backend: Backend, tensor: torch.Tensor, root: int, name: str | None) -> Handle[torch.Tensor]:
-    """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
-    checked_root(backend, root)
-    _require_own_memory(tensor)
-    values = tensor.detach()
-    buffer = values.contiguous()
-    work = None
-    if buffer.numel():
-        work = backend.broadcast_(_as_bytes(buffer), root, name or backend.names.next("broadcast"))
+def _spec(words: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    name, _, shape = words.partition("(")
+    return getattr(torch, name), ast.literal_eval(f"({shape.removesuffix(')')},)" if shape != ")" else "()")
 
-    def finish() -> torch.Tensor:
-        if work is not None:
-            work.wait()
-        if buffer is not values:
-            values.copy_(buffer)
-        return tensor
 
-    return Handle(work, finish)
+def _device_of(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _checked(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors, if they can travel together."""
+    if not tensors:
+        raise UsageError("a grouped operation takes at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"expected a tensor, not a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"a tensor of layout {tensor.layout} cannot travel this way: convert it to dense")
+        if tensor.is_quantized:
+            raise UnsupportedError(f"a {tensor.dtype} tensor cannot travel: send tensor.int_repr() and its scale")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise UsageError(f"tensors on several devices in one operation: {sorted({str(t.device) for t in tensors})}")
+    return tensors
 
 
 def _require_own_memory(tensor: torch.Tensor) -> None:
@@ -155,75 +187,275 @@ def _require_own_memory(tensor: torch.Tensor) -> None:
         raise UsageError("an expanded tensor cannot be written in place: pass tensor.contiguous()")
 
 
-def checked_root(backend: Backend, root: int) -> None:
-    """UsageError where root is no rank."""
-    if not 0 <= root < backend.size:
-        raise UsageError(f"root={root}: expected a rank, 0 to {backend.size - 1}")
+def sparse_allreduce(group: Group, tensor: torch.Tensor, op: Op, name: str | None = None) -> Handle[torch.Tensor]:
+    """The mean or sum over all ranks of a sparse COO tensor, coalesced; only what is stored travels."""
+    if op not in ("mean", "sum"):
+        raise UsageError(f"op {op!r}: sparse tensors are reduced by 'mean' or 'sum'")
+    if tensor.layout is not torch.sparse_coo:
+        raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
+    check_op(op, tensor.dtype)
+    name = name or group.next_name("sparse_allreduce")
+    mine = tensor.detach()
+    terms = {
+        "tensors": [f"sparse {spec_of(tensor)}"],
+        "device": tensor.device.type,
+        "op": op,
+        "sparse_dim": tensor.sparse_dim(),
+    }
+
+    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+        return sparse_sum(backend, mine, op, f"op.{name}")
+
+    return group.enter(Operation(Offer("sparse_allreduce", name, terms), perform, tensor.device))
 
 
-def barrier(backend: Backend) -> None:
-    """Every rank has called this when it returns."""
-    backend.allreduce_(torch.zeros(1), "sum", backend.names.next("barrier")).wait()
+def allgather(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
+    """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s); n may differ between ranks."""
+    return _allgather(group, "allgather", [tensor], name, _first)
 
 
-def broadcast_object(backend: Backend, obj: T, root: int, name: str | None = None) -> T:
+def grouped_allgather(
+    group: Group, tensors: Sequence[torch.Tensor], name: str | None = None
+) -> Handle[list[torch.Tensor]]:
+    """Everybody's rows of each tensor, in rank order; all of them or none."""
+    return _allgather(group, "grouped_allgather", tensors, name, list)
+
+
+def _allgather(
+    group: Group,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    pick: Callable[[Sequence[torch.Tensor]], T],
+) -> Handle[T]:
+    all_rows = [_rows(tensor.detach()) for tensor in _checked(tensors)]
+    name = name or group.next_name(kind)
+    terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
+        sizes = [[count * _row_bytes(rows) for rows, count in zip(all_rows, counts, strict=True)] for counts in own]
+        mine = torch.cat([as_bytes(rows.contiguous()) for rows in all_rows])
+        blocks = allgather_bytes(backend, mine, [sum(size) for size in sizes], f"op.{name}")
+        pieces = blocks.split([nbytes for size in sizes for nbytes in size])
+        results = []
+        for number, rows in enumerate(all_rows):
+            everybody = torch.cat(pieces[number :: len(all_rows)])
+            results.append(_from_bytes(everybody, rows.dtype, (sum(c[number] for c in own), *rows.shape[1:])))
+        return pick(results)
+
+    offer = Offer(kind, name, terms, [rows.shape[0] for rows in all_rows])
+    return group.enter(Operation(offer, perform, tensors[0].device))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with at least one dimension."""
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()
+
+
+def _from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Bytes as a tensor; torch views them in place only where they lie as the dtype wants."""
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).reshape(*shape)
+
+
+def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
+    """Root's values in a new tensor; the shape is the same on every rank."""
+    return broadcast_(group, tensor.detach().clone(), root, name)
+
+
+def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
+    """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
+    place = group.place_of(root)
+    _require_own_memory(_checked([tensor])[0])
+    name = name or group.next_name("broadcast")
+    terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+        values = tensor.detach()
+        buffer = values.contiguous()
+        if buffer.numel():
+            backend.broadcast_(as_bytes(buffer), place, f"op.{name}").wait()
+        if buffer.data_ptr() != values.data_ptr():
+            values.copy_(buffer)
+        return tensor
+
+    return group.enter(Operation(Offer("broadcast", name, terms), perform, tensor.device))
+
+
+def alltoall(
+    group: Group, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """What the ranks have sent here, in rank order, and how many rows came from each.
+
+    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts.
+    """
+    rows = _checked([tensor])[0].detach()
+    sent = _splits(rows, splits, group.size)
+    name = name or group.next_name("alltoall")
+    terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        received = [theirs[backend.rank] for theirs in own]
+        width = _row_bytes(rows)
+        sizes = [count * width for count in sent], [count * width for count in received]
+        if any(sum(theirs) for theirs in own) and width:
+            came = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
+        else:
+            came = torch.empty(0, dtype=torch.uint8, device=rows.device)
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        return _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:])), like.new_tensor(received)
+
+    return group.enter(Operation(Offer("alltoall", name, terms, sent), perform, tensor.device))
+
+
+def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
+    """How many rows go to each rank."""
+    if rows.dim() == 0:
+        raise UsageError("alltoall sends rows: pass a tensor with at least one dimension")
+    count = rows.shape[0]
+    if splits is None or len(splits) == 0:
+        if count % size:
+            raise UsageError(f"alltoall of {count} rows between {size} ranks: they do not divide evenly, pass splits")
+        return [count // size] * size
+    if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
+        raise UsageError(f"splits of {splits.dtype}: expected integers, a number of rows for each rank")
+    sent = [int(split) for split in splits]
+    if len(sent) != size or any(split < 0 for split in sent) or sum(sent) > count:
+        raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together at most {count}")
+    if sum(sent) != count:
+        raise UsageError(f"splits {sent}: together {sum(sent)} rows, but the tensor has {count}")
+    return sent
+
+
+def reducescatter(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[torch.Tensor]:
+    """This rank's share of the rows of the reduction; the first ranks have one more where they do not divide evenly."""
+    return _reducescatter(group, "reducescatter", [tensor], op, name, (prescale, postscale), _first)
+
+
+def grouped_reducescatter(
+    group: Group,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[list[torch.Tensor]]:
+    """This rank's share of each tensor's reduction; all of them or none."""
+    return _reducescatter(group, "grouped_reducescatter", tensors, op, name, (prescale, postscale), list)
+
+
+def _reducescatter(
+    group: Group,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    op: Op,
+    name: str | None,
+    scales: tuple[float, float],
+    pick: Callable[[Sequence[torch.Tensor]], T],
+) -> Handle[T]:
+    for tensor in _checked(tensors):
+        check_op(op, tensor.dtype)
+        if op == "adasum":
+            raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
+        if tensor.dim() == 0:
+            raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
+    given = [scale_(tensor.detach().clone(), scales[0]) if scales[0] != 1 else tensor.detach() for tensor in tensors]
+    name = name or group.next_name(kind)
+    terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
+    terms |= {"device": tensors[0].device.type, "op": op}
+    terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
+        return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])
+
+    return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
+
+
+def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
+    """Everybody's values for this rank's rows, reduced here in rank order: alike on every backend."""
+    counts = shares(rows.shape[0], backend.size)
+    mine = counts[backend.rank]
+    width = _row_bytes(rows)
+    shape = (backend.size, mine, *rows.shape[1:])
+    if not rows.numel():
+        return rows.new_empty(shape[1:])
+    sizes = [count * width for count in counts], [mine * width] * backend.size
+    came = _from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
+    total = reduce_rows(came, "sum" if op == "mean" or op == "adasum" else op)
+    return scale_(divide_(total, backend.size) if op == "mean" else total, postscale)
+
+
+def shares(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets: as even as can be, the first ranks take the remainder."""
+    each, more = divmod(rows, size)
+    return [each + (rank < more) for rank in range(size)]
+
+
+def barrier(group: Group, name: str | None = None) -> None:
+    """Every rank has called this when it returns; it does not wait for what else is under way."""
+    in_step(group, "barrier", name or group.next_name("barrier"), {}, lambda backend: None)
+
+
+def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
+    """What `perform` returns, run at the same place by every rank once all agree on the terms."""
+    return group.enter(Operation(Offer(kind, name, terms), lambda backend, own: perform(backend))).wait()
+
+
+def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, dumps: Dumps = pickle.dumps) -> T:
     """Root's object, pickled, on every rank; UsageError on every rank where it does not pickle."""
-    checked_root(backend, root)
-    name = name or backend.names.next("broadcast_object")
-    reason, payload = _pickled(obj) if backend.rank == root else ("", torch.empty(0, dtype=torch.uint8))
-    length = torch.tensor([-payload.numel() if reason else payload.numel()])
-    backend.broadcast_(length, root, f"{name}.length").wait()
-    received = payload if backend.rank == root else torch.empty(abs(int(length)), dtype=torch.uint8)
-    backend.broadcast_(received, root, name).wait()
-    if length < 0:
-        raise UsageError(f"{name}: {_unpickled(received)}")
-    return obj if backend.rank == root else _unpickled(received)
+    place = group.place_of(root)
+    name = name or group.next_name("broadcast_object")
+    reason, payload = _pickled(obj, dumps) if group.rank == place else ("", torch.empty(0, dtype=torch.uint8))
+
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
+        length, problem = own[place]
+        _require_pickled([problem], name)
+        received = payload if backend.rank == place else torch.empty(length, dtype=torch.uint8)
+        backend.broadcast_(received, place, f"op.{name}").wait()
+        return obj if backend.rank == place else unpickled(received)
+
+    offer = Offer("broadcast_object", name, {"root": root}, (payload.numel(), reason))
+    return group.enter(Operation(offer, perform)).wait()
 
 
-def allgather_object(backend: Backend, obj: T, name: str | None = None) -> list[T]:
+def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
     """Everybody's object, pickled, in rank order; UsageError on every rank where one does not pickle."""
-    name = name or backend.names.next("allgather_object")
-    reason, payload = _pickled(obj)
-    known = backend.allgather(torch.tensor([[payload.numel(), bool(reason)]]), f"{name}.length").wait()
-    lengths = known[:, 0].tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    gathered = backend.allgather(padded, name).wait().split(max(lengths))
-    objects = [_unpickled(block[:length]) for block, length in zip(gathered, lengths, strict=True)]
-    failed = known[:, 1].nonzero().flatten().tolist()
-    if failed:
-        raise UsageError(f"{name}: on rank {failed[0]}, {objects[failed[0]]}")
-    return objects
+    name = name or group.next_name("allgather_object")
+    reason, payload = _pickled(obj, dumps)
+
+    def perform(backend: Backend, own: Sequence[Any]) -> list[T]:
+        _require_pickled([problem for _, problem in own], name)
+        sizes = [length for length, _ in own]
+        blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
+        return [obj if rank == backend.rank else unpickled(block) for rank, block in enumerate(blocks)]
+
+    offer = Offer("allgather_object", name, {}, (payload.numel(), reason))
+    return group.enter(Operation(offer, perform)).wait()
 
 
-def check_same_tensors(backend: Backend, tensors: Sequence[tuple[str, torch.Tensor]], root: int) -> None:
-    """MismatchError on every rank unless all ranks hold the same names, shapes and dtypes."""
-    manifest = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    digest = hashlib.sha256("\n".join(manifest).encode()).hexdigest()
-    name = backend.names.next("check")
-    if len(set(allgather_object(backend, digest, name))) == 1:
-        return
-    manifests = allgather_object(backend, manifest, f"{name}.manifest")
-    expected = manifests[root]
-    rank = next(rank for rank, other in enumerate(manifests) if other != expected)
-    only_here = sorted(set(manifests[rank]) - set(expected))[:3]
-    only_root = sorted(set(expected) - set(manifests[rank]))[:3]
-    raise MismatchError(
-        f"rank {rank} and root {root} do not hold the same tensors: rank {rank} has {only_here}, root has {only_root} "
-        "(at most three shown); build the same model on every rank"
-    )
-
-
-def _pickled(obj: object) -> tuple[str, torch.Tensor]:
-    """The object's bytes, or the reason why it has none and the reason's bytes."""
-    reason = ""
+def _pickled(obj: object, dumps: Dumps) -> tuple[str, torch.Tensor]:
+    """The reason why the object does not pickle, or none and its bytes."""
     try:
-        data = pickle.dumps(obj)
+        data = dumps(obj)
     except Exception as error:  # pickling runs the object's own code
-        reason = f"a {type(obj).__name__} does not pickle ({error})"
-        data = pickle.dumps(reason)
-    return reason, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return f"a {type(obj).__name__} does not pickle ({error})", torch.empty(0, dtype=torch.uint8)
+    return "", torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _unpickled(payload: torch.Tensor) -> Any:
-    return pickle.loads(payload.numpy().tobytes())
+def _require_pickled(problems: Sequence[str], name: str) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            where = f" on rank {rank}" if len(problems) > 1 else ""
+            raise UsageError(f"{name}: {problem}{where}")

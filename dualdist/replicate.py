@@ -10,18 +10,25 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.collectives import allgather_object, broadcast_, broadcast_object, check_same_tensors, checked_root
+from dualdist.collectives import in_step
 from dualdist.errors import MismatchError, UsageError
+from dualdist.group import Group
+from dualdist.moves import allgather_object, as_bytes, broadcast_object, check_same_tensors
 
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
 
 
-def broadcast_parameters(backend: Backend, params: Parameters, root: int) -> None:
+def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
     """Give every rank root's values, in place; MismatchError on every rank where names, shapes or dtypes differ."""
-    checked_root(backend, root)
+    place = group.place_of(root)
     tensors = named_tensors(params)
-    check_same_tensors(backend, tensors, root)
-    _broadcast_all(backend, [tensor for _, tensor in tensors], root, backend.names.next("broadcast_parameters"))
+    name = group.next_name("broadcast_parameters")
+
+    def perform(line: Backend) -> None:
+        check_same_tensors(line, tensors, place, f"{name}.check")
+        _broadcast_all(line, [tensor for _, tensor in tensors], place, name)
+
+    in_step(group, "broadcast_parameters", name, {"root": root}, perform)
 
 
 def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -46,12 +53,20 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     return sorted(((name, value) for name, value in pairs if value is not None), key=itemgetter(0))
 
 
-def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int) -> None:
+def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, root: int) -> None:
     """Give every rank root's optimizer state and hyperparameters, through the optimizer's own state_dict."""
-    checked_root(backend, root)
-    name = backend.names.next("broadcast_optimizer_state")
+    place = group.place_of(root)
+    name = group.next_name("broadcast_optimizer_state")
+
+    def perform(line: Backend) -> None:
+        _broadcast_state(line, optimizer, place, name)
+
+    in_step(group, "broadcast_optimizer_state", name, {"root": root}, perform)
+
+
+def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
     ours = optimizer.state_dict()
-    sizes = allgather_object(backend, [len(group["params"]) for group in ours["param_groups"]], f"{name}.groups")
+    sizes = allgather_object(line, [len(group["params"]) for group in ours["param_groups"]], f"{name}.groups")
     if any(size != sizes[0] for size in sizes):
         raise MismatchError(
             f"the optimizers differ: parameters in each group, by rank: {sizes}; build the same optimizer on every rank"
@@ -59,13 +74,13 @@ def broadcast_optimizer_state(backend: Backend, optimizer: torch.optim.Optimizer
     tensors: list[torch.Tensor] = []
     skeleton = _taken_apart(ours, tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
-    skeleton, specs = broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
-    if backend.rank != root:
+    skeleton, specs = broadcast_object(line, (skeleton, specs), root, f"{name}.skeleton")
+    if line.rank != root:
         device = _device_of(optimizer)
         tensors = [
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
-    _broadcast_all(backend, tensors, root, name)
+    _broadcast_all(line, tensors, root, name)
     optimizer.load_state_dict(_put_together(skeleton, tensors))  # on root too: loading casts, and all shall be alike
 
 
@@ -103,7 +118,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+def _broadcast_all(line: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
     """Broadcast many tensors in one flat buffer for each device and dtype."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
@@ -115,6 +130,6 @@ def _broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int,
             if not group:
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            broadcast_(backend, flat, root, f"{name}.{number}").wait()
+            line.broadcast_(as_bytes(flat), root, f"{name}.{number}").wait()
             pieces = flat.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])

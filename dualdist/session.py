@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dualdist.deadline import Deadline
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, Store
+    from dualdist.group import Group
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
 HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
 TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+STORE = "dualdist.store"
 BACKENDS = ("auto", "native", "horovod")
 TRANSPORTS = ("gloo", "mpi", "nccl")
 # Launchers that belong to one backend; the others start ranks for any.
@@ -40,12 +42,25 @@ MPIS_OWN = ("mpirun", "mpiexec", "jsrun")
 
 @dataclass(frozen=True)
 class Session:
-    """What init() made: this rank's backend, place and device."""
+    """What init() made: the group of all ranks, this rank's place and device, and what was made since."""
 
-    backend: Backend
+    world: Group
     topology: Topology
     device: torch.device
     timeout_s: float
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def backend(self) -> Backend:
+        return self.world.backend
+
+    def close(self) -> None:
+        """End the groups and the backend; the roll call last, for what fails on the way asks it."""
+        for group in (*self.groups, self.world):
+            group.close()
+        self.groups.clear()
+        if self.world.watch.roll is not None:
+            self.world.watch.roll.close()
 
 
 @dataclass
@@ -90,7 +105,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     _process.sessions += 1
     session = _open(requested, transport, environ, name, timeout_s)
     if transport not in ("", session.backend.transport) and session.backend.name != "single":
-        session.backend.close()
+        session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
             "here: unset it, or choose a backend and a launcher that have it"
@@ -103,7 +118,38 @@ def shutdown() -> None:
     session = current()
     _process.session = None
     _process.was_shut_down = True
-    session.backend.close()
+    session.close()
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """See dualdist.api.new_group."""
+    from dualdist.collectives import in_step
+    from dualdist.group import Group
+    from dualdist.watch import Watch
+
+    session = current()
+    members = sorted(ranks)
+    if not members or len(set(members)) < len(members) or not set(members) <= set(range(session.topology.size)):
+        raise UsageError(f"ranks {list(ranks)}: expected different ranks of this job, 0 to {session.topology.size - 1}")
+    world = session.world
+    name = world.next_name("new_group")
+    backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
+    group = Group(backend, Watch(world.watch.roll, members))
+    session.groups.append(group)
+    return group
+
+
+def remove_group(group: Group) -> None:
+    """See dualdist.api.remove_group."""
+    from dualdist.collectives import in_step
+
+    session = current()
+    if group not in session.groups:
+        raise UsageError("remove_group takes a group that dd.new_group made in this session, once")
+    world = session.world
+    ranks = {"ranks": list(group.ranks)}
+    in_step(world, "remove_group", world.next_name("remove_group"), ranks, lambda line: group.close())
+    session.groups.remove(group)
 
 
 def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
@@ -190,7 +236,7 @@ def _adopt(
         )
     backend, store = native.adopt(_device(None), timeout_s)
     topology = _place_by(backend, topology, environ)
-    return Session(_watched(backend, store, session), topology, _device(topology), timeout_s)
+    return Session(_world(backend, store, session), topology, _device(topology), timeout_s)
 
 
 def _open_horovod_on_mpi(
@@ -215,33 +261,35 @@ def _open_horovod_on_mpi(
         )
     topology = _place_by(backend, topology, environ)
     if topology.size == 1:
-        return Session(backend, topology, _device(topology), timeout_s)
+        return Session(_world(backend, None, session), topology, _device(topology), timeout_s)
     if _process.store is None:
         _process.store = _store_over(backend, topology, environ, Deadline(timeout_s))
-    return Session(_watched(backend, _process.store, session), topology, _device(topology), timeout_s)
+    return Session(_world(backend, _process.store, session), topology, _device(topology), timeout_s)
 
 
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
     """A store that rank 0 serves, found over a backend that runs already."""
     from dualdist import network
     from dualdist.backends import native
-    from dualdist.collectives import broadcast_object
+    from dualdist.moves import broadcast_object
 
     host = network.host_identity(environ)
     if topology.rank == 0:
         listener = network.listen(0, loopback_only=topology.nodes == 1)
         port = listener.getsockname()[1]
-        broadcast_object(backend, network.Invitation.of(host, port, one_node=topology.nodes == 1), 0)
+        broadcast_object(backend, network.Invitation.of(host, port, one_node=topology.nodes == 1), 0, STORE)
         return native.connect(network.LOOPBACK, port, listener, deadline)
-    invitation = broadcast_object(backend, network.Invitation("", (), 0), 0)
+    invitation = broadcast_object(backend, network.Invitation("", (), 0), 0, STORE)
     return native.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
 
 
-def _watched(backend: Backend, store: Store, key: str) -> Backend:
-    """The backend, whose failing operations name the ranks that are missing."""
-    from dualdist.watch import RollCall, WatchedBackend
+def _world(backend: Backend, store: Store | None, key: str) -> Group:
+    """The group of all ranks, whose failing operations name the ranks that are missing."""
+    from dualdist.group import Group
+    from dualdist.watch import RollCall, Watch
 
-    return WatchedBackend(backend, RollCall(store, backend.rank, backend.size, f"{key}/roll"))
+    roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll")
+    return Group(backend, Watch(roll, backend.ranks))
 
 
 def _open_over_store(
@@ -251,7 +299,7 @@ def _open_over_store(
     if name == "single":
         from dualdist.backends.single import SingleBackend
 
-        return Session(SingleBackend(), topology, _device(topology), timeout_s)
+        return Session(_world(SingleBackend(), None, session), topology, _device(topology), timeout_s)
     from dualdist import rendezvous
     from dualdist.backends import native
     from dualdist.placement import Place
@@ -272,15 +320,15 @@ def _open_over_store(
         from dualdist.backends import horovod
 
         backend = horovod.start_on_gloo(topology, places, store, session, interface, environ, device, timeout_s)
-    return Session(backend if store is None else _watched(backend, store, session), topology, device, timeout_s)
+    return Session(_world(backend, store, session), topology, device, timeout_s)
 
 
 def _place_by(backend: Backend, topology: Topology, environ: MutableMapping[str, str]) -> Topology:
     """The topology as the ranks find it when they compare what each of them knows, over a backend that runs already."""
-    from dualdist.collectives import allgather_object
+    from dualdist.moves import allgather_object
 
     mine = report_of(topology, host_identity(environ), backend.name)
-    reports = [Report.loads(text) for text in allgather_object(backend, mine.dumps())]
+    reports = [Report.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")]
     return placed(topology, settle(reports))
 
 

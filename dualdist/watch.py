@@ -6,14 +6,15 @@ Every rank's thread looks once a second whether somebody asks; operations that s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, ReduceOp, Store, Work, describe
 from dualdist.deadline import Deadline, call_within
-from dualdist.errors import CollectiveTimeoutError, RendezvousError
+from dualdist.errors import CollectiveError, CollectiveTimeoutError, RendezvousError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +25,14 @@ IN_PROGRAM = "in the program, outside of any operation"
 
 
 class RollCall:
-    """Answers, in a thread, where this rank is; asks, when told to, where all ranks are."""
+    """Answers, in a thread, where this rank is; asks, when told to, where other ranks are."""
 
-    def __init__(self, store: Store, rank: int, size: int, key: str) -> None:
+    def __init__(self, store: Store, rank: int, key: str) -> None:
         self.rank = rank
-        self.size = size
-        self.place = IN_PROGRAM
-        self.since = time.monotonic()
         self._store = store
         self._key = key
+        self._places: dict[int, tuple[str, float]] = {}  # by thread; the last one entered is told
+        self._back_since = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="dualdist-roll-call", daemon=True)
         self._thread.start()
@@ -40,25 +40,26 @@ class RollCall:
         atexit.register(self.close)
 
     def enter(self, place: str) -> None:
-        """This rank waits in an operation from now on."""
-        self.place, self.since = place, time.monotonic()
+        """This thread waits in an operation from now on."""
+        self._places[threading.get_ident()] = place, time.monotonic()
 
     def leave(self) -> None:
-        """This rank is back in the program."""
-        self.place, self.since = IN_PROGRAM, time.monotonic()
+        """This thread is back in the program."""
+        self._places.pop(threading.get_ident(), None)
+        self._back_since = time.monotonic()
 
-    def ask(self) -> dict[int, str]:
-        """Where each rank says it is, without the silent ones; RendezvousError where the store is gone."""
+    def ask(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where each of the ranks says it is, without the silent ones; RendezvousError where the store is gone."""
         number = self._store.add(f"{self._key}/questions", 1)
         self._store.set(self._question(number), "")
         deadline = Deadline(ANSWER_S)
         answers: dict[int, str] = {}
-        while len(answers) < self.size and not deadline.passed():
-            for rank in set(range(self.size)) - set(answers):
+        while len(answers) < len(ranks) and not deadline.passed():
+            for rank in set(ranks) - set(answers):
                 if self._store.has(self._reply(number, rank)):
                     answers[rank] = self._store.get(self._reply(number, rank), 1.0)
             deadline.sleep(0.1)
-        return answers
+        return dict(sorted(answers.items()))
 
     def close(self) -> None:
         """Answer no more."""
@@ -71,9 +72,8 @@ class RollCall:
         while not self._stop.wait(LOOK_S):
             try:
                 while self._store.has(self._question(number)):
-                    self._store.set(
-                        self._reply(number, self.rank), f"{self.place}, for {time.monotonic() - self.since:.0f} s"
-                    )
+                    place, since = next(reversed(self._places.values()), (IN_PROGRAM, self._back_since))
+                    self._store.set(self._reply(number, self.rank), f"{place}, for {time.monotonic() - since:.0f} s")
                     number += 1
             except (RendezvousError, TimeoutError):
                 return  # the process that served the store has ended; whoever waits learns it from the operation
@@ -85,66 +85,109 @@ class RollCall:
         return f"{self._key}/reply/{number}/{rank}"
 
 
-class WatchedWork:
-    """Work whose timeout names the ranks that are missing."""
+class Watch:
+    """Lets the errors of operations between these ranks say which operation failed, and who was missing."""
 
-    def __init__(self, work: Work, what: str, roll: RollCall) -> None:
+    def __init__(self, roll: RollCall | None, ranks: Sequence[int]) -> None:
+        self.roll = roll  # None in a job of one rank
+        self.ranks = ranks
+
+    @contextlib.contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        """For the block, this rank is in the operation `what`."""
+        if self.roll is not None:
+            self.roll.enter(what)
+        try:
+            yield
+        except CollectiveTimeoutError as error:
+            where = "" if self.roll is None else f". {whereabouts(self.roll, self.ranks, what)}"
+            raise CollectiveTimeoutError(f"{what}: {error}{where}") from error.__cause__
+        except (CollectiveError, UnsupportedError) as error:
+            raise type(error)(f"{what}: {error}") from error.__cause__
+        finally:
+            if self.roll is not None:
+                self.roll.leave()
+
+
+def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
+    """Where the other ranks are, in words, for the error of an operation on this one."""
+    try:
+        answers = call_within(2 * ANSWER_S, lambda: roll.ask(ranks), lambda: RendezvousError("no answer"))
+    except (RendezvousError, TimeoutError):
+        return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
+    silent = [rank for rank in ranks if rank not in answers]
+    elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(what)]
+    missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""
+    return "; ".join(filter(None, [missing, *elsewhere])) or "All ranks say that they are in this operation"
+
+
+class WatchedWork:
+    """Work whose errors say which operation it is."""
+
+    def __init__(self, work: Work, what: str, watch: Watch) -> None:
         self._work = work
         self._what = what
-        self._roll = roll
+        self._watch = watch
 
     def done(self) -> bool:
         return self._work.done()
 
     def wait(self) -> torch.Tensor:
-        self._roll.enter(self._what)
-        try:
+        with self._watch.over(self._what):
             return self._work.wait()
-        except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(f"{error}. {whereabouts(self._roll)}") from error.__cause__
-        finally:
-            self._roll.leave()
-
-
-def whereabouts(roll: RollCall) -> str:
-    """Where the other ranks are, in words, for an error on this one."""
-    try:
-        answers = call_within(2 * ANSWER_S, roll.ask, lambda: RendezvousError("no answer"))
-    except (RendezvousError, TimeoutError):
-        return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
-    silent = [rank for rank in range(roll.size) if rank not in answers]
-    elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(roll.place)]
-    missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""
-    return "; ".join(filter(None, [missing, *elsewhere])) or "All ranks say that they are in this operation"
 
 
 class WatchedBackend:
-    """A backend whose late operations name the ranks that are missing."""
+    """A backend whose failing operations say which they are, and name the ranks that are missing."""
 
-    def __init__(self, backend: Backend, roll: RollCall) -> None:
+    def __init__(self, backend: Backend, watch: Watch) -> None:
         self._backend = backend
-        self._roll = roll
+        self._watch = watch
         self.name = backend.name
         self.transport = backend.transport
+        self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
-        self.names = backend.names
-        self.reducers = backend.reducers
-        self.is_open = True
+        self.reducible = backend.reducible
+
+    @property
+    def timeout_s(self) -> float:
+        return self._backend.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._backend.timeout_s = value
+
+    @property
+    def is_open(self) -> bool:
+        return self._backend.is_open
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> WatchedWork:
-        return self._watch(describe("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
+        return self._watched(describe("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> WatchedWork:
-        return self._watch(describe("allgather", name, tensor), lambda: self._backend.allgather(tensor, name))
+        return self._watched(describe("allgather", name, tensor), lambda: self._backend.allgather(tensor, name))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> WatchedWork:
-        return self._watch(describe("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
+        return self._watched(describe("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> WatchedWork:
+        return self._watched(
+            describe("alltoall", name, tensor), lambda: self._backend.alltoall(tensor, sent, received, name)
+        )
+
+    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return self._backend.traced_allreduce(tensor, op)
+
+    def channel(self, key: str) -> Backend:
+        return WatchedBackend(self._backend.channel(key), self._watch)
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
+        return WatchedBackend(self._backend.subgroup(ranks, key), Watch(self._watch.roll, ranks))
 
     def close(self) -> None:
-        self.is_open = False
-        self._roll.close()
         self._backend.close()
 
-    def _watch(self, what: str, start: Callable[[], Work]) -> WatchedWork:
-        return WatchedWork(start(), what, self._roll)
+    def _watched(self, what: str, start: Callable[[], Work]) -> WatchedWork:
+        with self._watch.over(what):
+            return WatchedWork(start(), what, self._watch)

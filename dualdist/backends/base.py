@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +39,6 @@ class Work(Protocol):
         """Finish the operation and return its result; raises CollectiveError. On CUDA only the current stream waits."""
 
 
-class Names:
-    """Numbers the operations that the caller left unnamed; alike on all ranks, which call in the same order."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def next(self, kind: str) -> str:
-        self._counts[kind] += 1
-        return f"{kind}.{self._counts[kind]}"
-
-
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     """An operation in the words of an error."""
     return f"{kind} {name!r} of {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
@@ -59,16 +48,20 @@ class Backend(Protocol):
     """Moves tensors between `size` ranks. Every rank calls the same methods in the same order with the same names.
 
     Tensors given are contiguous, and stay untouched by the caller until the work is done. `name` is unique among the
-    operations under way. Errors that leave a backend are dualdist's own.
+    operations under way. Errors that leave a backend are dualdist's own, and do not name the operation: callers do.
     """
 
     name: str
     transport: str
-    rank: int
+    ranks: tuple[int, ...]  # the job's ranks that this backend joins, in ascending order
+    rank: int  # this process's place among them, or -1
     size: int
-    names: Names
-    reducers: list[Any]  # weak references to those of this session, in the order in which every rank made them
-    is_open: bool  # until close()
+    timeout_s: float  # how long an operation that starts now may wait for the other ranks
+    reducible: frozenset[torch.dtype]  # what allreduce_ takes; whatever else is reduced is converted before
+
+    @property
+    def is_open(self) -> bool:
+        """Until close()."""
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """Replace `buffer` on every rank by the reduction over all ranks."""
@@ -77,7 +70,19 @@ class Backend(Protocol):
         """Concatenate equal shapes in rank order: (n, *s) -> (size*n, *s)."""
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        """Replace `buffer` on every rank by root's."""
+        """Replace `buffer` on every rank by that of the rank whose place here is `root`."""
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
+        """Send each rank i the next sent[i] elements of a flat tensor; what came, received[i] from rank i."""
+
+    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """A new tensor with the reduction, as torch.compile follows it; UnsupportedError where it cannot."""
+
+    def channel(self, key: str) -> Backend:
+        """Another line between the same ranks, on which operations do not wait behind this one's."""
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
+        """A line between some of the job's ranks; every rank of the job calls this, and is -1 where it is left out."""
 
     def close(self) -> None:
-        """Leave the job in order: nothing may be under way on any rank."""
+        """Leave in order: nothing may be under way on any rank. Of a subgroup, every rank of the job calls this."""

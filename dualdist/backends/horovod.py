@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from dualdist import network
-from dualdist.backends.base import Names, ReduceOp, Store, describe
+from dualdist.backends.base import ReduceOp, Store
 from dualdist.backends.horovod_settings import ALONE, Controller, Settings, settings_for, slots_of
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import (
@@ -24,10 +25,10 @@ from dualdist.errors import (
     CollectiveTimeoutError,
     DualdistError,
     MismatchError,
+    NotInitializedError,
     RankLostError,
     RendezvousError,
     UnsupportedError,
-    UsageError,
 )
 from dualdist.horovod_build.record import read_record
 from dualdist.network import Invitation
@@ -41,15 +42,12 @@ GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
 LATE = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
-REUSED = ("same name as another tensor",)
-# Horovod reduces no integers below 32 bits and no bfloat16. In the wider dtype the result is the same: integers wrap
-# round alike when they are narrowed again, and a bfloat16 sum of two is rounded once either way.
-WIRE_DTYPES = {
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.bfloat16: torch.float32,
-}
+UNTRACEABLE = (
+    "torch.compile(fullgraph=True) cannot follow an operation of Horovod, whose engine is no part of torch: "
+    "leave fullgraph out, or use the native backend"
+)
+# Horovod reduces no integers below 32 bits and no bfloat16.
+REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
 # Seconds that the engine may take to stop when the process ends; it takes milliseconds where all ranks answer.
 EXIT_S = 10.0
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
@@ -85,10 +83,9 @@ def is_built_with_mpi() -> bool:
 class HorovodWork:
     """One asynchronous operation of Horovod."""
 
-    def __init__(self, hvd: ModuleType, handle: int, what: str, timeout_s: float) -> None:
+    def __init__(self, hvd: ModuleType, handle: int, timeout_s: float) -> None:
         self._hvd = hvd
         self._handle = handle
-        self._what = what
         self._timeout_s = timeout_s
         self._result: torch.Tensor | None = None
 
@@ -100,71 +97,117 @@ class HorovodWork:
             deadline = Deadline(self._timeout_s)
             while not self._hvd.poll(self._handle):
                 if deadline.passed():
-                    raise CollectiveTimeoutError(f"{self._what}: not all ranks arrived within {self._timeout_s:g} s")
+                    raise CollectiveTimeoutError(f"not all ranks arrived within {self._timeout_s:g} s")
                 time.sleep(POLL_S)
             try:
-                self._result = self._hvd.synchronize(self._handle)
+                result = self._hvd.synchronize(self._handle)
             except RuntimeError as error:
-                raise translated(error, self._what, self._timeout_s) from error
+                raise translated(error, self._timeout_s) from error
+            self._result = result[0] if isinstance(result, tuple) else result  # alltoall adds what it received
         return self._result
 
 
-class ConvertedWork:
-    """Work on a copy in another dtype, whose result is put back where the caller looks for it."""
+class ProcessSets:
+    """Horovod's process sets by their ranks: it has one for the same ranks only, and we may be asked for several."""
 
-    def __init__(self, work: HorovodWork, buffer: torch.Tensor) -> None:
-        self._work = work
-        self._buffer = buffer
+    def __init__(self, hvd: ModuleType) -> None:
+        self._hvd = hvd
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self._users: Counter[tuple[int, ...]] = Counter()
 
-    def done(self) -> bool:
-        return self._work.done()
+    def take(self, ranks: tuple[int, ...]) -> Any:
+        """The set of these ranks; every rank of the job calls this."""
+        self._users[ranks] += 1
+        if ranks not in self._sets:
+            everybody = len(ranks) == int(self._hvd.size())
+            self._sets[ranks] = self._hvd.global_process_set if everybody else self._hvd.add_process_set(list(ranks))
+        return self._sets[ranks]
 
-    def wait(self) -> torch.Tensor:
-        return self._buffer.copy_(self._work.wait())
+    def give_back(self, ranks: tuple[int, ...]) -> None:
+        """One user less; every rank of the job calls this."""
+        self._users[ranks] -= 1
+        if self._users[ranks] == 0:
+            self._hvd.remove_process_set(self._sets.pop(ranks))
 
 
 class HorovodBackend:
-    """Moves tensors through Horovod's engine; close() ends it by `leave`."""
+    """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
 
     name = "horovod"
+    reducible = REDUCIBLE
 
-    def __init__(self, hvd: ModuleType, transport: str, timeout_s: float, leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        hvd: ModuleType,
+        transport: str,
+        ranks: Sequence[int],
+        process_set: Any,
+        sets: ProcessSets,
+        timeout_s: float,
+        leave: Callable[[], None],
+    ) -> None:
         self.transport = transport
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(int(hvd.rank())) if int(hvd.rank()) in self.ranks else -1
+        self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self.rank = int(hvd.rank())
-        self.size = int(hvd.size())
-        self.names = Names()
-        self.reducers: list[Any] = []
         self.is_open = True
         self._hvd = hvd
+        self._set = process_set
+        self._sets = sets
         self._leave = leave
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork | ConvertedWork:
-        if buffer.dtype in WIRE_DTYPES:
-            return ConvertedWork(self._allreduce_(buffer.to(WIRE_DTYPES[buffer.dtype]), op, name), buffer)
-        return self._allreduce_(buffer, op, name)
-
-    def _allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
-        what = describe("allreduce", name, buffer)
-        return self._start(what, lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op]))
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
+        return self._start(
+            lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op], process_set=self._set)
+        )
 
     def allgather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
-        return self._start(describe("allgather", name, tensor), lambda: self._hvd.allgather_async(tensor, name=name))
+        return self._start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
-        what = describe("broadcast", name, buffer)
-        return self._start(what, lambda: self._hvd.broadcast_async_(buffer, root, name=name))
+        return self._start(
+            lambda: self._hvd.broadcast_async_(buffer, self.ranks[root], name=name, process_set=self._set)
+        )
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> HorovodWork:
+        return self._start(
+            lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
+        )
+
+    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        raise UnsupportedError(UNTRACEABLE)
+
+    def channel(self, key: str) -> HorovodBackend:
+        return self  # Horovod tells operations apart by their names
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
+        members = tuple(ranks)
+        process_set = self._sets.take(members)
+
+        def leave() -> None:
+            self._sets.give_back(members)
+
+        return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, self.timeout_s, leave)
 
     def close(self) -> None:
         self.is_open = False
         self._leave()
 
-    def _start(self, what: str, start: Callable[[], int]) -> HorovodWork:
+    def _start(self, start: Callable[[], int]) -> HorovodWork:
+        if not self.is_open:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
         try:
-            return HorovodWork(self._hvd, start(), what, self.timeout_s)
+            return HorovodWork(self._hvd, start(), self.timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise translated(error, what, self.timeout_s) from error
+            raise translated(error, self.timeout_s) from error
+
+
+def _world(hvd: ModuleType, transport: str, timeout_s: float, leave: Callable[[], None]) -> HorovodBackend:
+    """The backend over all ranks of a running engine."""
+    sets = ProcessSets(hvd)
+    return HorovodBackend(hvd, transport, range(int(hvd.size())), hvd.global_process_set, sets, timeout_s, leave)
 
 
 def start_on_mpi(
@@ -182,7 +225,7 @@ def start_on_mpi(
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
-    return HorovodBackend(hvd, _transport(hvd, "mpi", device), timeout_s, leave=_nothing)
+    return _world(hvd, _transport(hvd, "mpi", device), timeout_s, leave=_nothing)
 
 
 def start_on_gloo(
@@ -233,7 +276,7 @@ def start_on_gloo(
         finally:
             stop_server()
 
-    return HorovodBackend(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
+    return _world(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
 
 
 def _nothing() -> None:
@@ -334,18 +377,16 @@ def _transport(hvd: ModuleType, controller: Controller, device: torch.device) ->
     return "nccl" if device.type == "cuda" and hvd.nccl_built() else controller
 
 
-def translated(error: Exception, what: str, timeout_s: float) -> Exception:
+def translated(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that Horovod raised."""
     text = " ".join(str(error).split()).split(". ")[0]
     lowered = text.lower()
     if any(word in lowered for word in LATE):
-        return CollectiveTimeoutError(f"{what}: not all ranks arrived within {timeout_s:g} s ({text})")
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({text})")
     if any(word in lowered for word in GONE):
-        return RankLostError(f"{what}: another rank ended or its connection broke ({text})")
+        return RankLostError(f"another rank ended or its connection broke ({text})")
     if any(word in lowered for word in MISMATCH):
-        return MismatchError(f"{what}: {text}")
-    if any(word in lowered for word in REUSED):
-        return UsageError(f"{what}: an operation of this name is still under way; wait for it, or choose another name")
+        return MismatchError(text)
     if isinstance(error, ValueError):
-        return UnsupportedError(f"{what}: Horovod cannot move this ({text})")
-    return CollectiveError(f"{what}: {text}")
+        return UnsupportedError(f"Horovod cannot move this ({text})")
+    return CollectiveError(text)

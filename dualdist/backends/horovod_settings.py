@@ -46,6 +46,7 @@ def settings_for(controller: Controller, timeout_s: float) -> Settings:
     return {
         "HOROVOD_CONTROLLER": controller,
         "HOROVOD_CPU_OPERATIONS": controller,
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",  # for dd.new_group
         "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _seconds(timeout_s + LATER_S),

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import socket
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import Names, ReduceOp, Store, describe
+from dualdist.backends.base import ReduceOp, Store
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
+    NotInitializedError,
     RankLostError,
     RendezvousError,
     UnsupportedError,
 )
 from dualdist.variables import variables_set
+
+ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
+Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface
+Options = TypeVar("Options")
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -30,6 +38,19 @@ OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+# What Gloo and NCCL both reduce by every operation.
+REDUCIBLE = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is late and when it is gone.
 LATE = ("timed out", "timeout")
@@ -41,10 +62,6 @@ GONE = (
     "socket closed",
     "remote process exited",
 )
-
-
-# torch 2.13 renames it and warns of the old name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TcpStore:
@@ -123,10 +140,9 @@ def connect(address: str, port: int, listener: socket.socket | None, deadline: D
 class NativeWork:
     """One asynchronous operation of torch.distributed."""
 
-    def __init__(self, work: dist.Work, result: torch.Tensor, what: str, timeout_s: float) -> None:
+    def __init__(self, work: dist.Work, result: torch.Tensor, timeout_s: float) -> None:
         self._work = work
         self._result = result
-        self._what = what
         self._timeout_s = timeout_s
 
     def done(self) -> bool:
@@ -136,7 +152,7 @@ class NativeWork:
         try:
             self._work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            raise translated(error, self._what, self._timeout_s) from error
+            raise translated(error, self._timeout_s) from error
         return self._result
 
 
@@ -144,46 +160,114 @@ class NativeBackend:
     """Moves tensors over a process group; `owned` says that it was made here and ends with close()."""
 
     name = "native"
+    reducible = REDUCIBLE
 
-    def __init__(self, transport: str, timeout_s: float, *, owned: bool) -> None:
-        self.transport = transport
+    def __init__(
+        self,
+        groups: Mapping[str, ProcessGroup],
+        ranks: Sequence[int],
+        rank: int,
+        store: dist.Store,
+        network: Network,
+        timeout_s: float,
+        *,
+        owned: bool,
+    ) -> None:
+        self.transport = "nccl" if "cuda" in groups else "gloo"
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self.names = Names()
-        self.reducers: list[Any] = []
         self.is_open = True
+        self._groups = groups  # by the type of the tensors' device
+        self._store = store
+        self._network = network
         self._owned = owned
-        if owned:
-            # Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291).
-            atexit.register(self.close)
+        self._children: list[NativeBackend] = []
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
-        what = describe("allreduce", name, buffer)
-        return self._start(what, buffer, lambda: dist.all_reduce(buffer, OPS[op], async_op=True))
+        options = self._timed(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp(OPS[op])
+        return self._start(buffer, lambda: self._of(buffer).allreduce([buffer], options))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> NativeWork:
-        what = describe("allgather", name, tensor)
         output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        return self._start(what, output, lambda: _all_gather_single(output, tensor, async_op=True))
+        options = self._timed(AllgatherOptions())
+        return self._start(output, lambda: self._of(tensor)._allgather_base(output, tensor, options))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> NativeWork:
-        what = describe("broadcast", name, buffer)
-        return self._start(what, buffer, lambda: dist.broadcast(buffer, root, async_op=True))
+        options = self._timed(dist.BroadcastOptions())
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._start(buffer, lambda: self._of(buffer).broadcast([buffer], options))
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> NativeWork:
+        output = tensor.new_empty(sum(received))
+        options = self._timed(dist.AllToAllOptions())
+        return self._start(
+            output, lambda: self._of(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
+        )
+
+    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        total: torch.Tensor = functional.all_reduce(tensor, op, list(self.ranks))
+        return total
+
+    def channel(self, key: str) -> NativeBackend:
+        return self._child(self.ranks, key)
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
+        if self.ranks[self.rank] in ranks:
+            return self._child(ranks, key)
+        return NativeBackend({}, ranks, -1, self._store, self._network, self.timeout_s, owned=False)
 
     def close(self) -> None:
         self.is_open = False
-        atexit.unregister(self.close)
-        if self._owned and dist.is_initialized():
+        for child in self._children:
+            child.close()
+        self._children.clear()
+        if not self._owned:
+            return
+        if any(group is dist.group.WORLD for group in self._groups.values()):
+            atexit.unregister(self.close)
             dist.destroy_process_group()
+        else:
+            for group in self._groups.values():
+                group.abort()
+        self._groups = {}
 
-    def _start(self, what: str, result: torch.Tensor, start: Callable[[], dist.Work | None]) -> NativeWork:
+    def _child(self, ranks: Sequence[int], key: str) -> NativeBackend:
+        """A backend of its own connections between the ranks, who find each other in the store under the key."""
+        rank = list(ranks).index(self.ranks[self.rank])
+        store = dist.PrefixStore(key, self._store)
+        timeout = timedelta(seconds=self.timeout_s)
+        groups: dict[str, ProcessGroup] = {}
         try:
-            work = start()
+            with self._network():
+                groups["cpu"] = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+            if "cuda" in self._groups:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, len(ranks), options)
+        except RuntimeError as error:
+            raise translated(error, self.timeout_s) from error
+        child = NativeBackend(groups, ranks, rank, store, self._network, self.timeout_s, owned=True)
+        self._children.append(child)
+        return child
+
+    def _of(self, tensor: torch.Tensor) -> ProcessGroup:
+        return self._groups.get(tensor.device.type) or self._groups["cpu"]
+
+    def _timed(self, options: Options) -> Options:
+        options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
+        return options
+
+    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
+        if not self.is_open:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+        try:
+            return NativeWork(start(), result, self.timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise translated(error, what, self.timeout_s) from error
-        assert work is not None, "an asynchronous call in a group of ours returns its work"
-        return NativeWork(work, result, what, self.timeout_s)
+            raise translated(error, self.timeout_s) from error
 
 
 def existing_group() -> tuple[int, int] | None:
@@ -201,9 +285,19 @@ def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpSto
             f"torch.distributed's default group moves {', '.join(sorted(kinds))} tensors only, and dualdist moves "
             'CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
         )
-    transport = "nccl" if device.type in kinds - {"cpu"} else "gloo"
     store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
-    return NativeBackend(transport, timeout_s, owned=False), TcpStore(store, "", "torch.distributed's own store")
+    groups = _world({"cpu", device.type} & kinds)
+    backend = NativeBackend(
+        groups, range(dist.get_world_size()), dist.get_rank(), store, contextlib.nullcontext, timeout_s, owned=False
+    )
+    return backend, TcpStore(store, "", "torch.distributed's own store")
+
+
+def _world(kinds: Iterable[str]) -> dict[str, ProcessGroup]:
+    """torch.distributed's default group for every type of device."""
+    world = dist.group.WORLD
+    assert world is not None, "the default group has been set up"
+    return dict.fromkeys(kinds, world)
 
 
 def start(
@@ -224,9 +318,13 @@ def start(
         raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
     nccl = device.type == "cuda" and dist.is_nccl_available()
     inner: dist.Store = dist.HashStore() if store is None else store.store  # type: ignore[attr-defined]
-    names = [name for name in INTERFACES if interface and name not in environ]
+    named = {name: interface for name in INTERFACES if interface and name not in environ}
+
+    def network() -> contextlib.AbstractContextManager[None]:
+        return variables_set(environ, named)
+
     try:
-        with variables_set(environ, dict.fromkeys(names, interface)):
+        with network():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 store=dist.PrefixStore(f"{key}/group", inner),
@@ -239,19 +337,30 @@ def start(
             f"rank {rank} of {size} met the others, but torch could not connect them ({_first_line(error)}): "
             f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
         ) from error
-    return NativeBackend("nccl" if nccl else "gloo", timeout_s, owned=True)
+    backend = NativeBackend(
+        _world(["cpu", "cuda"] if nccl else ["cpu"]),
+        range(size),
+        rank,
+        dist.PrefixStore(f"{key}/lines", inner),
+        network,
+        timeout_s,
+        owned=True,
+    )
+    # Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291).
+    atexit.register(backend.close)
+    return backend
 
 
-def translated(error: Exception, what: str, timeout_s: float) -> Exception:
+def translated(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that torch.distributed raised."""
     text = str(error).lower()
     if any(word in text for word in GONE):
-        return RankLostError(f"{what}: another rank ended or its connection broke ({_first_line(error)})")
+        return RankLostError(f"another rank ended or its connection broke ({_first_line(error)})")
     if any(word in text for word in LATE):
-        return CollectiveTimeoutError(f"{what}: not all ranks arrived within {timeout_s:g} s ({_first_line(error)})")
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({_first_line(error)})")
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
-        return UnsupportedError(f"{what}: torch.distributed cannot move this ({_first_line(error)})")
-    return CollectiveError(f"{what}: {_first_line(error)}")
+        return UnsupportedError(f"torch.distributed cannot move this ({_first_line(error)})")
+    return CollectiveError(_first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from dualdist.backends.base import Names, ReduceOp
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from dualdist.backends.base import Backend, ReduceOp
+
+# Nothing is reduced with anything, so that every dtype will do.
+EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
 class Finished:
@@ -28,12 +30,13 @@ class SingleBackend:
 
     name = "single"
     transport = "none"
+    ranks: tuple[int, ...] = (0,)
     rank = 0
     size = 1
+    timeout_s = 0.0
+    reducible = EVERY_DTYPE
 
     def __init__(self) -> None:
-        self.names = Names()
-        self.reducers: list[Any] = []
         self.is_open = True
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Finished:
@@ -44,6 +47,18 @@ class SingleBackend:
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Finished:
         return Finished(buffer)
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Finished:
+        return Finished(tensor.clone())
+
+    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return tensor.clone()
+
+    def channel(self, key: str) -> Backend:
+        return self
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
+        return SingleBackend()
 
     def close(self) -> None:
         self.is_open = False

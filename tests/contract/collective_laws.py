@@ -132,7 +132,7 @@ def wrong_arguments_are_refused_by_name() -> None:
 @law
 def rows_that_do_not_fit_are_an_error_on_every_rank() -> None:
     if dd.size() > 1:
-        raises(MismatchError, lambda: dd.allgather(torch.ones(2, 3 + dd.rank() % 2)), "(2, 3)", "(2, 4)")
+        raises(MismatchError, lambda: dd.allgather(torch.ones(2, 3 + dd.rank() % 2)), "(*, 3)", "(*, 4)")
         raises(
             MismatchError, lambda: dd.allgather(torch.ones(2, dtype=(torch.int8, torch.float64)[dd.rank() % 2])), "int8"
         )

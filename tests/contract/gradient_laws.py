@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as dd
-from dualdist.errors import MismatchError, UnsupportedError, UsageError
+from dualdist.errors import MismatchError, UsageError
 
 
 @law
@@ -478,9 +478,26 @@ def many_buckets_leave_in_one_order() -> None:
 
 
 @law
-def sparse_gradients_are_refused_with_a_reason() -> None:
-    embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
-    dd.broadcast_parameters(embedding)
-    dd.wrap_optimizer(optimizer, embedding.named_parameters())
-    raises(UnsupportedError, lambda: embedding(torch.tensor([1])).sum().backward(), "weight", "sparse=False")
+def sparse_gradients_are_the_mean_of_everybodys() -> None:
+    """For each rank another row, for rank 0 none in the second step; twice, as the buffers change after the first."""
+    for dense in (False, True):
+        embedding = torch.nn.Embedding(dd.size() + 1, 3, sparse=True)
+        dd.broadcast_parameters(embedding)
+        linear = torch.nn.Linear(3, 1)
+        dd.broadcast_parameters(linear)
+        params = [*embedding.parameters(), *linear.parameters()]
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(params, lr=1.0), sparse_as_dense=dense)
+        for step in range(3):
+            optimizer.zero_grad()
+            touched = [rank for rank in ranks() if rank or step != 1]
+            if dd.rank() in touched:
+                linear(embedding(torch.tensor([dd.rank(), dd.rank()]))).sum().backward()
+            else:
+                linear(torch.zeros(3)).sum().backward()
+            expected = torch.zeros_like(embedding.weight)
+            expected[touched] = 2 * linear.weight.detach() / dd.size()
+            if touched:
+                assert embedding.weight.grad.is_sparse
+                torch.testing.assert_close(embedding.weight.grad.to_dense(), expected)
+            optimizer.step()
+        assert_same_everywhere(embedding)

@@ -1,0 +1,306 @@
+"""A group of ranks, and the operations that their programs have begun on it.
+
+Note [agreement]: transports take what they are given. Gloo reduces tensors of different dtypes into garbage, and waits
+for ever where the sizes differ. So before an operation moves anything, the ranks exchange what each of them is ready to
+do, and every rank decides alike (dualdist.negotiation). Operations are matched by their names: those that a program has
+begun without waiting for them may come in another order on another rank.
+
+Note [who drives]: one thread at a time carries the operations of a group forward. A program that waits does it itself;
+what was begun with async_op=True is carried on by a thread of ours, so that the other ranks never wait for a program
+that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from dualdist.backends.base import Backend
+from dualdist.errors import CollectiveError, DualdistError, MismatchError, NotInitializedError, UsageError
+from dualdist.moves import Exchange
+from dualdist.negotiation import Decision, Offer, Row, decide
+from dualdist.watch import Watch, WatchedBackend
+
+T = TypeVar("T")
+
+# Seconds between two exchanges where the first one found nothing that all ranks are ready for.
+PAUSE_S = 0.001
+# Seconds that what is under way may take at shutdown, and that the thread may take to see that it is over.
+DRAIN_S = 2.0
+# For a rank that has joined: it waits for as long as the others go on.
+PATIENCE_S = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Operation(Generic[T]):
+    """What to tell the other ranks, and what to do once they agree, given each rank's own part (None: joined)."""
+
+    offer: Offer
+    perform: Callable[[Backend, Sequence[Any]], T]
+    device: torch.device | None = None  # of the tensors, if there are any
+
+    def streams(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which work goes to the stream that is the current one now, wherever it runs."""
+        if self.device is None or self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.current_stream(self.device))
+
+
+class Handle(Generic[T]):
+    """An operation under way; wait() finishes it and returns its result, every time it is called."""
+
+    def __init__(self, group: Group, operation: Operation[T]) -> None:
+        self.name = operation.offer.name
+        self._group = group
+        self._operation: Operation[T] | None = operation
+        self._what = operation.offer.what
+        self._streams = operation.streams()
+        self._result: T
+        self._error: BaseException | None = None
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Whether wait() would return at once."""
+        return self._is_done
+
+    def begin(self) -> Handle[T]:
+        """Let it go on by itself, while the program does something else; returns this handle."""
+        if not self._is_done:
+            self._group._let_thread_drive()
+        return self
+
+    def wait(self) -> T:
+        """The result; raises CollectiveError where the operation failed."""
+        if not self._is_done:
+            self._group._carry_on_until(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def offer(self) -> Offer:
+        assert self._operation is not None, "what is done is offered no more"
+        return self._operation.offer
+
+    def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
+        assert self._operation is not None, "an operation is performed once"
+        try:
+            with watch.over(self._what), self._streams:
+                result = self._operation.perform(backend, own)
+        except Exception as error:  # whoever waits for it shall see it, whatever it is
+            self._fail(error)
+        else:
+            self._result = result
+            self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._operation = None  # and the tensors that it holds
+        self._is_done = True
+
+
+class Group:
+    """Some of the job's ranks, or all of them, and what they have begun together."""
+
+    def __init__(self, backend: Backend, watch: Watch) -> None:
+        self.backend = backend
+        self.ranks = backend.ranks
+        self.rank = backend.rank
+        self.size = backend.size
+        self.watch = watch
+        self.rounds = 0  # of gradients reduced with this rank's own
+        self.reducers: list[
+            Any
+        ] = []  # weak references to those of this group, in the order in which all ranks made them
+        self._gradients: WatchedBackend | None = None
+        self._named = 0
+        self.exchanges = 0
+        self._changed = threading.Condition()
+        self._pending: dict[str, Handle[Any]] = {}
+        self._waiting = ""
+        self._is_driven = False
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of the group's ranks."""
+        return self.rank >= 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session goes on, and the group has not been removed."""
+        return not self._is_closed
+
+    @property
+    def gradients(self) -> Backend:
+        """The line on which gradients travel, whose operations are agreed on once; every member asks for it first."""
+        if self._gradients is None:
+            self._gradients = WatchedBackend(self.backend.channel("gradients"), self.watch)
+        return self._gradients
+
+    def next_name(self, kind: str) -> str:
+        """For an operation that the caller left unnamed; alike on all ranks, which call in the same order."""
+        self._named += 1
+        return f"{kind}.{self._named}"
+
+    def place_of(self, rank: int) -> int:
+        """The place in this group of one of the job's ranks; UsageError where it has none."""
+        if rank not in self.ranks:
+            raise UsageError(f"root={rank}: expected a rank of this group, one of {list(self.ranks)}")
+        return self.ranks.index(rank)
+
+    def enter(self, operation: Operation[T]) -> Handle[T]:
+        """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
+        if self._is_closed:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+        if not self.is_member:
+            raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
+        handle = Handle(self, operation)
+        if self.size == 1:
+            handle._perform(self.backend, [operation.offer.own], self.watch)
+            return handle
+        with self._changed:
+            if handle.name in self._pending:
+                raise UsageError(
+                    f"{operation.offer.what}: an operation of this name is still under way; wait for it, or choose "
+                    "another name"
+                )
+            self._pending[handle.name] = handle
+        return handle
+
+    def _let_thread_drive(self) -> None:
+        """What is pending goes on while the program does something else."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="dualdist-progress", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _carry_on_until(self, handle: Handle[Any]) -> None:
+        """Drive, or let drive, until the handle is done; rounds without a result leave the others time."""
+        with self._changed:
+            self._waiting = handle.name
+            while not handle.done():
+                if self._is_driven:
+                    self._changed.wait()
+                    continue
+                self._drive_one_round()
+            self._waiting = ""
+            self._changed.notify_all()
+
+    def _drive(self) -> None:
+        """What the thread does: carry on whatever is pending and not driven by a waiting program."""
+        with self._changed:
+            while not self._is_closed:
+                if self._is_driven or not self._pending:
+                    self._changed.wait()
+                else:
+                    self._drive_one_round()
+
+    def _drive_one_round(self) -> None:
+        """One exchange, and what it decides; called with the lock held, which is free meanwhile."""
+        self._is_driven = True
+        offered = list(self._pending.values())
+        row = Row(tuple(handle.offer for handle in offered), self._waiting)
+        self._changed.release()
+        try:
+            moved = self._round(offered, row)
+            if not moved:
+                time.sleep(PAUSE_S)
+        finally:
+            self._changed.acquire()
+            for handle in offered:
+                if handle.done() and self._pending.get(handle.name) is handle:
+                    del self._pending[handle.name]
+            self._is_driven = False
+            self._changed.notify_all()
+
+    def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
+        """Whether anything happened. What fails in here fails the operations that were offered."""
+        mine = row.dumps()
+        try:
+            with self.watch.over(offered[0].offer.what):
+                said = self.exchange(mine).wait()
+        except (DualdistError, RuntimeError) as error:
+            for handle in offered:
+                handle._fail(error)
+            return True
+        if len(offered) == 1 and all(other == mine for other in said):
+            self._settle(Decision(agreed=(offered[0].name,)), offered, [row] * self.size)
+            return True
+        rows = [Row.loads(data) for data in said]
+        decision = decide(rows, self.ranks)
+        self._settle(decision, offered, rows)
+        return bool(decision.agreed or decision.refused)
+
+    def _settle(self, decision: Decision, offered: Sequence[Handle[Any]], rows: Sequence[Row]) -> None:
+        handles = {handle.name: handle for handle in offered}
+        for name, reason in decision.refused:
+            if name in handles:
+                handles[name]._fail(MismatchError(f"{handles[name].offer.what}: {reason}"))
+        for name in decision.agreed:
+            handles[name]._perform(self.backend, own_parts(rows, name), self.watch)
+
+    def exchange(self, payload: bytes) -> Exchange:
+        """Every rank's payload, on every rank."""
+        self.exchanges += 1
+        return Exchange(self.backend, payload, f"exchange.{self.exchanges}")
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """For the block the caller alone drives, as patiently as can be; UsageError where operations are under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_driven)
+            if self._pending:
+                raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
+            self._is_driven = True
+        lines: list[Backend] = [self.backend, *filter(None, [self._gradients])]
+        usual_s = self.backend.timeout_s
+        try:
+            for line in lines:
+                line.timeout_s = PATIENCE_S
+            yield
+        finally:
+            for line in lines:
+                line.timeout_s = usual_s
+            with self._changed:
+                self._is_driven = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the group; what is still under way then is reported, and never finishes."""
+        with self._changed:
+            if self._thread is not None:
+                self._changed.wait_for(lambda: not self._pending, DRAIN_S)
+            unfinished = [handle.offer.what for handle in self._pending.values() if not handle.done()]
+            self._is_closed = True
+            self._changed.notify_all()
+        if unfinished:
+            warnings.warn(
+                f"dualdist: shut down with {len(unfinished)} operation(s) unfinished, for which not all ranks were "
+                f"ready: {'; '.join(unfinished)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self.backend.close()
+        if self._thread is not None:
+            self._thread.join(DRAIN_S)
+        for handle in self._pending.values():
+            handle._fail(CollectiveError(f"{handle._what}: the session ended before all ranks were ready"))
+
+
+def own_parts(rows: Sequence[Row], name: str) -> list[Any]:
+    """Each rank's own part of an operation, None where it has joined."""
+    offers = [row.offer(name) for row in rows]
+    return [None if offer is None else offer.own for offer in offers]

@@ -1,0 +1,135 @@
+"""What the ranks of a group do next, decided by every rank alike from what each of them is ready to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+# What the ranks that go on may still do when others have joined, who take part with zeros.
+WITH_JOINED = ("allreduce", "grouped_allreduce")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An operation that a rank is ready for: terms are the same on every rank, its own part (say, its rows) is not."""
+
+    kind: str
+    name: str
+    terms: dict[str, Any]
+    own: Any = None
+
+    @property
+    def what(self) -> str:
+        """In the words of an error."""
+        return f"{self.kind} {self.name!r}" + (f" of {self.terms['tensors']}" if "tensors" in self.terms else "")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """When a rank joined: after so many exchanges and gradient rounds of its group, at this second of its clock.
+
+    The clock decides only between ranks that have done nothing with each other in between.
+    """
+
+    exchanges: int
+    rounds: int
+    clock_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank says of itself; `waiting` names the operation without which its program does not go on."""
+
+    offers: tuple[Offer, ...] = ()
+    waiting: str = ""
+    joined: Joined | None = None
+
+    def dumps(self) -> bytes:
+        offers = [[offer.kind, offer.name, offer.terms, offer.own] for offer in self.offers]
+        joined = None if self.joined is None else astuple(self.joined)
+        return json.dumps([offers, self.waiting, joined], separators=(",", ":")).encode()
+
+    @staticmethod
+    def loads(data: bytes) -> Row:
+        offers, waiting, joined = json.loads(data)
+        return Row(tuple(Offer(*offer) for offer in offers), waiting, None if joined is None else Joined(*joined))
+
+    def offer(self, name: str) -> Offer | None:
+        """The operation of this name, if the rank is ready for it."""
+        return next((offer for offer in self.offers if offer.name == name), None)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens now, in this order; refused are the names of operations, each with the reason for its error.
+
+    Once all ranks have joined, nothing is left to do, and `last_joined` is the one that joined last.
+    """
+
+    agreed: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    last_joined: int | None = None
+
+
+def decide(rows: Sequence[Row], ranks: Sequence[int]) -> Decision:
+    """Whatever all ranks are ready for, in the order of the first of them; rows come in the order of ranks.
+
+    Where all programs wait, and not for the same, no rank can ever go on: then what they wait for is refused.
+    """
+    active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
+    if not active:
+        order = {rank: (row.joined and astuple(row.joined), rank) for rank, row in zip(ranks, rows, strict=True)}
+        return Decision(last_joined=max(ranks, key=order.__getitem__))
+    joined = [rank for rank, row in zip(ranks, rows, strict=True) if row.joined]
+    agreed: list[str] = []
+    refused: list[tuple[str, str]] = []
+    for offer in active[0][1].offers:
+        offers = [(rank, row.offer(offer.name)) for rank, row in active]
+        found = [(rank, other) for rank, other in offers if other is not None]
+        if len(found) < len(active):
+            continue
+        reason = _objection(offer, found, joined)
+        if reason:
+            refused.append((offer.name, reason))
+        else:
+            agreed.append(offer.name)
+    if not agreed and not refused and all(row.offer(row.waiting) for _, row in active):
+        said = "; ".join(f"{_list(ranks)} in {what}" for what, ranks in _by_words(active).items())
+        reason = f"the ranks wait for different operations: {said}" + (f"; {_list(joined)} in join" if joined else "")
+        names = dict.fromkeys(row.waiting for _, row in active)
+        return Decision(refused=tuple((name, reason) for name in names))
+    return Decision(tuple(agreed), tuple(refused))
+
+
+def _objection(offer: Offer, found: Sequence[tuple[int, Offer]], joined: Sequence[int]) -> str:
+    """Why the ranks cannot do this together, or nothing."""
+    if any((other.kind, other.terms) != (offer.kind, offer.terms) for _, other in found):
+        said: dict[str, list[int]] = {}
+        for rank, other in found:
+            terms = ", ".join(f"{key} {value}" for key, value in other.terms.items())
+            said.setdefault(f"{other.kind} ({terms})", []).append(rank)
+        return "the ranks passed different arguments: " + "; ".join(
+            f"{_list(ranks)} {words}" for words, ranks in said.items()
+        )
+    if joined and offer.kind not in WITH_JOINED:
+        return f"{_list(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
+    return ""
+
+
+def _by_words(active: Sequence[tuple[int, Row]]) -> dict[str, list[int]]:
+    said: dict[str, list[int]] = {}
+    for rank, row in active:
+        offer = row.offer(row.waiting)
+        assert offer is not None, "only asked where every rank waits for something that it offers"
+        said.setdefault(offer.what, []).append(rank)
+    return said
+
+
+def _list(ranks: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 0, 1, 2 and 61 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
