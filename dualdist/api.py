@@ -497,7 +497,7 @@ def join(*, group: Group | None = None) -> int:
     afterwards: broadcast_parameters from the rank that is returned.
     """
     from dualdist.collectives import stand_in
-    from dualdist.join import join
+    from dualdist.joining import join
 
     return join(_group(group), stand_in)
 

@@ -152,13 +152,13 @@ def stand_in(offer: Offer) -> Operation[Any]:
 
 def spec_of(tensor: torch.Tensor, *, but_rows: bool = False) -> str:
     """Dtype and shape in words: "float32(17, 3)", or "float32(*, 3)" where the number of rows may differ."""
-    shape = ["*", *tensor.shape[1:]] if but_rows else list(tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}({', '.join(map(str, shape))})"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}({', '.join(['*', *map(str, tensor.shape[1:])])})" if but_rows else f"{dtype}{tuple(tensor.shape)}"
 
 
 def _spec(words: str) -> tuple[torch.dtype, tuple[int, ...]]:
     name, _, shape = words.partition("(")
-    return getattr(torch, name), ast.literal_eval(f"({shape.removesuffix(')')},)" if shape != ")" else "()")
+    return getattr(torch, name), ast.literal_eval(f"({shape}")
 
 
 def _device_of(kind: str) -> torch.device:

@@ -60,7 +60,7 @@ class Handle(Generic[T]):
         self.name = operation.offer.name
         self._group = group
         self._operation: Operation[T] | None = operation
-        self._what = operation.offer.what
+        self.what = operation.offer.what
         self._streams = operation.streams()
         self._result: T
         self._error: BaseException | None = None
@@ -69,6 +69,10 @@ class Handle(Generic[T]):
     def done(self) -> bool:
         """Whether wait() would return at once."""
         return self._is_done
+
+    def failed(self) -> bool:
+        """Whether wait() would raise at once."""
+        return self._error is not None
 
     def begin(self) -> Handle[T]:
         """Let it go on by itself, while the program does something else; returns this handle."""
@@ -92,7 +96,7 @@ class Handle(Generic[T]):
     def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
         assert self._operation is not None, "an operation is performed once"
         try:
-            with watch.over(self._what), self._streams:
+            with watch.over(self.what), self._streams:
                 result = self._operation.perform(backend, own)
         except Exception as error:  # whoever waits for it shall see it, whatever it is
             self._fail(error)
@@ -123,9 +127,11 @@ class Group:
             Any
         ] = []  # weak references to those of this group, in the order in which all ranks made them
         self._gradients: WatchedBackend | None = None
-        self._named = 0
+        self.named = 0  # operations that were given a number
         self.exchanges = 0
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # for programs that wait
+        self._left_alone = threading.Condition(lock)  # for our thread: there is something that nobody drives
         self._pending: dict[str, Handle[Any]] = {}
         self._waiting = ""
         self._is_driven = False
@@ -151,8 +157,8 @@ class Group:
 
     def next_name(self, kind: str) -> str:
         """For an operation that the caller left unnamed; alike on all ranks, which call in the same order."""
-        self._named += 1
-        return f"{kind}.{self._named}"
+        self.named += 1
+        return f"{kind}.{self.named}"
 
     def place_of(self, rank: int) -> int:
         """The place in this group of one of the job's ranks; UsageError where it has none."""
@@ -185,7 +191,7 @@ class Group:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._drive, name="dualdist-progress", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            self._left_alone.notify_all()
 
     def _carry_on_until(self, handle: Handle[Any]) -> None:
         """Drive, or let drive, until the handle is done; rounds without a result leave the others time."""
@@ -197,14 +203,15 @@ class Group:
                     continue
                 self._drive_one_round()
             self._waiting = ""
-            self._changed.notify_all()
+            if self._pending:
+                self._left_alone.notify_all()
 
     def _drive(self) -> None:
         """What the thread does: carry on whatever is pending and not driven by a waiting program."""
         with self._changed:
             while not self._is_closed:
                 if self._is_driven or not self._pending:
-                    self._changed.wait()
+                    self._left_alone.wait()
                 else:
                     self._drive_one_round()
 
@@ -225,6 +232,8 @@ class Group:
                     del self._pending[handle.name]
             self._is_driven = False
             self._changed.notify_all()
+            if self._pending:
+                self._left_alone.notify_all()
 
     def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
@@ -281,11 +290,12 @@ class Group:
     def close(self) -> None:
         """End the group; what is still under way then is reported, and never finishes."""
         with self._changed:
+            under_way = list(self._pending.values())
             if self._thread is not None:
                 self._changed.wait_for(lambda: not self._pending, DRAIN_S)
-            unfinished = [handle.offer.what for handle in self._pending.values() if not handle.done()]
             self._is_closed = True
-            self._changed.notify_all()
+            self._left_alone.notify_all()
+        unfinished = [handle.what for handle in under_way if not handle.done() or handle.failed()]
         if unfinished:
             warnings.warn(
                 f"dualdist: shut down with {len(unfinished)} operation(s) unfinished, for which not all ranks were "
@@ -297,7 +307,7 @@ class Group:
         if self._thread is not None:
             self._thread.join(DRAIN_S)
         for handle in self._pending.values():
-            handle._fail(CollectiveError(f"{handle._what}: the session ended before all ranks were ready"))
+            handle._fail(CollectiveError(f"{handle.what}: the session ended before all ranks were ready"))
 
 
 def own_parts(rows: Sequence[Row], name: str) -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+SHOWN = 8  # tensors, or ranks, at most, in an error
 # What the ranks that go on may still do when others have joined, who take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
 
@@ -23,7 +24,19 @@ class Offer:
     @property
     def what(self) -> str:
         """In the words of an error."""
-        return f"{self.kind} {self.name!r}" + (f" of {self.terms['tensors']}" if "tensors" in self.terms else "")
+        return f"{self.kind} {self.name!r}{self._tensors}"
+
+    @property
+    def words(self) -> str:
+        """Without its name, and with all that the ranks must agree on."""
+        others = [f"{key} {value}" for key, value in self.terms.items() if key != "tensors"]
+        return f"{self.kind}{self._tensors}" + "".join(f", {other}" for other in others)
+
+    @property
+    def _tensors(self) -> str:
+        tensors = self.terms.get("tensors", [])
+        more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+        return f" of {', '.join(tensors[:SHOWN])}{more}" if tensors else ""
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class Joined:
     exchanges: int
     rounds: int
     clock_s: float
+    named: int  # operations that the rank has given a number; afterwards all go on from the highest
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,7 @@ def _objection(offer: Offer, found: Sequence[tuple[int, Offer]], joined: Sequenc
     if any((other.kind, other.terms) != (offer.kind, offer.terms) for _, other in found):
         said: dict[str, list[int]] = {}
         for rank, other in found:
-            terms = ", ".join(f"{key} {value}" for key, value in other.terms.items())
-            said.setdefault(f"{other.kind} ({terms})", []).append(rank)
+            said.setdefault(other.words, []).append(rank)
         return "the ranks passed different arguments: " + "; ".join(
             f"{_list(ranks)} {words}" for words, ranks in said.items()
         )
@@ -131,5 +144,5 @@ def _list(ranks: Sequence[int]) -> str:
     """ "rank 3" or "ranks 0, 1, 2 and 61 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")

@@ -38,7 +38,9 @@ INTEGERS = frozenset(
     (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 )
 # Those that torch itself does not calculate with.
-EIGHT_BITS = frozenset(dtype for dtype in WIDER if dtype.is_floating_point and dtype.itemsize == 1)
+STORED_ONLY = frozenset(
+    dtype for dtype in WIDER if (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
+)
 LOCAL_OPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -64,7 +66,9 @@ _LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex
 
 def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Make a sum over ranks their mean, in place. Done nowhere else, so that all backends round alike."""
-    return total.copy_(total.float().div_(size)) if total.dtype in EIGHT_BITS else total.div_(size)
+    if total.dtype in STORED_ONLY:
+        return total.copy_(total.to(WIDER[total.dtype]).div_(size))
+    return total.div_(size)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -73,8 +77,8 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return tensor
     if tensor.dtype in INTEGERS:
         return tensor.copy_((tensor.double() * factor).to(tensor.dtype))
-    if tensor.dtype in EIGHT_BITS:
-        return tensor.copy_((tensor.float() * factor).to(tensor.dtype))
+    if tensor.dtype in STORED_ONLY:
+        return tensor.copy_(tensor.to(WIDER[tensor.dtype]) * factor)
     return tensor.mul_(factor)
 
 

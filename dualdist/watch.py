@@ -41,7 +41,7 @@ class RollCall:
 
     def enter(self, place: str) -> None:
         """This thread waits in an operation from now on."""
-        self._places[threading.get_ident()] = place, time.monotonic()
+        self._places[threading.get_ident()] = f"in {place}", time.monotonic()
 
     def leave(self) -> None:
         """This thread is back in the program."""
@@ -116,7 +116,7 @@ def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
     except (RendezvousError, TimeoutError):
         return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
     silent = [rank for rank in ranks if rank not in answers]
-    elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(what)]
+    elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(f"in {what}")]
     missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""
     return "; ".join(filter(None, [missing, *elsewhere])) or "All ranks say that they are in this operation"
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from contract import collective_laws, gradient_laws
+from contract import collective_laws, gradient_laws, vocabulary_laws
 from contract.oracle import ALONE, LAWS, batch, digest, loss_of, net, raises
 
-__all__ = ["ALONE", "LAWS", "batch", "collective_laws", "digest", "gradient_laws", "loss_of", "net", "raises"]
+__all__ = [
+    "ALONE",
+    "LAWS",
+    "batch",
+    "collective_laws",
+    "digest",
+    "gradient_laws",
+    "loss_of",
+    "net",
+    "raises",
+    "vocabulary_laws",
+]

@@ -32,12 +32,24 @@ BETWEEN: dict[str, tuple[int, Callable[[], object]]] = {
 }
 
 
+def late_rank_begins() -> None:
+    """The others begin an operation and compute; the last one comes within the timeout, but after a second."""
+    if dd.rank() == dd.size() - 1:
+        time.sleep(2)
+    handle = dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True)
+    handle.wait()
+
+
 def main(backend: str, case: str = "") -> None:
     dd.init(backend, timeout_s=TIMEOUT_S)
     dd.allreduce(torch.ones(3))
     rank, happens = BETWEEN.get(case, (-1, None))
     if rank == dd.rank() and happens is not None:
         happens()
+    if case == "unfinished" and dd.rank() == 1:
+        dd.allreduce(torch.ones(3), name="never.met", async_op=True)
+    if case == "late begun":
+        late_rank_begins()
     dd.allreduce(torch.ones(3), name="the.sum")
     if case == "twice":
         dd.init(backend)

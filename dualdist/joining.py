@@ -23,7 +23,7 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
     if group.size == 1:
         return group.ranks[0]
     with group.driven(), group.watch.over("join"):
-        row = Row(joined=Joined(group.exchanges, group.rounds, time.time())).dumps()
+        row = Row(joined=Joined(group.exchanges, group.rounds, time.time(), group.named)).dumps()
         gradients = Follower(group)
         while True:
             exchange = group.exchange(row)
@@ -36,6 +36,7 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
             decision = decide(rows, group.ranks)
             if decision.last_joined is not None:
                 gradients.finish()
+                group.named = max(row.joined.named for row in rows if row.joined is not None)
                 return decision.last_joined
             for name in decision.agreed:
                 offer = next(offer for row in rows if (offer := row.offer(name)) is not None)

@@ -1,0 +1,463 @@
+"""The laws of the whole vocabulary: values against exact arithmetic, mismatches by name, groups, and join."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from contract.oracle import assert_close, assert_same_everywhere, gradients, law, loss_of, net, raises, ranks
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import MismatchError, UsageError
+
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+FLOATS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+
+def of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, which every dtype holds exactly."""
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def plain(tensor: torch.Tensor) -> list[float]:
+    return tensor.to(torch.float64).tolist()
+
+
+@law
+def every_dtype_is_reduced_by_every_operation() -> None:
+    everybody = [[rank + 1.0, 2.0, 1.0] for rank in ranks()]
+    mine = everybody[dd.rank()]
+    columns = list(zip(*everybody, strict=True))
+    oracle = {
+        "sum": [sum(column) for column in columns],
+        "min": [min(column) for column in columns],
+        "max": [max(column) for column in columns],
+        "product": [math.prod(column) for column in columns],
+    }
+    for dtype in (*INTEGERS, *FLOATS):
+        for op, expected in oracle.items():
+            found = dd.allreduce(of(mine, dtype), op)  # type: ignore[call-overload]
+            assert found.dtype == dtype
+            assert plain(found) == plain(of(expected, dtype)), (dtype, op)
+    for dtype in FLOATS:
+        mean = [total / dd.size() for total in oracle["sum"]]
+        assert plain(dd.allreduce(of(mine, dtype))) == plain(of(mean, dtype)), dtype
+
+
+@law
+def booleans_are_reduced_as_logic() -> None:
+    mine = torch.tensor([dd.rank() == 0, True, False])
+    only_first = dd.size() == 1
+    assert dd.allreduce(mine, "sum").tolist() == [True, True, False]
+    assert dd.allreduce(mine, "max").tolist() == [True, True, False]
+    assert dd.allreduce(mine, "min").tolist() == [only_first, True, False]
+    assert dd.allreduce(mine, "product").tolist() == [only_first, True, False]
+
+
+@law
+def complex_numbers_are_added_and_multiplied() -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        mine = torch.tensor([complex(1, dd.rank()), 2j], dtype=dtype)
+        size = dd.size()
+        total = [complex(size, sum(ranks())), 2j * size]
+        assert dd.allreduce(mine, "sum").tolist() == total
+        assert dd.allreduce(mine).tolist() == [number / size for number in total]
+        assert dd.allreduce(mine, "product").tolist() == [
+            math.prod([complex(1, rank) for rank in ranks()], start=1),
+            math.prod([2j] * size, start=1),
+        ]
+    raises(UsageError, lambda: dd.allreduce(torch.ones(1, dtype=torch.complex64), "max"), "no order")
+
+
+@law
+def unsigned_numbers_keep_their_order_and_wrap_round() -> None:
+    top = torch.tensor([2**64 - 1 - dd.rank(), dd.rank()], dtype=torch.uint64)
+    last = dd.size() - 1
+    assert dd.allreduce(top, "max").tolist() == [2**64 - 1, last]
+    assert dd.allreduce(top, "min").tolist() == [2**64 - 1 - last, 0]
+    assert dd.allreduce(top, "sum").tolist()[0] == sum(2**64 - 1 - rank for rank in ranks()) % 2**64
+    full = torch.tensor([200], dtype=torch.uint8)
+    assert dd.allreduce(full, "sum").tolist() == [200 * dd.size() % 256]
+
+
+@law
+def scales_multiply_before_and_after() -> None:
+    mine = torch.tensor([1.0, 3.0]) * (dd.rank() + 1)
+    total = torch.tensor([1.0, 3.0]) * sum(rank + 1 for rank in ranks())
+    assert torch.equal(dd.allreduce(mine, "sum", prescale=0.5, postscale=4.0), total * 2)
+    assert torch.equal(dd.grouped_allreduce([mine], "sum", postscale=0.25)[0], total * 0.25)
+    assert mine.tolist() == [1.0 * (dd.rank() + 1), 3.0 * (dd.rank() + 1)], "the argument is left alone"
+    counts = torch.tensor([3, -3])
+    assert dd.allreduce(counts, "sum", prescale=0.5).tolist() == [dd.size(), -dd.size()], "cut off towards zero"
+    assert dd.allreduce(counts, "sum", postscale=0.5).tolist() == [int(1.5 * dd.size()), -int(1.5 * dd.size())]
+    shared = dd.reducescatter(torch.ones(dd.size(), 2), "sum", prescale=3.0, postscale=0.5)
+    assert shared.tolist() == [[1.5 * dd.size()] * 2]
+
+
+@law
+def strange_shapes_and_strides_survive_every_operation() -> None:
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for tensor in (
+        torch.tensor(2.0),
+        torch.empty(0, 3),
+        torch.empty(3, 0),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(1).expand(4),
+        torch.arange(10.0)[::3],
+        image,
+    ):
+        dd.broadcast_(same := tensor.clone(), 0)
+        assert torch.equal(dd.allreduce(same, "sum"), same * dd.size())
+        assert torch.equal(dd.grouped_allreduce([same, same], "max")[1], same)
+        assert torch.equal(dd.broadcast(same, dd.size() - 1), same)
+        rows = same.reshape(1) if same.dim() == 0 else same
+        assert torch.equal(dd.allgather(same), torch.cat([rows] * dd.size()))
+        if same.dim():
+            splits = [same.shape[0]] + [0] * (dd.size() - 1)
+            found, received = dd.alltoall(same, splits)
+            assert torch.equal(found, torch.cat([same] * dd.size()) if dd.rank() == 0 else same[:0])
+            assert received.tolist() == [same.shape[0] if dd.rank() == 0 else 0] * dd.size()
+    dd.broadcast_(image, 0)
+    assert dd.allreduce(image).is_contiguous(memory_format=torch.channels_last)
+
+
+@law
+def alltoall_sends_rows_where_they_shall_go() -> None:
+    size, mine = dd.size(), dd.rank()
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.bfloat16):
+        equal, counts = dd.alltoall(of([mine] * size * 2, dtype))
+        assert plain(equal) == plain(of([rank for rank in ranks() for _ in range(2)], dtype))
+        assert counts.tolist() == [2] * size
+    # Rank r sends i + r rows to rank i.
+    splits = [rank + mine for rank in ranks()]
+    rows = torch.full((sum(splits), 2), float(mine))
+    found, received = dd.alltoall(rows, torch.tensor(splits))
+    assert received.tolist() == [mine + rank for rank in ranks()]
+    assert received.dtype == torch.int64
+    assert torch.equal(found, torch.cat([torch.full((mine + rank, 2), float(rank)) for rank in ranks()]))
+    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [3] * (size + 1)), "splits")
+    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [5] + [0] * (size - 1)), "splits")
+    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [-1] + [0] * (size - 1)), "splits")
+    raises(UsageError, lambda: dd.alltoall(torch.tensor(1.0)), "dimension")
+
+
+@law
+def reducescatter_gives_the_first_ranks_the_remainder() -> None:
+    for count in (0, 1, dd.size(), 2 * dd.size() + 1):
+        mine = torch.arange(count * 2).view(count, 2) * (dd.rank() + 1)
+        everybody = torch.stack([torch.arange(count * 2).view(count, 2) * (rank + 1) for rank in ranks()])
+        each, more = divmod(count, dd.size())
+        start = dd.rank() * each + min(dd.rank(), more)
+        share = slice(start, start + each + (dd.rank() < more))
+        oracle = {"sum": everybody.sum(0), "max": everybody.amax(0), "min": everybody.amin(0)}
+        for op, expected in oracle.items():
+            assert torch.equal(dd.reducescatter(mine, op), expected[share]), (count, op)  # type: ignore[call-overload]
+        assert torch.equal(dd.reducescatter(mine.double()), everybody.double().mean(0)[share])
+        grouped = dd.grouped_reducescatter([mine.int(), mine.to(torch.uint8)], "sum")
+        assert torch.equal(grouped[0], everybody.sum(0).int()[share])
+        assert torch.equal(grouped[1], everybody.sum(0).to(torch.uint8)[share])
+
+
+@law
+def grouped_operations_do_each_of_their_tensors() -> None:
+    mine = [torch.full((3,), float(dd.rank())), torch.tensor(dd.rank()), torch.ones(2, 2, dtype=torch.bfloat16)]
+    found = dd.grouped_allreduce(mine, "sum")
+    assert found[0].tolist() == [float(sum(ranks()))] * 3
+    assert found[1].item() == sum(ranks())
+    assert found[2].dtype == torch.bfloat16
+    assert found[2].tolist() == [[float(dd.size())] * 2] * 2
+    in_place = [torch.ones(2), torch.ones(3)]
+    assert dd.grouped_allreduce_(in_place, "sum")[1] is in_place[1]
+    assert in_place[1].tolist() == [float(dd.size())] * 3
+    gathered = dd.grouped_allgather([torch.full((dd.rank(), 2), True), torch.tensor([dd.rank()], dtype=torch.int16)])
+    assert gathered[0].shape == (sum(ranks()), 2)
+    assert gathered[1].tolist() == list(ranks())
+    raises(UsageError, lambda: dd.grouped_allreduce([]), "at least one")
+    if dd.size() > 1:
+        parts = [torch.ones(2), torch.ones(2 + dd.rank())]
+        raises(MismatchError, lambda: dd.grouped_allreduce_(parts), "float32(2,)", "float32(3,)")
+        assert parts[0].tolist() == [1.0, 1.0], "all of them or none"
+
+
+@law
+def adasum_follows_the_pairwise_rule() -> None:
+    def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        dot = (a * b).sum()
+        return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+
+    def tree(gradients: list[torch.Tensor]) -> torch.Tensor:
+        half = len(gradients) // 2
+        return gradients[0] if half == 0 else pair(tree(gradients[:half]), tree(gradients[half:]))
+
+    if dd.size() == 3:
+        raises(UsageError, lambda: dd.allreduce(torch.ones(2), "adasum"), "power of two")
+        return
+    everybody = [
+        torch.randn(50, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in ranks()
+    ]
+    expected = tree(everybody)
+    mine = everybody[dd.rank()]
+    torch.testing.assert_close(dd.allreduce(mine, "adasum"), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dd.allreduce(mine.float(), "adasum"), expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dd.allreduce(mine.half(), "adasum"), expected.half(), rtol=1e-2, atol=1e-2)
+    parts = dd.grouped_allreduce([mine, 2 * mine], "adasum")
+    torch.testing.assert_close(parts[1], 2 * expected, rtol=1e-12, atol=1e-12)
+    same = torch.tensor([3.0, 4.0])
+    assert torch.allclose(dd.allreduce(same, "adasum"), same), "parallel gradients: their mean"
+    apart = torch.zeros(dd.size())
+    apart[dd.rank()] = 1.0
+    assert torch.equal(dd.allreduce(apart, "adasum"), torch.ones(dd.size())), "orthogonal gradients: their sum"
+    assert torch.equal(dd.allreduce(torch.zeros(3), "adasum"), torch.zeros(3))
+
+
+@law
+def sparse_tensors_are_added_where_they_are() -> None:
+    rank, size = dd.rank(), dd.size()
+    indices = torch.tensor([[0, rank + 1], [1, 0]])
+    mine = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (size + 1, 2), check_invariants=True)
+    dense = sum(
+        torch.zeros(size + 1, 2).index_put((torch.tensor([0, r + 1]), torch.tensor([1, 0])), torch.tensor([1.0, 2.0]))
+        for r in ranks()
+    )
+    total = dd.allreduce(mine, "sum")
+    assert total.is_sparse
+    assert torch.equal(total.to_dense(), dense)
+    assert torch.equal(dd.allreduce(mine).to_dense(), dense / size)
+    empty = torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (4, 3), check_invariants=True
+    )
+    assert torch.equal(dd.allreduce(empty, "sum").to_dense(), torch.zeros(4, 3))
+
+
+@law
+def operations_meet_by_name_in_whatever_order_they_begin() -> None:
+    names = [f"part {number}" for number in range(6)]
+    order = names if dd.rank() % 2 else names[::-1]
+    handles = {
+        name: dd.allreduce(torch.full((2,), float(names.index(name) + dd.rank())), "sum", name=name, async_op=True)
+        for name in order
+    }
+    for number, name in enumerate(names):
+        assert handles[name].wait().tolist() == [float(sum(number + rank for rank in ranks()))] * 2
+        assert handles[name].done()
+
+
+@law
+def a_barrier_does_not_wait_behind_what_is_under_way() -> None:
+    """The first rank begins what the others begin only after two barriers; a name under way is taken."""
+    handle = None
+    for turn in range(2):
+        if turn == (dd.rank() > 0):
+            handle = dd.allreduce(torch.ones(2), "sum", name="turn by turn", async_op=True)
+            if dd.rank() == 0 and dd.size() > 1:
+                raises(UsageError, lambda: dd.allreduce(torch.ones(2), name="turn by turn"), "still under way")
+        dd.barrier()
+    assert handle is not None
+    assert handle.wait().tolist() == [float(dd.size())] * 2
+    assert dd.allreduce(torch.ones(1), "sum", name="turn by turn").item() == dd.size(), "its name is free again"
+
+
+def mismatches() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
+    """Calls in which the last rank differs from the others, and what their errors say."""
+    odd = dd.rank() == dd.size() - 1
+    double = torch.float64 if odd else torch.float32
+    last = f"rank {dd.size() - 1}"
+    op = "max" if odd else "sum"
+    return [
+        (lambda: dd.allreduce(torch.ones(2 + odd), "sum"), ("allreduce", "(2,)", "(3,)", last)),
+        (lambda: dd.allreduce(torch.ones((4, 1) if odd else (2, 2)), "sum"), ("(2, 2)", "(4, 1)")),
+        (lambda: dd.allreduce(torch.ones(2, dtype=double), "sum"), ("float32(2,)", "float64(2,)")),
+        (lambda: dd.allreduce(torch.ones(2), op), ("op max", "op sum")),  # type: ignore[call-overload]
+        (lambda: dd.allreduce(torch.ones(2), prescale=1.0 + odd), ("prescale 2.0",)),
+        (lambda: dd.allreduce(torch.ones(2), name=f"sum {odd}"), ("'sum False'", "'sum True'")),
+        (lambda: dd.broadcast(torch.ones(2), int(odd)), ("root 0", "root 1")),
+        (lambda: dd.broadcast(torch.ones(2 + odd)), ("(2,)", "(3,)")),
+        (lambda: dd.broadcast(torch.ones(2)) if odd else dd.allreduce(torch.ones(2)), ("broadcast", "allreduce")),
+        (lambda: dd.barrier() if odd else dd.allreduce(torch.ones(2)), ("barrier", "allreduce")),
+        (lambda: dd.allgather(torch.ones(2, 2 + odd)), ("(*, 2)", "(*, 3)")),
+        (lambda: dd.allgather(torch.ones(2, 2) if odd else torch.ones(2)), ("(*, 2)", "(*)")),
+        (lambda: dd.alltoall(torch.ones(dd.size(), 2 + odd)), ("(*, 2)", "(*, 3)")),
+        (lambda: dd.reducescatter(torch.ones(2 + odd)), ("(2,)", "(3,)")),
+        (lambda: dd.grouped_allreduce([torch.ones(2)] * (1 + odd)), ("float32(2,), float32(2,)",)),
+        (lambda: dd.broadcast_object(1, int(odd)), ("root 0", "root 1")),
+        (lambda: dd.broadcast_parameters(net(), int(odd)), ("root 0", "root 1")),
+        (lambda: dd.new_group([0] if odd else [0, 1]), ("[0]", "[0, 1]")),
+    ]
+
+
+@law
+def ranks_that_differ_are_an_error_by_name_on_every_rank_and_nothing_is_lost() -> None:
+    if dd.size() == 1:
+        return
+    for call, words in mismatches():
+        raises(MismatchError, call, *words)
+        assert dd.allreduce(torch.ones(2), "sum").tolist() == [float(dd.size())] * 2
+
+
+@law
+def the_plan_of_gradients_is_compared_once() -> None:
+    if dd.size() == 1:
+        return
+    odd = dd.rank() == 1
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, op="sum" if odd else "mean"), "op=sum", "op=mean")
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, accumulate=1 + odd), "accumulate=1", "accumulate=2")
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, compression="fp16" if odd else None), "float16", "None")
+
+
+@law
+def groups_overlap_and_come_and_go() -> None:
+    everybody = dd.new_group(ranks())
+    first = dd.new_group([0])
+    again = dd.new_group([0])
+    evens = dd.new_group(range(0, dd.size(), 2))
+    assert evens.ranks == tuple(range(0, dd.size(), 2))
+    assert evens.is_member == (dd.rank() % 2 == 0)
+    for group in (everybody, first, again, evens):
+        if not group.is_member:
+            raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group), "no member")
+            continue
+        assert group.rank == group.ranks.index(dd.rank())
+        assert dd.allreduce(torch.tensor([dd.rank()]), "sum", group=group).item() == sum(group.ranks)
+        assert dd.allreduce(torch.tensor([float(dd.rank())]), group=group).item() == sum(group.ranks) / group.size
+        assert dd.allgather(torch.full((dd.rank() + 1,), dd.rank()), group=group).tolist() == [
+            rank for rank in group.ranks for _ in range(rank + 1)
+        ]
+        assert dd.broadcast(torch.tensor(dd.rank()), group.ranks[-1], group=group).item() == group.ranks[-1]
+        assert dd.alltoall(torch.full((group.size,), dd.rank()), group=group)[0].tolist() == list(group.ranks)
+        assert dd.broadcast_object(dd.rank(), group.ranks[-1], group=group) == group.ranks[-1]
+        assert dd.allgather_object(dd.rank(), group=group) == list(group.ranks)
+        dd.barrier(group=group)
+    if dd.rank() != 0:
+        raises(UsageError, lambda: dd.broadcast(torch.ones(1), dd.size(), group=everybody), "root")
+    for group in (first, everybody, evens, again):
+        dd.remove_group(group)
+        raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group))
+        raises(UsageError, lambda group=group: dd.remove_group(group), "once")
+    raises(UsageError, lambda: dd.new_group([]), "ranks")
+    raises(UsageError, lambda: dd.new_group([0, dd.size()]), "ranks")
+    raises(UsageError, lambda: dd.new_group([0, 0]), "ranks")
+
+
+@law
+def a_group_trains_by_itself() -> None:
+    """The first rank alone, the others together: each like one process on that group's batches."""
+    sides = [dd.new_group([0]), *([dd.new_group(range(1, dd.size()))] if dd.size() > 1 else [])]
+    group = sides[dd.rank() > 0]
+    model = net()
+    dd.broadcast_parameters(model, group.ranks[0], group=group)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+    alone = net()
+    (sum(loss_of(alone, rank) for rank in group.ranks) / group.size).backward()
+    loss_of(model, dd.rank()).backward()
+    assert_close(gradients(model), gradients(alone))
+    optimizer.step()
+    for side in sides:
+        dd.remove_group(side)
+
+
+@law
+def those_who_join_add_zeros() -> None:
+    """Rank r has r + 1 batches; the mean still divides by all ranks; the last one to join is told to everybody."""
+    for number in range(dd.rank() + 1):
+        here = [rank for rank in ranks() if rank >= number]
+        assert dd.allreduce(torch.ones(2), "sum").tolist() == [float(len(here))] * 2
+        assert torch.equal(dd.allreduce(torch.ones(2)), torch.full((2,), len(here) / dd.size()))
+        found = dd.grouped_allreduce([torch.tensor(dd.rank()), torch.ones(1, dtype=torch.bfloat16)], "sum")
+        assert [tensor.item() for tensor in found] == [sum(here), len(here)]
+        if number > 0 and len(here) > 1:
+            raises(MismatchError, lambda: dd.allgather(torch.ones(2)), "called join")
+    assert dd.join() == dd.size() - 1
+    assert dd.allreduce(torch.ones(1), "sum").item() == dd.size(), "afterwards everybody is back"
+
+
+@law
+def those_who_join_let_the_others_train() -> None:
+    """Rank 0 has the most batches; a step is that of one process whose missing batches have no loss."""
+    torch.manual_seed(0)
+    for several in (False, True):
+        model = net()
+        dd.broadcast_parameters(model)
+        other = dd.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)) if several else None
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        alone = net()
+        plain_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for step in range(dd.size() - dd.rank() + 1):
+            optimizer.zero_grad()
+            loss_of(model, dd.rank(), step).backward()
+            plain_optimizer.zero_grad()
+            here = [rank for rank in ranks() if step < dd.size() - rank + 1]
+            (sum(loss_of(alone, rank, step) for rank in here) / dd.size()).backward()
+            assert_close(gradients(model), gradients(alone))
+            optimizer.step()
+            plain_optimizer.step()
+        assert dd.join() == 0
+        dd.broadcast_parameters(model, 0)
+        assert_same_everywhere(model)
+        del other
+
+
+@law
+def gradients_flow_back_through_every_collective() -> None:
+    """What a rank gets back is what Horovod gives: sums of the ranks' gradients, or means where it takes means."""
+    size, rank = dd.size(), dd.rank()
+    weights = [torch.arange(1.0, 4.0) * (r + 1) for r in ranks()]
+    mean_weight, mine = sum(weights) / size, weights[rank]
+
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        given = given.clone().requires_grad_()
+        call(given).backward()
+        assert given.grad is not None
+        return given.grad
+
+    x = torch.ones(3)
+    assert torch.equal(gradient(lambda t: (dd.allreduce(t, "sum") * mine).sum(), x), mean_weight * size)
+    torch.testing.assert_close(gradient(lambda t: (dd.allreduce(t) * mine).sum(), x), mean_weight)
+    torch.testing.assert_close(
+        gradient(lambda t: (dd.grouped_allreduce([t, 2 * t])[1] * mine).sum(), x), 2 * mean_weight
+    )
+    scaled = gradient(lambda t: (dd.allreduce(t, "sum", prescale=2.0, postscale=3.0) * mine).sum(), x)
+    assert torch.equal(scaled, mean_weight * size * 6)
+    root = size - 1
+    back = gradient(lambda t: (dd.broadcast(t, root) * mine).sum(), x)
+    torch.testing.assert_close(back, mean_weight if rank == root else torch.zeros(3))
+    rows = torch.ones(rank + 1, 3)
+    places = torch.arange(float(sum(r + 1 for r in ranks()))).view(-1, 1)
+    start = sum(r + 1 for r in range(rank))
+    expected = places[start : start + rank + 1] * mean_weight
+    torch.testing.assert_close(gradient(lambda t: (dd.allgather(t) * places * mine).sum(), rows), expected)
+    torch.testing.assert_close(
+        gradient(lambda t: (dd.grouped_allgather([t, t])[0] * places * mine).sum(), rows), expected
+    )
+    splits = [r + 1 for r in ranks()]
+    sent = torch.ones(sum(splits), 3)
+    expected = torch.cat([weights[r].expand(r + 1, 3) for r in ranks()])
+    assert torch.equal(gradient(lambda t: (dd.alltoall(t, splits)[0] * mine).sum(), sent), expected)
+    shares = torch.ones(size, 3)
+    torch.testing.assert_close(gradient(lambda t: (dd.reducescatter(t) * mine).sum(), shares), torch.stack(weights))
+    assert torch.equal(
+        gradient(lambda t: (dd.reducescatter(t, "sum") * mine).sum(), shares), torch.stack(weights) * size
+    )
+    assert not dd.allreduce(torch.ones(3), "sum").requires_grad
