@@ -116,7 +116,7 @@ class Handle(Generic[T]):
 class Group:
     """Some of the job's ranks, or all of them, and what they have begun together."""
 
-    def __init__(self, backend: Backend, watch: Watch) -> None:
+    def __init__(self, backend: Backend, watch: Watch, parent: Backend | None = None) -> None:
         self.backend = backend
         self.ranks = backend.ranks
         self.rank = backend.rank
@@ -126,6 +126,7 @@ class Group:
         self.reducers: list[
             Any
         ] = []  # weak references to those of this group, in the order in which all ranks made them
+        self._parent = parent or backend  # which ends with the group, and with it all its lines
         self._gradients: WatchedBackend | None = None
         self.named = 0  # operations that were given a number
         self.exchanges = 0
@@ -152,7 +153,7 @@ class Group:
     def gradients(self) -> Backend:
         """The line on which gradients travel, whose operations are agreed on once; every member asks for it first."""
         if self._gradients is None:
-            self._gradients = WatchedBackend(self.backend.channel("gradients"), self.watch)
+            self._gradients = WatchedBackend(self._parent.channel("gradients"), self.watch)
         return self._gradients
 
     def next_name(self, kind: str) -> str:
@@ -303,7 +304,7 @@ class Group:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        self.backend.close()
+        self._parent.close()
         if self._thread is not None:
             self._thread.join(DRAIN_S)
         for handle in self._pending.values():

@@ -284,12 +284,15 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
 
 
 def _world(backend: Backend, store: Store | None, key: str) -> Group:
-    """The group of all ranks, whose failing operations name the ranks that are missing."""
+    """The group of all ranks, whose failing operations name the ranks that are missing.
+
+    It has a line of its own: torch's default group is the program's, which may use it while ours is busy in a thread.
+    """
     from dualdist.group import Group
     from dualdist.watch import RollCall, Watch
 
     roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll")
-    return Group(backend, Watch(roll, backend.ranks))
+    return Group(backend.channel("operations"), Watch(roll, backend.ranks), backend)
 
 
 def _open_over_store(

@@ -14,7 +14,6 @@ Settings = dict[str, "str | None"]  # None: unset
 # Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
 # installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
 ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
-LATER_S = 30.0
 
 
 def slots_of(places: Sequence[Place]) -> list[Settings]:
@@ -41,7 +40,7 @@ def slots_of(places: Sequence[Place]) -> list[Settings]:
 def settings_for(controller: Controller, timeout_s: float) -> Settings:
     """Variables by which Horovod takes the controller, and reports a rank that does not come before our wait ends.
 
-    Horovod's own end of a stalled job comes later than ours, which names the ranks.
+    Horovod's own end of a stalled job stays off: ours names the ranks, and knows of those that have joined.
     """
     return {
         "HOROVOD_CONTROLLER": controller,
@@ -49,7 +48,6 @@ def settings_for(controller: Controller, timeout_s: float) -> Settings:
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",  # for dd.new_group
         "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": _seconds(timeout_s + LATER_S),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
+import resource
 import socket
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -51,6 +52,9 @@ REDUCIBLE = frozenset(
         torch.int64,
     )
 )
+# Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
+LINES = 4
+SPARE_FILES = 512
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is late and when it is gone.
 LATE = ("timed out", "timeout")
@@ -318,6 +322,7 @@ def start(
         raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
     nccl = device.type == "cuda" and dist.is_nccl_available()
     inner: dist.Store = dist.HashStore() if store is None else store.store  # type: ignore[attr-defined]
+    _allow_open_files(LINES * size + SPARE_FILES)
     named = {name: interface for name in INTERFACES if interface and name not in environ}
 
     def network() -> contextlib.AbstractContextManager[None]:
@@ -349,6 +354,14 @@ def start(
     # Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291).
     atexit.register(backend.close)
     return backend
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files to `count`, as far as the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def translated(error: Exception, timeout_s: float) -> Exception:
