@@ -7,6 +7,8 @@ dd.broadcast_parameters(model)
 optimizer = dd.wrap_optimizer(optimizer)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from dualdist.api import (
     allgather,
     allgather_object,
@@ -46,8 +48,12 @@ from dualdist.errors import DualdistError
 from dualdist.spawning import spawn
 from dualdist.version import __version__
 
+if TYPE_CHECKING:
+    from dualdist.sync_batch_norm import SyncBatchNorm
+
 __all__ = [
     "DualdistError",
+    "SyncBatchNorm",
     "__version__",
     "allgather",
     "allgather_object",
@@ -84,3 +90,12 @@ __all__ = [
     "transport",
     "wrap_optimizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What cannot be defined without torch is imported when it is first asked for."""
+    if name == "SyncBatchNorm":
+        from dualdist.sync_batch_norm import SyncBatchNorm
+
+        return SyncBatchNorm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

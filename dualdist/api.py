@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
+from dualdist.compiling import uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +99,25 @@ def device() -> torch.device:
     return session.current().device
 
 
+def _traced_allreduce(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | None:
+    """What torch.compile follows in place of allreduce, if it can."""
+    from dualdist.reductions import is_traceable, traced_allreduce
+
+    backend = _group(group).backend
+    if async_op or not is_traceable(backend, tensor, op, (prescale, postscale)):
+        return None
+    return traced_allreduce(backend, tensor, op, prescale, postscale)
+
+
 @overload
 def allreduce(
     tensor: torch.Tensor,
@@ -119,6 +140,7 @@ def allreduce(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@partial(uncompiled, unless=_traced_allreduce)
 def allreduce(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -143,8 +165,6 @@ def allreduce(
     MismatchError on every rank where shapes, dtypes, operations or names differ."""
     from dualdist import collectives, differentiable
 
-    if _is_compiling():
-        return _compiled_allreduce(_group(group), tensor, op, prescale, postscale)
     if not async_op and differentiable.wants_gradient([tensor]):
         return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
     return _now_or_later(collectives.allreduce(_group(group), tensor, op, name, prescale, postscale), async_op)
@@ -172,6 +192,7 @@ def allreduce_(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@uncompiled
 def allreduce_(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -210,6 +231,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -250,6 +272,7 @@ def grouped_allreduce_(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -276,6 +299,7 @@ def allgather(
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
+@uncompiled
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -302,6 +326,7 @@ def grouped_allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
@@ -326,6 +351,7 @@ def broadcast(
 def broadcast(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
+@uncompiled
 def broadcast(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -352,6 +378,7 @@ def broadcast_(
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
+@uncompiled
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -379,6 +406,7 @@ def alltoall(
     group: Group | None = None,
     async_op: Literal[True],
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
+@uncompiled
 def alltoall(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
@@ -420,6 +448,7 @@ def reducescatter(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
+@uncompiled
 def reducescatter(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -462,6 +491,7 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -482,6 +512,7 @@ def grouped_reducescatter(
     )
 
 
+@uncompiled
 def barrier(*, group: Group | None = None) -> None:
     """Every rank has called this when it returns. It does not wait for other operations that are under way."""
     from dualdist import collectives
@@ -489,6 +520,7 @@ def barrier(*, group: Group | None = None) -> None:
     collectives.barrier(_group(group))
 
 
+@uncompiled
 def join(*, group: Group | None = None) -> int:
     """Let the other ranks go on without this one's data; returns, once all ranks have called it, the last one to do so.
 
@@ -502,6 +534,7 @@ def join(*, group: Group | None = None) -> int:
     return join(_group(group), stand_in)
 
 
+@uncompiled
 def new_group(ranks: Sequence[int]) -> Group:
     """Some of the job's ranks, to be passed as `group=`. Every rank of the job calls this, the members and the others.
 
@@ -511,11 +544,13 @@ def new_group(ranks: Sequence[int]) -> Group:
     return session.new_group(ranks)
 
 
+@uncompiled
 def remove_group(group: Group) -> None:
     """The group exists no more; every rank of the job calls this, when nothing is under way on the group."""
     session.remove_group(group)
 
 
+@uncompiled
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's object on every rank. It is pickled: use it among ranks of your own job only."""
     from dualdist import collectives
@@ -523,6 +558,7 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     return collectives.broadcast_object(_group(group), obj, root)
 
 
+@uncompiled
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only."""
     from dualdist import collectives
@@ -530,6 +566,7 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     return collectives.allgather_object(_group(group), obj)
 
 
+@uncompiled
 def broadcast_parameters(
     params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     root: int = 0,
@@ -546,6 +583,7 @@ def broadcast_parameters(
     replicate.broadcast_parameters(_group(group), params, root)
 
 
+@uncompiled
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped."""
     from dualdist import replicate
@@ -553,6 +591,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     replicate.broadcast_optimizer_state(_group(group), optimizer, root)
 
 
+@uncompiled
 def wrap_optimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -591,19 +630,6 @@ def wrap_optimizer(
 
 def _group(group: Group | None) -> Group:
     return session.current().world if group is None else group
-
-
-def _is_compiling() -> bool:
-    """Whether torch.compile is following the call."""
-    import torch
-
-    return torch.compiler.is_compiling()
-
-
-def _compiled_allreduce(group: Group, tensor: torch.Tensor, op: Op, prescale: float, postscale: float) -> torch.Tensor:
-    from dualdist.reductions import traced_allreduce
-
-    return traced_allreduce(group.backend, tensor, op, prescale, postscale)
 
 
 def _now_or_later(handle: Handle[T], async_op: bool) -> T | Handle[T]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dualdist.errors import DualdistError
+from dualdist.errors import DualdistError, RankLostError
 
 T = TypeVar("T")
+
+
+# Seconds that stopping may take at the end of a process; it takes milliseconds where all ranks answer.
+EXIT_S = 10.0
 
 
 class Deadline:
@@ -58,3 +64,17 @@ def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], Dual
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
+
+
+def stop_at_exit(stop: Callable[[], None]) -> None:
+    """For atexit: stop, within EXIT_S seconds, or else end the process without; it would wait for a lost rank."""
+
+    def late() -> DualdistError:
+        return RankLostError(f"another rank did not answer for {EXIT_S:g} s")
+
+    try:
+        call_within(EXIT_S, stop, late)
+    except RankLostError as error:
+        print(f"dualdist: {error}; this process ends without it", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

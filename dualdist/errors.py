@@ -79,7 +79,7 @@ class BuildError(DualdistError):
     """install-horovod could not download, adapt, build, install or verify Horovod."""
 
 
-class LaunchError(DualdistError):
+class LaunchError(DualdistError, RuntimeError):
     """Ranks could not be started, or one of them failed."""
 
 

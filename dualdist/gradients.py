@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
+from dualdist.adasum import DeltaSteps, closure_of
 from dualdist.buckets import Recipe
 from dualdist.collectives import allreduce
 from dualdist.errors import UsageError
 from dualdist.group import Group
-from dualdist.reducer import Reducer
+from dualdist.reducer import Errors, Reducer
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -25,32 +28,48 @@ def wrap_optimizer(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     recipe: Recipe,
     accumulate: int,
+    *,
     together: Sequence[Sequence[torch.Tensor]] = (),
+    next_group: Callable[[], Group] | None = None,
+    errors: Errors = contextlib.nullcontext,
 ) -> OptimizerT:
-    """Reduce the gradients of the optimizer's parameters; returns the optimizer, which stays what it was."""
+    """Reduce the gradients of the optimizer's parameters; returns the optimizer, which stays what it was.
+
+    `together` are parameters whose gradients travel together. For `next_group` and `errors` see Reducer.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch optimizer, not a {type(optimizer).__name__}")
     if recipe.op not in ("mean", "sum", "adasum"):
         raise UsageError(f"op {recipe.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
+    if recipe.op == "adasum" and (group.size & (group.size - 1) or recipe.predivide != 1.0):
+        raise UsageError(
+            f"op 'adasum' pairs the ranks, and divides nothing: expected a power of two of them, not {group.size}, and "
+            f"predivide=1.0, not {recipe.predivide}"
+        )
+    if not recipe.predivide > 0:
+        raise UsageError(f"predivide={recipe.predivide}: expected a number above 0")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}: expected the number of backwards before a reduction, 1 or more")
+    if not group.is_member:
+        raise UsageError(f"this process is no member of the group of ranks {list(group.ranks)}: let only those call")
     before = wrapping_of(optimizer)
     if before is not None and before.reducer.group.is_open:
         raise UsageError("this optimizer is wrapped already: wrap_optimizer returns the same object, call it once")
-    if before is not None:
-        before.undo()  # it was wrapped in an earlier session
-    given = _given_names(named_parameters)
-    missing = [name for name, param in _with_names(optimizer, {}) if given and id(param) not in given]
-    if missing:
-        raise UsageError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
-            "pass model.named_parameters() of the whole model, or leave it out"
-        )
-    if recipe.op == "adasum":
-        raise NotImplementedError
-    reducer = Reducer(group, lambda: _with_names(optimizer, given), recipe, accumulate, together)
+    given = given_names(optimizer, named_parameters)
+    unwrap(optimizer)  # it was wrapped in an earlier session
+    if group.size == 1 and recipe.op == "adasum":
+        recipe = replace(recipe, op="mean")
+    reducer = Reducer(
+        group,
+        lambda: with_names(optimizer, given),
+        recipe,
+        accumulate,
+        together=together,
+        next_group=next_group,
+        errors=errors,
+    )
     reducer.update()
-    _attach(reducer, optimizer)
+    _attach(reducer, recipe, optimizer)
     return optimizer
 
 
@@ -68,48 +87,86 @@ def wrapping_of(optimizer: torch.optim.Optimizer) -> Wrapping | None:
     return getattr(optimizer, WRAPPING, None)
 
 
-def _attach(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+def unwrap(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer is a plain one again; every rank that wrapped it calls this."""
+    wrapping = wrapping_of(optimizer)
+    if wrapping is not None:
+        wrapping.undo()
+
+
+def _attach(reducer: Reducer, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer tell the reducer of its steps and new parameters. Pickles and copies do not carry this."""
-
-    def before_step(
-        optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if wrapping.steps_alone:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
-            reducer.before_step()
-            return None
-
-        def reduced_closure() -> Any:
-            loss = closure()
-            reducer.before_step()
-            return _mean_loss(reducer.group, loss)
-
-        # With a closure, the backward is yet to come, and LBFGS runs several.
-        return args[:1], {**kwargs, "closure": reduced_closure}
-
     add_param_group, zero_grad = optimizer.add_param_group, optimizer.zero_grad
 
+    @functools.wraps(add_param_group)
     def add_and_reduce(param_group: dict[str, Any]) -> None:
         add_param_group(param_group)
         reducer.update()
 
-    def zero_and_start_anew(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none)
+    @functools.wraps(zero_grad)
+    def zero_and_start_anew(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
         reducer.start_anew()  # also where the step was skipped, as GradScaler does after an overflow
 
-    handle = optimizer.register_step_pre_hook(before_step)
     attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_start_anew}
 
     def undo() -> None:
-        handle.remove()
+        before.remove()
+        after.remove()
         for name in (*attributes, WRAPPING):
             delattr(optimizer, name)
+        reducer.let_go()
 
     wrapping = Wrapping(reducer, undo)
+    steps = DeltaSteps(reducer, recipe.compressor) if recipe.op == "adasum" else _ReducedSteps(wrapping)
+    before = optimizer.register_step_pre_hook(steps.before)
+    after = optimizer.register_step_post_hook(steps.after)
+    after_step = optimizer._optimizer_step_post_hooks  # ours goes first: the user's see the combined steps
+    after_step |= {number: after_step.pop(number) for number in list(after_step) if number != after.id}
     for name, value in {**attributes, WRAPPING: wrapping}.items():
         setattr(optimizer, name, value)  # this object's, not its class's
+
+
+class _ReducedSteps:
+    """The two hooks of an optimizer's step: the gradients are reduced before it, and used after it.
+
+    A step that calls that of its base class runs the hooks twice; the inner ones change nothing.
+    """
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._wrapping = wrapping
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = closure_of(args, kwargs)
+        if self._wrapping.steps_alone or isinstance(closure, _ReducedClosure):
+            return None
+        if closure is None:
+            self._wrapping.reducer.synchronize()
+            return None
+        # With a closure, the backward is yet to come, and LBFGS runs several.
+        reduced = _ReducedClosure(self._wrapping.reducer, closure)
+        if len(args) > 1:
+            return (args[0], reduced, *args[2:]), kwargs
+        return args, {**kwargs, "closure": reduced}
+
+    def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._wrapping.reducer.start_anew()
+
+
+class _ReducedClosure:
+    """A closure after which the gradients are reduced, on every rank; its loss is the mean over all of them."""
+
+    def __init__(self, reducer: Reducer, closure: Callable[[], Any]) -> None:
+        self._reducer = reducer
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        self._reducer.synchronize()
+        self._reducer.start_anew()
+        return _mean_loss(self._reducer.group, loss)
 
 
 def _mean_loss(group: Group, loss: Any) -> Any:
@@ -121,18 +178,30 @@ def _mean_loss(group: Group, loss: Any) -> Any:
     return mean if isinstance(loss, torch.Tensor) else mean.item()
 
 
-def _given_names(named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> dict[int, str]:
-    pairs = list(named_parameters or ())
+def given_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[int, str]:
+    """Names by the identity of the parameter; UsageError unless they are for all of the optimizer's parameters."""
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise UsageError("named_parameters takes pairs of a name and a parameter: pass model.named_parameters()")
     names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise UsageError(f"named_parameters gives the name {twice[0]!r} to several parameters: names are unique")
-    return {id(param): name for name, param in pairs}
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"named_parameters gives the name {twice!r} to several parameters: names are unique")
+    given = {id(param): name for name, param in pairs}
+    missing = [name for name, param in with_names(optimizer, {}) if id(param) not in given]
+    if missing:
+        raise UsageError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
+            "pass model.named_parameters() of the whole model, or leave it out"
+        )
+    return given
 
 
-def _with_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
+def with_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
     """The optimizer's parameters, each with its given name or its place in the groups."""
     return [
         (names.get(id(param), f"group {group_number}, parameter {number}"), param)

@@ -23,7 +23,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.errors import CollectiveError, DualdistError, MismatchError, NotInitializedError, UsageError
+from dualdist.compiling import uncompiled
+from dualdist.errors import CollectiveError, MismatchError, NotInitializedError, UsageError
 from dualdist.moves import Exchange
 from dualdist.negotiation import Decision, Offer, Row, decide
 from dualdist.watch import Watch, WatchedBackend
@@ -74,12 +75,14 @@ class Handle(Generic[T]):
         """Whether wait() would raise at once."""
         return self._error is not None
 
+    @uncompiled
     def begin(self) -> Handle[T]:
         """Let it go on by itself, while the program does something else; returns this handle."""
         if not self._is_done:
             self._group._let_thread_drive()
         return self
 
+    @uncompiled
     def wait(self) -> T:
         """The result; raises CollectiveError where the operation failed."""
         if not self._is_done:
@@ -122,6 +125,7 @@ class Group:
         self.rank = backend.rank
         self.size = backend.size
         self.watch = watch
+        self.observer: Callable[[str, Offer | None], None] | None = None  # is told of every step, see _tell()
         self.rounds = 0  # of gradients reduced with this rank's own
         self.reducers: list[
             Any
@@ -175,7 +179,8 @@ class Group:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
         handle = Handle(self, operation)
         if self.size == 1:
-            handle._perform(self.backend, [operation.offer.own], self.watch)
+            self._tell("entered", operation.offer)
+            self._perform(handle, [operation.offer.own])
             return handle
         with self._changed:
             if handle.name in self._pending:
@@ -184,7 +189,19 @@ class Group:
                     "another name"
                 )
             self._pending[handle.name] = handle
+        self._tell("entered", operation.offer)
         return handle
+
+    def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
+        offer = handle.offer
+        self._tell("agreed", offer)
+        handle._perform(self.backend, own, self.watch)
+        self._tell("done", offer)
+
+    def _tell(self, event: str, offer: Offer | None) -> None:
+        """Tell the observer that an operation was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
+        if self.observer is not None:
+            self.observer(event, offer)
 
     def _let_thread_drive(self) -> None:
         """What is pending goes on while the program does something else."""
@@ -239,10 +256,11 @@ class Group:
     def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
         mine = row.dumps()
+        self._tell("cycle", None)
         try:
             with self.watch.over(offered[0].offer.what):
                 said = self.exchange(mine).wait()
-        except (DualdistError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, those who wait shall see it
             for handle in offered:
                 handle._fail(error)
             return True
@@ -260,12 +278,12 @@ class Group:
             if name in handles:
                 handles[name]._fail(MismatchError(f"{handles[name].offer.what}: {reason}"))
         for name in decision.agreed:
-            handles[name]._perform(self.backend, own_parts(rows, name), self.watch)
+            self._perform(handles[name], own_parts(rows, name))
 
     def exchange(self, payload: bytes) -> Exchange:
-        """Every rank's payload, on every rank."""
+        """Every rank's payload, on every rank; one at a time, so that its name can stay, which Horovod remembers."""
         self.exchanges += 1
-        return Exchange(self.backend, payload, f"exchange.{self.exchanges}")
+        return Exchange(self.backend, payload, "exchange")
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dualdist.deadline import Deadline
+from dualdist.following import Follower
 from dualdist.group import Group, Operation, own_parts
 from dualdist.negotiation import Joined, Offer, Row, decide
-from dualdist.reducer import Follower
+from dualdist.watch import require_answers
 
 # Seconds between two looks at what the other ranks do.
 LOOK_S = 0.0005
@@ -18,18 +20,25 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
     """Take part in what the others do until all have joined; returns the rank that joined last.
 
     `stand_in` makes this rank's part of an operation that the others offer. Two things can come next, a user's
-    operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes.
+    operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes. It
+    waits for as long as the others say that they are there.
     """
     if group.size == 1:
         return group.ranks[0]
+    timeout_s = group.backend.timeout_s
     with group.driven(), group.watch.over("join"):
         row = Row(joined=Joined(group.exchanges, group.rounds, time.time(), group.named)).dumps()
         gradients = Follower(group)
         while True:
             exchange = group.exchange(row)
+            quiet = Deadline(timeout_s)
             while not exchange.done():
                 if gradients.arrived():
                     gradients.follow()
+                    quiet = Deadline(timeout_s)
+                elif quiet.passed():
+                    require_answers(group.watch, "join")
+                    quiet = Deadline(timeout_s)
                 else:
                     time.sleep(LOOK_S)
             rows = [Row.loads(data) for data in exchange.wait()]

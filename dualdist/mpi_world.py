@@ -92,6 +92,14 @@ def _started_by_hand(rc: Any) -> Iterator[None]:
         rc.initialize, rc.finalize = before
 
 
+def ranks_in_world(comm: Any) -> list[int]:
+    """The ranks in MPI_COMM_WORLD of an mpi4py communicator's processes, in its order."""
+    from mpi4py import MPI
+
+    group = comm.Get_group()
+    return list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group()))
+
+
 def has_ended() -> bool:
     """Whether MPI ran in this process and was finished, so that it cannot start again."""
     module = sys.modules.get("mpi4py.MPI")

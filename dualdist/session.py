@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualdist.deadline import Deadline
 from dualdist.environments import detect
@@ -49,6 +49,7 @@ class Session:
     device: torch.device
     timeout_s: float
     groups: list[Group] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)  # what other faces keep as long as the session
 
     @property
     def backend(self) -> Backend:
@@ -70,6 +71,7 @@ class _Process:
     session: Session | None = None
     was_shut_down: bool = False
     sessions: int = 0
+    exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
     store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
 
 
@@ -98,6 +100,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
     environ = os.environ
+    for name in _process.exported:
+        environ.pop(name, None)
+    _process.exported = ()
     requested = checked_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
     transport = checked_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
     # The same on all ranks, and new for every session and every restart of torchrun, whose store outlives its workers.
@@ -113,12 +118,28 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     _process.session = session
 
 
+def export(values: Mapping[str, str]) -> None:
+    """Set variables that a launcher would set, for programs that read them; the next init() does not see them."""
+    if not any(name in os.environ for name in values):
+        os.environ.update(values)
+        _process.exported = tuple(values)
+
+
 def shutdown() -> None:
     """Leave the job; see dualdist.api.shutdown."""
     session = current()
     _process.session = None
     _process.was_shut_down = True
     session.close()
+
+
+def built_with() -> dict[str, int]:
+    """What the backend in use is made of, or native before init(): 0 or a version, or 1, for gloo, mpi and nccl."""
+    if is_open():
+        return current().backend.built_with()
+    from dualdist.backends import native
+
+    return native.built_with()
 
 
 def new_group(ranks: Sequence[int]) -> Group:

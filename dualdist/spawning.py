@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from dualdist.errors import LaunchError, UsageError
@@ -29,6 +32,21 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     Blocks until all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and
     traceback.
     """
+    return _spawn(fn, nprocs, args, backend, nullcontext)
+
+
+def spawn_apart(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[T]:
+    """spawn() for an fn of a package: the ranks do not import the caller's main module, which thus needs no guard."""
+    return _spawn(fn, nprocs, args, None, _without_main)
+
+
+def _spawn(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any],
+    backend: str | None,
+    start_in: Callable[[], AbstractContextManager[None]],
+) -> list[T]:
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
     context = multiprocessing.get_context("spawn")
@@ -39,7 +57,8 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _variables(rank, nprocs, Path(folder), backend)
                 process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
-                process.start()
+                with start_in():
+                    process.start()
                 sender.close()
                 ranks.append((process, receiver))
             return _results(ranks)
@@ -47,6 +66,17 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
             for process, receiver in ranks:
                 _end(process)
                 receiver.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """multiprocessing looks in sys.modules for the main module that the new process shall import: it finds none."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _variables(rank: int, size: int, folder: Path, backend: str | None) -> dict[str, str]:

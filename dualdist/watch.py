@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 ANSWER_S = 2.5
+STORE_GONE = "the store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
 IN_PROGRAM = "in the program, outside of any operation"
 
 
@@ -109,12 +110,26 @@ class Watch:
                 self.roll.leave()
 
 
+def require_answers(watch: Watch, what: str) -> None:
+    """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
+    if watch.roll is None:
+        return
+    roll = watch.roll
+    try:
+        answers = call_within(2 * ANSWER_S, lambda: roll.ask(watch.ranks), lambda: RendezvousError("no answer"))
+    except (RendezvousError, TimeoutError) as error:
+        raise CollectiveTimeoutError(f"{what}: {STORE_GONE}") from error
+    silent = [rank for rank in watch.ranks if rank not in answers]
+    if silent:
+        raise CollectiveTimeoutError(f"{what}: no answer from rank {', '.join(map(str, silent))}: ended or stopped")
+
+
 def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
     """Where the other ranks are, in words, for the error of an operation on this one."""
     try:
         answers = call_within(2 * ANSWER_S, lambda: roll.ask(ranks), lambda: RendezvousError("no answer"))
     except (RendezvousError, TimeoutError):
-        return "The store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
+        return f"{STORE_GONE[0].upper()}{STORE_GONE[1:]}"
     silent = [rank for rank in ranks if rank not in answers]
     elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(f"in {what}")]
     missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""
@@ -149,6 +164,7 @@ class WatchedBackend:
         self.rank = backend.rank
         self.size = backend.size
         self.reducible = backend.reducible
+        self.traceable = backend.traceable
 
     @property
     def timeout_s(self) -> float:
@@ -184,6 +200,9 @@ class WatchedBackend:
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         return WatchedBackend(self._backend.subgroup(ranks, key), Watch(self._watch.roll, ranks))
+
+    def built_with(self) -> dict[str, int]:
+        return self._backend.built_with()
 
     def close(self) -> None:
         self._backend.close()

@@ -58,6 +58,7 @@ class Backend(Protocol):
     size: int
     timeout_s: float  # how long an operation that starts now may wait for the other ranks
     reducible: frozenset[torch.dtype]  # what allreduce_ takes; whatever else is reduced is converted before
+    traceable: bool  # whether torch.compile can follow traced_allreduce
 
     @property
     def is_open(self) -> bool:
@@ -76,13 +77,16 @@ class Backend(Protocol):
         """Send each rank i the next sent[i] elements of a flat tensor; what came, received[i] from rank i."""
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """A new tensor with the reduction, as torch.compile follows it; UnsupportedError where it cannot."""
+        """A new tensor with the reduction, as torch.compile follows it; where it cannot, UnsupportedError."""
 
     def channel(self, key: str) -> Backend:
         """Another line between the same ranks, on which operations do not wait behind this one's."""
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         """A line between some of the job's ranks; every rank of the job calls this, and is -1 where it is left out."""
+
+    def built_with(self) -> dict[str, int]:
+        """For gloo, mpi and nccl: 0 where it is not there, else its version (NCCL's as a number) or 1."""
 
     def close(self) -> None:
         """Leave in order: nothing may be under way on any rank. Of a subgroup, every rank of the job calls this."""

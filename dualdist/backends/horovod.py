@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
@@ -17,8 +15,8 @@ import torch
 
 from dualdist import network
 from dualdist.backends.base import ReduceOp, Store
-from dualdist.backends.horovod_settings import ALONE, Controller, Settings, settings_for, slots_of
-from dualdist.deadline import Deadline, call_within
+from dualdist.backends.horovod_settings import ALONE, DYNAMIC_SETS, Controller, Settings, settings_for, slots_of
+from dualdist.deadline import Deadline, call_within, stop_at_exit
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -31,6 +29,7 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.horovod_build.record import read_record
+from dualdist.horovod_names import real_horovod
 from dualdist.network import Invitation
 from dualdist.placement import Place
 from dualdist.topology import Topology
@@ -46,14 +45,14 @@ UNTRACEABLE = (
     "torch.compile(fullgraph=True) cannot follow an operation of Horovod, whose engine is no part of torch: "
     "leave fullgraph out, or use the native backend"
 )
+SETS_PATCHED = "process_set.cc"  # in the record of a Horovod that dualdist built
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
-# Seconds that the engine may take to stop when the process ends; it takes milliseconds where all ranks answer.
-EXIT_S = 10.0
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
 POLL_S = 0.0001
 
 
+@real_horovod()
 def load() -> ModuleType:
     """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
     if importlib.util.find_spec("horovod") is None:
@@ -72,12 +71,21 @@ def load() -> ModuleType:
         ) from error
 
 
+@real_horovod()
 def is_built_with_mpi() -> bool:
     """Whether a Horovod with MPI is installed; False where none is."""
     if importlib.util.find_spec("horovod") is None:
         return False
     record = read_record()
     return bool(load().mpi_built()) if record is None or record.mpi is None else record.mpi
+
+
+def _makes_sets_safely() -> bool:
+    """Whether adding process sets while the engine runs holds up nobody: in Horovod as released, the engine keeps its
+    table of them locked while it asks the other ranks, and beginning any operation waits for that lock.
+    """
+    record = read_record()
+    return record is not None and any(SETS_PATCHED in patch for patch in record.patches or ())
 
 
 class HorovodWork:
@@ -90,12 +98,12 @@ class HorovodWork:
         self._result: torch.Tensor | None = None
 
     def done(self) -> bool:
-        return self._result is not None or bool(self._hvd.poll(self._handle))
+        return self._result is not None or self._is_over()
 
     def wait(self) -> torch.Tensor:
         if self._result is None:
             deadline = Deadline(self._timeout_s)
-            while not self._hvd.poll(self._handle):
+            while not self._is_over():
                 if deadline.passed():
                     raise CollectiveTimeoutError(f"not all ranks arrived within {self._timeout_s:g} s")
                 time.sleep(POLL_S)
@@ -105,6 +113,12 @@ class HorovodWork:
                 raise translated(error, self._timeout_s) from error
             self._result = result[0] if isinstance(result, tuple) else result  # alltoall adds what it received
         return self._result
+
+    def _is_over(self) -> bool:
+        try:
+            return bool(self._hvd.poll(self._handle))
+        except ValueError as error:  # a shutdown forgets all handles
+            raise CollectiveError("Horovod was shut down before all ranks were ready") from error
 
 
 class ProcessSets:
@@ -120,8 +134,17 @@ class ProcessSets:
         self._users[ranks] += 1
         if ranks not in self._sets:
             everybody = len(ranks) == int(self._hvd.size())
-            self._sets[ranks] = self._hvd.global_process_set if everybody else self._hvd.add_process_set(list(ranks))
+            self._sets[ranks] = self._hvd.global_process_set if everybody else self._add(ranks)
         return self._sets[ranks]
+
+    def _add(self, ranks: tuple[int, ...]) -> Any:
+        try:
+            return self._hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"this Horovod adds no group while it runs ({error}): `{INSTALL} --force` builds one that does, or set "
+                f"{DYNAMIC_SETS}=1 on every rank, with which a rank that stops can hold up the others"
+            ) from error
 
     def give_back(self, ranks: tuple[int, ...]) -> None:
         """One user less; every rank of the job calls this."""
@@ -135,6 +158,7 @@ class HorovodBackend:
 
     name = "horovod"
     reducible = REDUCIBLE
+    traceable = False
 
     def __init__(
         self,
@@ -191,6 +215,10 @@ class HorovodBackend:
 
         return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, self.timeout_s, leave)
 
+    def built_with(self) -> dict[str, int]:
+        hvd = self._hvd
+        return {"gloo": int(hvd.gloo_built()), "mpi": int(hvd.mpi_built()), "nccl": int(hvd.nccl_built())}
+
     def close(self) -> None:
         self.is_open = False
         self._leave()
@@ -221,7 +249,7 @@ def start_on_mpi(
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with variables_set(environ, {**settings_for("mpi", timeout_s), **ALONE}):
+        with variables_set(environ, {**settings_for("mpi", timeout_s, makes_sets=_makes_sets_safely()), **ALONE}):
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
@@ -254,7 +282,7 @@ def start_on_gloo(
         )
     deadline = Deadline(timeout_s)
     slots = slots_of(places)
-    settings = {**settings_for("gloo", timeout_s), **slots[topology.rank]}
+    settings = {**settings_for("gloo", timeout_s, makes_sets=_makes_sets_safely()), **slots[topology.rank]}
     stop_server: Callable[[], None] = _nothing
     if store is None:
         settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
@@ -311,6 +339,7 @@ def _serve_or_find(
     return invitation.answering_address(host, deadline), invitation.port, _nothing
 
 
+@real_horovod()
 def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
@@ -346,7 +375,7 @@ def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
 
     try:
         call_within(timeout_s, hvd.init, late)
-        atexit.register(_end_in_time, hvd)
+        atexit.register(stop_at_exit, hvd.shutdown)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"Horovod could not connect rank {topology.rank} to the others ({error}); its own messages stand above. "
@@ -361,16 +390,6 @@ def _shut_down(hvd: ModuleType, timeout_s: float) -> None:
         return RankLostError(f"Horovod could not shut down within {timeout_s:g} s: another rank does not answer")
 
     call_within(timeout_s, hvd.shutdown, late)
-
-
-def _end_in_time(hvd: ModuleType) -> None:
-    """At the end of the process, stop the engine, or else end without it: it would wait for a stopped rank for ever."""
-    try:
-        _shut_down(hvd, EXIT_S)
-    except RankLostError as error:
-        print(f"dualdist: {error}; this process ends without it", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
 
 
 def _transport(hvd: ModuleType, controller: Controller, device: torch.device) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from dualdist.placement import Place
 
 Controller = Literal["gloo", "mpi"]
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 Settings = dict[str, "str | None"]  # None: unset
 
 # Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
@@ -37,17 +38,18 @@ def slots_of(places: Sequence[Place]) -> list[Settings]:
     ]
 
 
-def settings_for(controller: Controller, timeout_s: float) -> Settings:
+def settings_for(controller: Controller, timeout_s: float, *, makes_sets: bool) -> Settings:
     """Variables by which Horovod takes the controller, and reports a rank that does not come before our wait ends.
 
-    Horovod's own end of a stalled job stays off: ours names the ranks, and knows of those that have joined.
+    Horovod's own end of a stalled job stays off: ours names the ranks, and knows of those that have joined. With
+    `makes_sets` the engine adds process sets while it runs.
     """
     return {
         "HOROVOD_CONTROLLER": controller,
         "HOROVOD_CPU_OPERATIONS": controller,
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",  # for dd.new_group
         "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
+        **({DYNAMIC_SETS: "1"} if makes_sets else {}),
     }
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, _register_process_group, _unregister_process_group
 
 from dualdist.backends.base import ReduceOp, Store
-from dualdist.deadline import Deadline, call_within
+from dualdist.deadline import Deadline, call_within, stop_at_exit
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -55,6 +55,7 @@ REDUCIBLE = frozenset(
 # Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
 LINES = 4
 SPARE_FILES = 512
+BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is late and when it is gone.
 LATE = ("timed out", "timeout")
@@ -165,6 +166,7 @@ class NativeBackend:
 
     name = "native"
     reducible = REDUCIBLE
+    traceable = True
 
     def __init__(
         self,
@@ -176,6 +178,7 @@ class NativeBackend:
         timeout_s: float,
         *,
         owned: bool,
+        traced: Any = "",
     ) -> None:
         self.transport = "nccl" if "cuda" in groups else "gloo"
         self.ranks = tuple(ranks)
@@ -187,6 +190,8 @@ class NativeBackend:
         self._store = store
         self._network = network
         self._owned = owned
+        self._traced = traced  # torch's name of the group on which compiled graphs reduce; their order is not ours
+        self._registered: ProcessGroup = None  # that group, where it is ours: torch itself does not keep it
         self._children: list[NativeBackend] = []
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
@@ -213,31 +218,47 @@ class NativeBackend:
         )
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        total: torch.Tensor = functional.all_reduce(tensor, op, list(self.ranks))
+        if self.size == 1:
+            return tensor.clone()
+        total: torch.Tensor = functional.all_reduce(tensor, op, self._traced)
         return total
 
     def channel(self, key: str) -> NativeBackend:
-        return self._child(self.ranks, key)
+        child = self._child(self.ranks, key)
+        child._traced = self._traced
+        return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
-            return self._child(ranks, key)
+            child = self._child(ranks, key)
+            child._register(f"dualdist/{key}")
+            return child
         return NativeBackend({}, ranks, -1, self._store, self._network, self.timeout_s, owned=False)
+
+    def built_with(self) -> dict[str, int]:
+        return built_with()
 
     def close(self) -> None:
         self.is_open = False
+        atexit.unregister(self.at_exit)
         for child in self._children:
             child.close()
         self._children.clear()
+        if self._registered is not None:
+            _unregister_process_group(self._traced)
+            self._registered = None
         if not self._owned:
             return
         if any(group is dist.group.WORLD for group in self._groups.values()):
-            atexit.unregister(self.close)
             dist.destroy_process_group()
         else:
             for group in self._groups.values():
                 group.abort()
         self._groups = {}
+
+    def at_exit(self) -> None:
+        """Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291)."""
+        stop_at_exit(self.close)
 
     def _child(self, ranks: Sequence[int], key: str) -> NativeBackend:
         """A backend of its own connections between the ranks, who find each other in the store under the key."""
@@ -258,6 +279,18 @@ class NativeBackend:
         self._children.append(child)
         return child
 
+    def _register(self, name: Any) -> None:
+        """Let compiled graphs find a group of these ranks, with connections of its own, under the name."""
+        if self.size == 1:
+            return
+        line = self._child(self.ranks, "compiled")
+        group = dist.ProcessGroup(line._store, self.rank, self.size)
+        for kind, inner in line._groups.items():
+            group._register_backend(torch.device(kind), BACKENDS[kind], inner)
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        self._traced, self._registered = name, group
+
     def _of(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups.get(tensor.device.type) or self._groups["cpu"]
 
@@ -272,6 +305,15 @@ class NativeBackend:
             return NativeWork(start(), result, self.timeout_s)
         except (RuntimeError, ValueError) as error:
             raise translated(error, self.timeout_s) from error
+
+
+def built_with() -> dict[str, int]:
+    """What this torch's distributed part has: see Backend.built_with."""
+    version = 0
+    if dist.is_available() and dist.is_nccl_available():
+        major, minor, patch = torch.cuda.nccl.version()
+        version = 10000 * major + 100 * minor + patch  # as NCCL itself counts since 2.9
+    return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
 
 
 def existing_group() -> tuple[int, int] | None:
@@ -292,8 +334,16 @@ def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpSto
     store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
     groups = _world({"cpu", device.type} & kinds)
     backend = NativeBackend(
-        groups, range(dist.get_world_size()), dist.get_rank(), store, contextlib.nullcontext, timeout_s, owned=False
+        groups,
+        range(dist.get_world_size()),
+        dist.get_rank(),
+        store,
+        contextlib.nullcontext,
+        timeout_s,
+        owned=False,
+        traced=_world_name(),
     )
+    atexit.register(backend.at_exit)
     return backend, TcpStore(store, "", "torch.distributed's own store")
 
 
@@ -302,6 +352,12 @@ def _world(kinds: Iterable[str]) -> dict[str, ProcessGroup]:
     world = dist.group.WORLD
     assert world is not None, "the default group has been set up"
     return dict.fromkeys(kinds, world)
+
+
+def _world_name() -> str:
+    world = dist.group.WORLD
+    assert world is not None, "the default group has been set up"
+    return str(world.group_name)
 
 
 def start(
@@ -350,9 +406,9 @@ def start(
         network,
         timeout_s,
         owned=True,
+        traced=_world_name(),
     )
-    # Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291).
-    atexit.register(backend.close)
+    atexit.register(backend.at_exit)
     return backend
 
 

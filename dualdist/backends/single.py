@@ -35,6 +35,7 @@ class SingleBackend:
     size = 1
     timeout_s = 0.0
     reducible = EVERY_DTYPE
+    traceable = True
 
     def __init__(self) -> None:
         self.is_open = True
@@ -59,6 +60,9 @@ class SingleBackend:
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         return SingleBackend()
+
+    def built_with(self) -> dict[str, int]:
+        return {"gloo": 0, "mpi": 0, "nccl": 0}
 
     def close(self) -> None:
         self.is_open = False

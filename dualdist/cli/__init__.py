@@ -16,6 +16,7 @@ DEBUG = "DUALDIST_DEBUG"
 # Each module has configure(parser) and run(args) -> exit code.
 COMMANDS = {
     "doctor": ("dualdist.cli.doctor", "say what this process is in the job, and which backends it can use"),
+    "run": ("dualdist.cli.run", "run a program on several ranks, by any launcher"),
     "install-horovod": ("dualdist.cli.install_horovod", "download, adapt, build, install and verify Horovod"),
 }
 

@@ -29,7 +29,7 @@ class Patch:
 
 def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
     """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside Python's prefix."""
-    return (*_build_patches(cxx_standard, library_dirs), *_cuda_patches(), *_runner_patches())
+    return (*_build_patches(cxx_standard, library_dirs), *_engine_patches(), *_cuda_patches(), *_runner_patches())
 
 
 def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
@@ -64,18 +64,41 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patc
             'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
             "no symbols in the library",
         ),
-        Patch(
-            "horovod/common/gloo/gloo_context.cc",
-            "assert(global_context.IsEnabled());",
-            "assert(global_context.IsEnabled());\n\n  gloo_iface_ = global_context.gloo_iface_;",
-            "a process set listened where the host's name points, be it loopback, whatever HOROVOD_GLOO_IFACE says",
-        ),
         Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"),
         Patch(
             "setup.py",
             "zip_safe=False,",
             f"zip_safe=False,\n      package_data={{'horovod': ['{RECORD_NAME}']}},",
             "the wheel says what it was built for",
+        ),
+    )
+
+
+def _engine_patches() -> tuple[Patch, ...]:
+    sets = "horovod/common/process_set.cc"
+    why = "whoever began an operation waited, with Python's lock, until all other ranks' engines had answered"
+    allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
+    return (
+        Patch(
+            "horovod/common/gloo/gloo_context.cc",
+            "assert(global_context.IsEnabled());",
+            "assert(global_context.IsEnabled());\n\n  gloo_iface_ = global_context.gloo_iface_;",
+            "a process set listened where the host's name points, be it loopback, whatever HOROVOD_GLOO_IFACE says",
+        ),
+        Patch(
+            sets,
+            "std::lock_guard<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
+            "std::unique_lock<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
+            why,
+        ),
+        Patch(sets, allgather, f"guard.unlock();\n  {allgather}\n  guard.lock();", why),
+        Patch(
+            sets,
+            "for (auto id : Ids()) {\n      bool newly_registered",
+            "auto agreed_ids = Ids();\n"
+            "    agreed_ids.resize(std::min(agreed_ids.size(), (size_t)locally_registered_count));\n"
+            "    for (auto id : agreed_ids) {\n      bool newly_registered",
+            "what was registered during the exchange is not agreed on yet",
         ),
     )
 

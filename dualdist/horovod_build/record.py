@@ -8,6 +8,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from dualdist.horovod_names import real_horovod
+
 # The record lies inside the wheel; setup.py is patched to pack it.
 RECORD_NAME = "dualdist_build.json"
 # Horovod's own build leaves the torch version there, also where somebody else built it.
@@ -52,6 +54,7 @@ def from_json(text: str) -> BuildRecord:
     return BuildRecord(**known)
 
 
+@real_horovod()
 def read_record() -> BuildRecord | None:
     """What the Horovod that `import horovod` would find was built for; None if there is none."""
     spec = importlib.util.find_spec("horovod")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract import collective_laws, gradient_laws, vocabulary_laws
+from contract import collective_laws, gradient_laws, sync_batch_norm_laws, vocabulary_laws
 from contract.oracle import ALONE, LAWS, batch, digest, loss_of, net, raises
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "loss_of",
     "net",
     "raises",
+    "sync_batch_norm_laws",
     "vocabulary_laws",
 ]

@@ -71,12 +71,14 @@ def mean_gradients(model: nn.Module, steps: tuple[int, ...] = (0,)) -> list[torc
     return [param.grad for param in alone.parameters()]
 
 
-def assert_close(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
-    """Equal up to the rounding of a sum in another order: a few units in the last place of float32."""
+def assert_close(
+    found: list[torch.Tensor | None], expected: list[torch.Tensor | None], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Equal, by default up to the rounding of a sum in another order: a few units in the last place of float32."""
     for mine, right in zip(found, expected, strict=True):
         assert (mine is None) == (right is None), f"{mine} but expected {right}"
         if mine is not None and right is not None:
-            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, right, rtol=rtol, atol=atol)
 
 
 def digest(model: nn.Module) -> str:

@@ -32,12 +32,41 @@ BETWEEN: dict[str, tuple[int, Callable[[], object]]] = {
 }
 
 
-def late_rank_begins() -> None:
-    """The others begin an operation and compute; the last one comes within the timeout, but after a second."""
+def leaves_one_unfinished() -> None:
+    if dd.rank() == 1:
+        dd.allreduce(torch.ones(3), name="never.met", async_op=True)
+
+
+def waits_for_a_stopped_rank() -> None:
+    if dd.rank() == 0:
+        dd.join()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def joins_early() -> None:
+    """The first rank has joined while the others compute for longer than the timeout, and reduce once more."""
+    if dd.rank() == 0:
+        assert dd.join() == dd.size() - 1
+        return
+    time.sleep(1.5 * TIMEOUT_S)
+    assert dd.allreduce(torch.ones(1), "sum").item() == dd.size() - 1
+    assert dd.join() == dd.size() - 1
+
+
+def last_rank_begins_late() -> None:
+    """The others have begun an operation; the last one comes after a while, within the timeout."""
     if dd.rank() == dd.size() - 1:
-        time.sleep(2)
-    handle = dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True)
-    handle.wait()
+        time.sleep(TIMEOUT_S / 3)
+    dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
+
+
+# What all ranks do between two sums.
+OPERATIONS: dict[str, Callable[[], object]] = {
+    "unfinished": leaves_one_unfinished,
+    "joined": waits_for_a_stopped_rank,
+    "late joined": joins_early,
+    "late begun": last_rank_begins_late,
+}
 
 
 def main(backend: str, case: str = "") -> None:
@@ -46,10 +75,7 @@ def main(backend: str, case: str = "") -> None:
     rank, happens = BETWEEN.get(case, (-1, None))
     if rank == dd.rank() and happens is not None:
         happens()
-    if case == "unfinished" and dd.rank() == 1:
-        dd.allreduce(torch.ones(3), name="never.met", async_op=True)
-    if case == "late begun":
-        late_rank_begins()
+    OPERATIONS.get(case, lambda: None)()
     dd.allreduce(torch.ones(3), name="the.sum")
     if case == "twice":
         dd.init(backend)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults.test_bad_input import LIMIT_S, RANK
+from faults.conftest import Refuses
+from faults.test_bad_input import LIMIT_S, RANK, assert_says
 from harness.jobs import Launch
 
 CELLS = {
@@ -18,6 +19,17 @@ def test_what_is_unfinished_at_shutdown_is_reported_by_name(launch: Launch, cell
     outcome = launch([*CELLS[cell], "unfinished"], timeout_s=LIMIT_S)
     assert "1 operation(s) unfinished" in outcome.stderr, str(outcome)
     assert "allreduce 'never.met' of float32(3,)" in outcome.stderr, str(outcome)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_who_has_joined_waits_for_those_who_compute(launch: Launch, cell: str) -> None:
+    launch([*CELLS[cell], "late joined"], timeout_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_who_has_joined_does_not_wait_for_a_stopped_rank(refuses: Refuses, backend: str) -> None:
+    argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK, backend, "joined"]
+    assert_says(refuses(argv, timeout_s=LIMIT_S), "CollectiveTimeoutError", "join", "no answer from rank 1")
 
 
 @pytest.mark.parametrize("cell", CELLS)

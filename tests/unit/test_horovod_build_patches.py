@@ -39,6 +39,19 @@ set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")
   attr device_attr;
   device_attr.iface = gloo_iface_;
 """,
+    "horovod/common/process_set.cc": """\
+  std::lock_guard<std::recursive_mutex> guard(mutex);
+
+  auto locally_registered_count = (int)ids_.size();
+  global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);
+    for (auto id : Ids()) {
+      bool newly_registered = Get(id).Initialize(global_context);
+std::vector<int32_t> ProcessSetTable::Ids() const {
+  std::lock_guard<std::recursive_mutex> guard(mutex);
+  return ids_;
+  for (auto id : Ids()) {
+    if (Get(id).registered_global_ranks == ranks) {
+""",
     "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
     "horovod/runner/js_run.py": "from horovod.runner.util import lsf\nfrom distutils.spawn import find_executable\n",
     "horovod/runner/http/http_server.py": """\

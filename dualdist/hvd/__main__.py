@@ -1,0 +1,138 @@
+"""`python -m dualdist.hvd script.py ...`: the program runs as it is, and its `import horovod.torch` finds this face."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.abc import InspectLoader, Loader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+from dualdist.hvd.alias import install
+
+USAGE = """\
+usage: python -m dualdist.hvd script.py [argument ...]
+       python -m dualdist.hvd -m module [argument ...]
+
+Runs a program that was written for Horovod, as python would, on dualdist: in it `import horovod.torch` finds
+dualdist.hvd. Start it under any launcher, e.g. torchrun --nproc-per-node=2 -m dualdist.hvd script.py\
+"""
+UNUSABLE = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """What becomes the process' `__main__`. `spec` is None for a script, as in python."""
+
+    compiled: Callable[[], CodeType | None]
+    file: str
+    loader: Loader
+    spec: ModuleSpec | None
+
+
+def main(arguments: list[str]) -> None:
+    """Become the program that the arguments name."""
+    match arguments:
+        case [] | ["-m"]:
+            _give_up(USAGE)
+        case ["-h" | "--help", *_]:
+            print(USAGE)
+            return
+    install()  # before the program is looked for: the packages around a module are imported by then
+    match arguments:
+        case ["-m", module, *rest]:
+            program = _module(module)
+            sys.argv = [program.file, *rest]
+        case [path, *_]:
+            program = _script(path)
+            sys.argv = arguments
+    _run(program)
+
+
+def _module(name: str) -> Program:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        _give_up(f"{sys.executable}: cannot run the module {name}: {error}", 1)
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        _give_up(f"{sys.executable}: there is no module {name} that can be run", 1)
+    return _found(spec.loader, spec)
+
+
+def _script(path: str) -> Program:
+    """A file, or a folder or zip archive with a `__main__.py`; its place becomes the first of sys.path."""
+    absolute = str(Path(path).absolute())
+    if (importer := pkgutil.get_importer(path)) is not None:
+        sys.path[: 0 if _is_path_safe() else 1] = [absolute]
+        spec = importer.find_spec("__main__")
+        if spec is None or not isinstance(spec.loader, InspectLoader):
+            _give_up(f"{sys.executable}: there is no __main__.py in {path!r}", 1)
+        return _found(spec.loader, spec)
+    if not Path(path).is_file():
+        _give_up(f"{sys.executable}: there is no file {absolute!r}\n{USAGE}")
+    if not _is_path_safe():
+        sys.path[0] = str(Path(path).resolve().parent)  # in place of the working folder, which `python -m` put there
+    loader = SourceFileLoader("__main__", absolute)
+    # The loader's get_code() would leave a __pycache__ beside the script.
+    return Program(lambda: loader.source_to_code(loader.get_data(absolute), absolute), absolute, loader, None)
+
+
+def _found(loader: InspectLoader, spec: ModuleSpec) -> Program:
+    return Program(lambda: loader.get_code(spec.name), str(spec.origin), loader, spec)
+
+
+def _is_path_safe() -> bool:
+    """Whether python was told (by -P or -I) to put no folder of the program's on sys.path."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
+def _run(program: Program) -> None:
+    # Not by runpy, whose __main__ is gone when the program's last line has run: pickles made at exit look for it.
+    module = ModuleType("__main__")
+    module.__file__ = program.file
+    module.__loader__ = program.loader
+    module.__spec__ = program.spec
+    module.__package__ = None if program.spec is None else program.spec.parent
+    sys.modules["__main__"] = module
+    try:
+        code = program.compiled()
+        assert code is not None
+        exec(code, vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _show_only(_after_this_file(error.__traceback__))
+        raise
+
+
+def _after_this_file(traceback: TracebackType | None) -> TracebackType | None:
+    """The program's frames: from the first that is neither in this file nor in the import system."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _show_only(traceback: TracebackType | None) -> None:
+    """An exception that ends the process is shown with this traceback: the program's own frames, as usual."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        show(kind, error.with_traceback(traceback), traceback)
+
+    sys.excepthook = hook
+
+
+def _give_up(message: str, code: int = UNUSABLE) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""What Horovod's elastic training has in common between frameworks: states, and the loop that recovers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from enum import IntFlag
+from typing import Any, Protocol, TypeVar
+
+from dualdist.errors import CollectiveError
+from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+R = TypeVar("R")
+Broadcast = Callable[[Any], Any]
+
+
+class HostUpdateResult(IntFlag):
+    """How the hosts of a job have changed."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class Listener(Protocol):
+    """What wants to know of changed hosts."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Called from any thread; a later change has a greater timestamp."""
+
+
+class WorkerNotificationManager:
+    """Passes on to its listeners what handle_hosts_updated() is told; no driver of ours calls that by itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: set[Listener] = set()
+
+    def init(
+        self,
+        rendezvous_addr: str | None = None,
+        rendezvous_port: int | None = None,
+        nic: str | None = None,
+        hostname: str | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        """Nothing to start: this process is not told of changed hosts over the network."""
+
+    def register_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.add(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Tell every listener."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()
+
+
+class State:
+    """What the ranks of a job must have in common to go on together; kinds of state fill in save, restore and sync.
+
+    `bcast_object` gives every rank rank 0's object, `get_rank` tells this process's rank.
+    """
+
+    def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """These are called, in order, after every reset: the number of ranks may be another then."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The ranks have met anew: forget old news, reset() and call the callbacks."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Keep the news until the next check_host_updates(); called from any thread."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """save(), then check_host_updates(); every rank calls this."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """HostsUpdatedInterrupt on every rank where rank 0 has heard of changed hosts since the last call."""
+        before = newest = self._last_updated_timestamp
+        update = HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, result = self._host_messages.get()
+            if timestamp > newest:
+                newest = timestamp
+                update |= result
+        before, self._last_updated_timestamp, update = self._bcast_object((before, newest, update))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keep a copy for restore()."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what the last save() kept."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Every rank has rank 0's state; every rank calls this."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """For kinds of state that have to prepare for another set of ranks, before sync()."""
+
+
+class ObjectState(State):
+    """A state of picklable objects, given by name and kept as attributes of those names."""
+
+    def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._bcast_object = bcast_object
+        self._saved_state = kwargs
+        self._set_attrs()
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+
+    def save(self) -> None:
+        self._saved_state = {name: _own(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attrs()
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, _own(value))
+
+
+def _own(value: Any) -> Any:
+    """A copy of a container, which a program may go on to change; anything else itself."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]:
+    """func(state, ...), begun with a state.sync(), and begun anew whenever the ranks have to meet anew.
+
+    Where an operation failed, the state goes back to its last commit; where hosts have changed, it is kept. In both
+    cases reset() and state.on_reset() follow.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        in_sync = False
+        try:
+            while True:
+                try:
+                    if not in_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except (HorovodInternalError, CollectiveError):  # the latter from hooks, which autograd calls
+                    state.restore()
+                    in_sync = False
+                except HostsUpdatedInterrupt as update:
+                    in_sync = update.skip_sync
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper

@@ -1,0 +1,59 @@
+"""What the face remembers between hvd.init() and hvd.shutdown(); it lies in dualdist's session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dualdist import session
+from dualdist.errors import NotInitializedError
+from dualdist.group import Group, Handle
+
+if TYPE_CHECKING:
+    from dualdist.hvd.process_sets import ProcessSet
+    from dualdist.hvd.timeline import Timeline
+
+KEY = "hvd"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: cross ranks count the nodes that have this local rank."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+@dataclass
+class Face:
+    """The job as hvd sees it: `base` has the ranks of hvd.init(), `groups` and `sets` go by process_set_id."""
+
+    base: Group
+    seat: Seat
+    is_dynamic: bool
+    groups: dict[int, Group]
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    pending: dict[int, tuple[Handle[Any], Callable[[Any], Any]]] = field(default_factory=dict)
+    handles: int = 0
+    timeline: Timeline | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.base.rank
+
+    def job_rank(self, rank: int) -> int:
+        """The job's number for one of the ranks of hvd.init()."""
+        return self.base.ranks[rank] if 0 <= rank < self.base.size else rank
+
+
+def current() -> Face:
+    """The face of the open session; a ValueError, as Horovod's, before hvd.init() and after hvd.shutdown()."""
+    face = session.current().extras.get(KEY) if session.is_open() else None
+    if face is None:
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    found: Face = face
+    return found

@@ -1,0 +1,218 @@
+"""DistributedOptimizer: the optimizer it is given, wrapped as dualdist wraps one, with Horovod's controls on it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from dualdist.buckets import GradientOp, Recipe
+from dualdist.compression import CASTS, compressor_of
+from dualdist.compression import Compressor as AnyCompressor
+from dualdist.errors import UsageError
+from dualdist.gradients import given_names, unwrap, wrap_optimizer, wrapping_of
+from dualdist.hvd.basics import size
+from dualdist.hvd.compression import Compression
+from dualdist.hvd.exceptions import horovods_errors
+from dualdist.hvd.mpi_ops import Adasum, Average, Sum
+from dualdist.hvd.process_sets import ProcessSet, global_process_set, group_of
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+CONTROLS = "_dualdist_controls"  # the attribute of an optimizer that went through DistributedOptimizer
+GRADIENT_OPS: dict[int, GradientOp] = {Average: "mean", Sum: "sum", Adasum: "adasum"}
+
+
+def DistributedOptimizer(
+    optimizer: OptimizerT,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> OptimizerT:
+    """The same optimizer, whose parameters' gradients are reduced over the set's ranks when a backward returns.
+
+    Every rank of the set calls this, with the same parameters in the same order; a rank outside of it steps alone. An
+    optimizer that was wrapped before is wrapped anew. With op=Adasum every rank steps on its own gradients, and the
+    steps are combined.
+
+    The optimizer gains synchronize(), skip_synchronize() and set_backward_passes_per_step(). No script needs them any
+    more: gradients are reduced before anything can look at them, and step() sees to what is left.
+
+    ValueError where arguments cannot be right; NotImplementedError for Adasum on other than all ranks, or on a number
+    of ranks that is no power of two.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise UsageError("gradient_predivide_factor is for op=Average only, which it divides before and after the sum")
+    if num_groups != 0:
+        warnings.warn("num_groups is Horovod's older way; pass groups=... instead", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: backward_passes_per_step must be > 0")
+    if op not in GRADIENT_OPS:
+        raise UsageError(f"op={op!r}: gradients are reduced by Average, Sum or Adasum")
+    named = _named(optimizer, named_parameters)
+    given_names(optimizer, named)
+    together = _together(optimizer, groups)
+    if op == Adasum and size() > 1 and process_set is not global_process_set:
+        raise NotImplementedError("op=Adasum works on all ranks, not on other process sets")
+    if op == Adasum and size() & (size() - 1):
+        raise NotImplementedError(f"op=Adasum pairs the ranks: their number is a power of two, not {size()}")
+    recipe = Recipe(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
+    group = group_of(process_set)
+    before = getattr(optimizer, CONTROLS, None)
+    if before is not None:
+        before.undo()
+    unwrap(optimizer)
+    if group.is_member:
+        with horovods_errors():
+            wrap_optimizer(
+                group,
+                optimizer,
+                named,
+                recipe,
+                backward_passes_per_step,
+                together=together,
+                next_group=lambda: group_of(process_set),
+                errors=horovods_errors,
+            )
+    controls = _Controls(optimizer, skips=op != Adasum or size() == 1)
+    controls.attach(
+        _parameter_names={param: name for name, param in sorted(named, key=lambda pair: pair[0])},
+        _compression=compression,
+        _groups=groups,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    return optimizer
+
+
+class _Controls:
+    """What a script can tell an optimizer that went through DistributedOptimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
+        self._optimizer = optimizer
+        self._skips = skips
+        self._is_synchronized = False
+        self._is_skipping = False
+        self.undo: Callable[[], None] = lambda: None
+
+    def attach(self, **known: Any) -> None:
+        """Become attributes of this one optimizer; copies and pickles of it have none of them."""
+        attributes = known | {
+            CONTROLS: self,
+            "synchronize": self.synchronize,
+            "skip_synchronize": self.skip_synchronize,
+            "set_backward_passes_per_step": self.set_backward_passes_per_step,
+        }
+        for name, value in attributes.items():
+            setattr(self._optimizer, name, value)
+        hook = self._optimizer.register_step_pre_hook(self._before_step)
+
+        def undo() -> None:
+            hook.remove()
+            for name in attributes:
+                delattr(self._optimizer, name)
+
+        self.undo = undo
+
+    def synchronize(self) -> None:
+        """The gradients are reduced, also where fewer backwards have run than backward_passes_per_step.
+
+        Every rank of the process set calls this. With op=Adasum there is nothing to do: the step does it all.
+        """
+        if not self._skips:
+            return
+        wrapping = wrapping_of(self._optimizer)
+        if wrapping is not None:
+            wrapping.reducer.synchronize()
+        self._is_synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In the block step() takes the gradients as they are. AssertionError with op=Adasum."""
+        if not self._skips:
+            raise AssertionError("skip_synchronize() is not for op=Adasum, where it is the steps that are combined")
+        wrapping = wrapping_of(self._optimizer)
+        self._set_skipping(wrapping, True)
+        try:
+            yield
+        finally:
+            self._set_skipping(wrapping, False)
+
+    def _set_skipping(self, wrapping: Any, is_skipping: bool) -> None:
+        self._is_skipping = is_skipping
+        if wrapping is not None:
+            wrapping.steps_alone = is_skipping
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on gradients are reduced on every `passes`-th backward; every rank of the set calls this."""
+        if passes <= 0:
+            raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0")
+        self._optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
+        wrapping = wrapping_of(self._optimizer)
+        if wrapping is not None:
+            wrapping.reducer.accumulate = passes
+
+    def _before_step(self, *_: Any) -> None:
+        if self._is_synchronized and not self._is_skipping:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                "gradients are reduced already, and are not reduced again",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._is_synchronized = False
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """What was given, or Horovod's names for what was not."""
+    if named_parameters is not None:
+        return list(named_parameters)
+    return [
+        (f"allreduce.noname.{group_number}.{number}", param)
+        for group_number, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+    ]
+
+
+def _together(
+    optimizer: torch.optim.Optimizer, groups: int | list[list[torch.Tensor]] | None
+) -> Sequence[Sequence[torch.Tensor]]:
+    """The parameters whose gradients travel together; of so many groups, the first ones have one more."""
+    if groups is None:
+        return ()
+    if isinstance(groups, list):
+        members = [param for group in groups for param in group]
+        if not all(isinstance(param, torch.Tensor) for param in members):
+            raise UsageError("groups takes lists of parameters: each entry is a list of torch tensors")
+        if len({id(param) for param in members}) < len(members):
+            raise UsageError("groups names a parameter twice: each one travels once")
+        return groups
+    if groups <= 0:
+        raise UsageError(f"groups={groups}: expected a number above 0, or lists of parameters")
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    width, more = divmod(len(params), groups)
+    starts = [number * width + min(number, more) for number in range(groups + 1)]
+    return [params[start:end] for start, end in itertools.pairwise(starts) if end > start]
+
+
+def _compressor(compression: Any) -> AnyCompressor | None:
+    """Horovod's own two as dualdist knows them, which compress whole buckets; others as they are."""
+    if compression is Compression.none or compression is None:
+        return None
+    return CASTS["fp16"] if compression is Compression.fp16 else compressor_of(compression)

@@ -1,0 +1,75 @@
+"""A Chrome trace of what the ranks agreed on and did, by tensor, as Horovod's timeline shows it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from dualdist.negotiation import Offer
+
+# Horovod's names for operations, where they are not the kind in capitals.
+PHASES = {"grouped_allreduce": "ALLREDUCE", "grouped_allgather": "ALLGATHER", "grouped_reducescatter": "REDUCESCATTER"}
+PREFIXES = {
+    "grouped_allreduce": "allreduce",
+    "grouped_allgather": "allgather",
+    "grouped_reducescatter": "reducescatter",
+}
+
+
+class Timeline:
+    """Writes events to a file as they happen; complete JSON after close(), which load in chrome://tracing anyway."""
+
+    def __init__(self, path: str, *, mark_cycles: bool) -> None:
+        self._mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._start = time.monotonic()
+        self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (open until close())
+        self._file.write("[\n")
+        since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}, first=True)
+
+    def __call__(self, event: str, offer: Offer | None) -> None:
+        """For Group.observer."""
+        with self._lock:
+            if self._file is None:
+                return
+            if offer is None:
+                if self._mark_cycles:
+                    self._write({"name": "CYCLE_START", "ph": "i", "pid": 0, "ts": self._now(), "s": "g"})
+                return
+            row, phase = self._row(offer), PHASES.get(offer.kind, offer.kind.upper())
+            if event == "entered":
+                self._write({"name": f"NEGOTIATE_{phase}", "ph": "B", "pid": row, "ts": self._now()})
+            elif event == "agreed":
+                self._write({"ph": "E", "pid": row, "ts": self._now()})
+                self._write({"name": phase, "ph": "B", "pid": row, "ts": self._now()})
+            else:
+                self._write({"ph": "E", "pid": row, "ts": self._now()})
+
+    def close(self) -> None:
+        """No event comes any more, and the file is complete."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("\n]\n")
+                self._file.close()
+                self._file = None
+
+    def _row(self, offer: Offer) -> int:
+        """The number of the tensor's row, which gets its name when it is new."""
+        name = f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}"
+        if name not in self._rows:
+            self._rows[name] = len(self._rows) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}})
+        return self._rows[name]
+
+    def _now(self) -> int:
+        return int((time.monotonic() - self._start) * 1e6)
+
+    def _write(self, event: dict[str, Any], *, first: bool = False) -> None:
+        assert self._file is not None, "callers have looked"
+        self._file.write(("" if first else ",\n") + json.dumps(event))
+        self._file.flush()

@@ -1,0 +1,24 @@
+"""The way out of a graph of torch.compile. Only loaded in programs that compile something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import skip_code
+
+WHY = (
+    "between ranks, torch.compile(fullgraph=True) follows dd.allreduce only, on the native backend, of a dense tensor, "
+    "by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without async_op; Horovod's "
+    "engine is no part of torch, so that its operations cannot be followed: leave fullgraph out"
+)
+
+
+def _outside(caller: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # Between two graphs torch.compile would look at the caller by itself, in vain, for every kind of arguments anew.
+    skip_code(caller.__code__)
+    return function(*args, **kwargs)
+
+
+outside = torch.compiler.disable(_outside, reason=WHY)

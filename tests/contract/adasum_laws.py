@@ -1,0 +1,183 @@
+"""The laws of op="adasum" for an optimizer; the oracle plays all ranks in this process, and combines in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from contract.optimizer_laws import Wrap, by_dd, by_hvd, nesterov, sgd, start_face
+from contract.oracle import assert_close, assert_same_everywhere, law, law_alone, loss_of, net, raises, ranks
+from torch import nn
+
+import dualdist as dd
+import dualdist.hvd as hvd
+from dualdist.errors import UsageError
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The paper's rule for two, in float64."""
+    dot, a_square, b_square = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    if a_square == 0 or b_square == 0:
+        return a + b
+    return a * (1 - dot / (2 * a_square)) + b * (1 - dot / (2 * b_square))
+
+
+def tree(steps: Sequence[torch.Tensor]) -> torch.Tensor:
+    half = len(steps) // 2
+    return steps[0] if half == 0 else pair(tree(steps[:half]), tree(steps[half:]))
+
+
+class Everybody:
+    """All ranks, one after the other: each has an optimizer of its own, and all start each step from the same place."""
+
+    def __init__(self, model: nn.Module, make: Make) -> None:
+        self.models = [copy.deepcopy(model) for _ in ranks()]
+        self.optimizers = [make(each) for each in self.models]
+
+    def step(self, take: Callable[[int, nn.Module, torch.optim.Optimizer], None]) -> list[torch.Tensor]:
+        """Each rank's own step, then the Adasum of them; returns the parameters."""
+        before = [param.detach().clone() for param in self.models[0].parameters()]
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            take(rank, model, optimizer)
+        for number, old in enumerate(before):
+            params = [list(model.parameters())[number] for model in self.models]
+            total = tree([param.detach().double() - old.double() for param in params])
+            for param in params:
+                param.data.copy_(old.double() + total)
+        return [param.detach() for param in self.models[0].parameters()]
+
+
+def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rtol: float = 1e-5) -> None:
+    model = net()
+    everybody = Everybody(model, make)
+    optimizer = wrap(make(model), model)
+    for step in range(3):
+
+        def take(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = step) -> None:
+            optimizer.zero_grad()
+            for number in range(passes):
+                loss_of(model, rank, passes * step + number).backward()
+            optimizer.step()
+
+        take(dd.rank(), model, optimizer)
+        expected = everybody.step(take)
+        assert_close([param.detach() for param in model.parameters()], expected, rtol, rtol / 10)
+    assert_same_everywhere(model)
+    assert str(optimizer.state_dict()["param_groups"]) == str(make(net()).state_dict()["param_groups"])
+
+
+@law
+def steps_are_combined_by_adasum() -> None:
+    """For every rank count that is a power of two; others are refused."""
+    start_face()
+    if dd.size() & (dd.size() - 1):
+        raises(UsageError, lambda: by_dd(op="adasum")(sgd(net()), net()), "power of two")
+        raises(NotImplementedError, lambda: by_hvd(op=hvd.Adasum)(sgd(net()), net()), "power of two")
+        return
+    for wrap in (by_dd(op="adasum"), by_hvd(op=hvd.Adasum)):
+        for make in (sgd, nesterov):
+            assert_steps_are_combined(wrap, make)
+    assert_steps_are_combined(by_dd(op="adasum"), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    assert_steps_are_combined(by_hvd(op=hvd.Adasum, backward_passes_per_step=2), passes=2)
+    model = net()
+    raises(UsageError, lambda: by_dd(op="adasum", predivide=2.0)(sgd(model), model), "predivide")
+
+
+@law
+def compressed_steps_are_combined_by_adasum() -> None:
+    """Steps of 11 bits: far from the tolerance of full ones, and near to them."""
+    for wrap in (by_dd(op="adasum", compression="fp16"), by_hvd(op=hvd.Adasum, compression=hvd.Compression.fp16)):
+        assert_steps_are_combined(wrap, rtol=1e-2)
+    if dd.size() > 1:
+        raises(AssertionError, lambda: assert_steps_are_combined(by_dd(op="adasum", compression="fp16"), rtol=1e-7))
+
+
+@law
+def an_overflow_on_one_rank_skips_everybodys_adasum() -> None:
+    """Nothing is reduced in a backward, and still no rank steps without the others."""
+    for fused in (False, True):
+        model = net()
+        make = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True)) if fused else sgd
+        everybody = Everybody(model, make)
+        optimizer = by_hvd(op=hvd.Adasum)(make(model), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            loss = loss_of(model, dd.rank(), step)
+            scaler.scale(loss * float("inf") if dd.rank() == 0 and step == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+            def take(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = step) -> None:
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+
+            expected = before if step == 1 else everybody.step(take)
+            assert scaler.get_scale() == (2.0 if step else 4.0)
+            assert_close([param.detach() for param in model.parameters()], expected)
+
+
+@law
+def closures_run_on_every_rank_by_itself_and_their_steps_are_combined() -> None:
+    """LBFGS evaluates more often on one rank than on another; nothing is exchanged until all are done."""
+
+    options = {"lr": 0.5, "max_iter": 2 + dd.rank(), "max_eval": 10 + dd.rank(), "line_search_fn": "strong_wolfe"}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        model.untouched.requires_grad_(False)
+        return torch.optim.LBFGS(model.parameters(), **options)
+
+    model = net().double()
+    everybody = Everybody(model, make)
+    for rank, each in enumerate(everybody.optimizers):
+        each.param_groups[0].update(max_iter=2 + rank, max_eval=10 + rank)
+    optimizer = by_dd(op="adasum")(make(model), model)
+
+    def take(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    for _ in range(2):
+        take(dd.rank(), model, optimizer)
+        expected = everybody.step(take)
+        assert_close([param.detach() for param in model.parameters()], expected, 1e-9, 1e-9)
+
+
+@law_alone
+def adasum_goes_on_while_ranks_join_or_have_no_gradient() -> None:
+    """A rank without a gradient, or without data, adds no step; the others' is the Adasum of theirs."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0), op="adasum")
+    if dd.rank() == 0:
+        (weight * torch.tensor([1.0, 2.0])).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-1.0, -2.0]
+    optimizer.zero_grad()
+    if dd.rank() == 0:
+        (weight * torch.tensor([1.0, 2.0])).sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-2.0, -4.0]
+    dd.join()
+
+
+@law
+def a_rank_that_uses_no_adasum_is_refused() -> None:
+    model = net()
+    start_face()
+    if dd.size() > 1:
+        ops = (hvd.Adasum, hvd.Average)
+        raises(hvd.HorovodInternalError, lambda: by_hvd(op=ops[dd.rank() % 2])(sgd(model), model), "adasum", "mean")
+    optimizer = by_hvd(op=hvd.Adasum)(sgd(model), model)
+    optimizer.synchronize()
+    if dd.size() > 1:
+        raises(AssertionError, lambda: optimizer.skip_synchronize().__enter__(), "Adasum")

@@ -1,0 +1,218 @@
+"""The laws of batch normalisation over all ranks. The oracle is torch's own, in this process, on everybody's batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+
+import torch
+from contract.oracle import law, raises, ranks
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import UsageError
+
+CHANNELS = 3
+PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+Rows = Callable[[int], int]  # how many a rank has
+ROWS: dict[str, Rows] = {
+    "even": lambda rank: 4,
+    "uneven": lambda rank: 2 + 3 * rank,
+    "the first rank has none": lambda rank: 0 if rank == 0 and dd.size() > 1 else 5,
+    "one value a rank": lambda rank: 1 if dd.size() > 1 else 2,
+}
+
+
+def batch_of(rank: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Far from zero and wider from rank to rank, so that equal weights or a mean of variances would show."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(rows, CHANNELS, *shape, generator=generator, dtype=torch.float64)
+    return (values * (1 + rank) + 5 - 3 * rank).to(dtype)
+
+
+def weights_like(batch: torch.Tensor) -> torch.Tensor:
+    """What the loss multiplies each output with: no constant, for the sum of normalized values is always 0."""
+    return torch.sin(batch.double() * 7).to(batch.dtype)
+
+
+def scrambled(layer: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.linspace(0.5, 2.0, CHANNELS) * (-1) ** number)
+    return layer
+
+
+def check(
+    rows: Rows, shape: tuple[int, ...], options: dict[str, object], dtype: torch.dtype, tolerance: float, steps: int = 2
+) -> None:
+    """Two steps of our layer on this rank's rows against torch's on everybody's."""
+    mine = scrambled(dd.SyncBatchNorm(CHANNELS, **options))  # type: ignore[arg-type]
+    whole = scrambled(PLAIN[2 + len(shape)](CHANNELS, **options))
+    if dtype == torch.float64:
+        mine, whole = mine.double(), whole.double()
+    for step in range(steps):
+        batches = [batch_of(rank + 10 * step, rows(rank), shape, dtype) for rank in ranks()]
+        starts = [0, *itertools.accumulate(len(batch) for batch in batches)]
+        own = slice(starts[dd.rank()], starts[dd.rank() + 1])
+        everybody = torch.cat(batches).requires_grad_()
+        given = batches[dd.rank()].requires_grad_()
+        found, expected = mine(given), whole(everybody)
+        close = {"rtol": tolerance, "atol": tolerance}
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected[own], **close)
+        (found * weights_like(given.detach())).sum().backward()
+        (expected * weights_like(everybody.detach())).sum().backward()
+        assert given.grad is not None
+        assert everybody.grad is not None
+        torch.testing.assert_close(given.grad, everybody.grad[own], **close)
+    for parameter, right in zip(mine.parameters(), whole.parameters(), strict=True):
+        total = dd.allreduce(parameter.grad, "sum")  # type: ignore[arg-type]
+        torch.testing.assert_close(total, right.grad, rtol=tolerance, atol=tolerance * starts[-1])
+    for (name, buffer), right in zip(mine.named_buffers(), whole.buffers(), strict=True):
+        # Statistics are float32 whatever the input's dtype.
+        close = dict.fromkeys(("rtol", "atol"), min(tolerance, 2e-5))
+        torch.testing.assert_close(buffer, right, **close, msg=lambda m, n=name: f"{n}: {m}")
+    said = dd.allgather_object([buffer.tolist() for buffer in mine.buffers()])
+    assert all(other == said[0] for other in said), "every rank has the same bits"
+    torch.testing.assert_close(mine.eval()(given), whole.eval()(everybody)[own], rtol=tolerance, atol=tolerance)
+
+
+@law
+def batch_norm_over_all_ranks_is_that_of_the_whole_batch() -> None:
+    """float64, so that a wrong term of 1e-9 would show."""
+    for rows in ROWS.values():
+        for shape in ((), (6,), (3, 2), (2, 1, 2)):
+            check(rows, shape, {}, torch.float64, 1e-10)
+
+
+@law
+def batch_norm_over_all_ranks_has_the_options_of_batch_norm() -> None:
+    options: list[dict[str, object]] = [
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.1},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False, "momentum": None},
+    ]
+    for chosen in options:
+        check(ROWS["uneven"], (2,), chosen, torch.float64, 1e-10, steps=3)
+
+
+@law
+def batch_norm_over_all_ranks_calculates_half_precision_in_float32() -> None:
+    """Outputs are off by the rounding of their own dtype only; statistics are float32, as torch's are."""
+    check(ROWS["uneven"], (3, 2), {}, torch.float32, 2e-5)
+    check(ROWS["uneven"], (3, 2), {}, torch.float16, 4e-3)
+    check(ROWS["uneven"], (3, 2), {}, torch.bfloat16, 4e-2)
+    layer = dd.SyncBatchNorm(CHANNELS).to(torch.bfloat16)
+    found = layer(batch_of(dd.rank(), 4, (2,), torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    assert layer.running_var.dtype == torch.bfloat16
+
+
+@law
+def batch_norm_over_all_ranks_keeps_a_small_variance_beside_a_large_mean() -> None:
+    """The square of the mean is 1e7 times the variance: sums of squares in float32 would lose it."""
+    layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0)
+    batches = [batch_of(rank, 50, ()) / 10 + 1000 for rank in ranks()]
+    layer(batches[dd.rank()])
+    everybody = torch.cat(batches).double()
+    torch.testing.assert_close(layer.running_var.double(), everybody.var(0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(layer.running_mean.double(), everybody.mean(0), rtol=1e-6, atol=0)
+
+
+@law
+def batch_norm_over_all_ranks_keeps_channels_last() -> None:
+    layer = dd.SyncBatchNorm(CHANNELS)
+    image = batch_of(dd.rank(), 2, (4, 5)).to(memory_format=torch.channels_last).requires_grad_()
+    other = dd.SyncBatchNorm(CHANNELS)
+    found, expected = layer(image), other(image.detach().contiguous())
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    found.square().sum().backward()
+    assert image.grad is not None
+    assert image.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@law
+def batch_norm_over_all_ranks_sends_one_message_forward_and_one_back() -> None:
+    if dd.size() == 1:
+        return
+    from dualdist import session
+
+    group = session.current().world
+    layer = dd.SyncBatchNorm(CHANNELS)
+    given = batch_of(dd.rank(), 4, (2,)).requires_grad_()
+    before = group.exchanges
+    found = layer(given)
+    assert group.exchanges == before + 1
+    found.square().sum().backward()
+    assert group.exchanges == before + 2
+    layer(given.detach()).sum().backward()
+    assert group.exchanges == before + 3, "no gradient of the input is asked for"
+
+
+@law
+def batch_norm_over_a_group_is_that_of_its_ranks() -> None:
+    group = dd.new_group(range(0, dd.size(), 2))
+    if group.is_member:
+        layer = dd.SyncBatchNorm(CHANNELS, group=group)
+        whole = nn.BatchNorm1d(CHANNELS)
+        batches = [batch_of(rank, 4 + rank, ()) for rank in group.ranks]
+        found, expected = layer(batches[group.rank]), whole(torch.cat(batches))
+        start = sum(len(batch) for batch in batches[: group.rank])
+        torch.testing.assert_close(found, expected[start : start + len(found)], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.running_var, whole.running_var, rtol=1e-5, atol=1e-5)
+        twin = copy.deepcopy(layer)
+        assert torch.equal(twin(batches[group.rank]), found)
+        raises(UsageError, lambda: torch.save(layer, io.BytesIO()), "state_dict")
+    dd.remove_group(group)
+
+
+@law
+def a_model_is_converted_to_batch_norm_over_all_ranks_and_keeps_its_parameters() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Sequential(nn.BatchNorm2d(4, eps=0.25, momentum=None), nn.ReLU()))
+    kept = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    model[1].eval()
+    converted = dd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    layer = converted[1][0]
+    assert type(layer) is dd.SyncBatchNorm
+    assert (layer.eps, layer.momentum, layer.training) == (0.25, None, False)
+    assert all(tensor is kept[name] for name, tensor in converted.state_dict(keep_vars=True).items())
+    alone = dd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(4, affine=False))
+    assert type(alone) is dd.SyncBatchNorm
+    assert alone.weight is None
+    torch.save(alone, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(torch.randn(4, 4)).shape == (4, 4)
+
+
+@law
+def batch_norm_over_all_ranks_goes_on_without_ranks_that_have_joined() -> None:
+    """The last rank has twice the batches: the second ones are normalized by themselves."""
+    last = dd.size() - 1
+    layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0)
+    layer(batch_of(dd.rank(), 4, ()))
+    if dd.rank() == last:
+        given = batch_of(20, 6, ()).requires_grad_()
+        found = layer(given)
+        found.square().sum().backward()
+        torch.testing.assert_close(found, nn.BatchNorm1d(CHANNELS)(given), rtol=1e-5, atol=1e-5)
+    dd.join()
+
+
+@law
+def what_cannot_be_normalized_is_refused() -> None:
+    layer = dd.SyncBatchNorm(CHANNELS)
+    raises(UsageError, lambda: layer(torch.ones(2)), "(2,)", "two dimensions")
+    raises(UsageError, lambda: layer(torch.ones(2, CHANNELS + 1)), f"(n, {CHANNELS}, ...)")
+    rows = 1 if dd.rank() == 0 else 0
+    raises(ValueError, lambda: layer(torch.ones(rows, CHANNELS)), "value")
+    nobody = torch.ones(0, CHANNELS, requires_grad=True)
+    for running in (layer.running_mean, layer.running_var):
+        running.fill_(7)
+    layer(nobody).sum().backward()
+    assert layer.running_mean.tolist() == layer.running_var.tolist() == [7] * CHANNELS, "no values, no change"

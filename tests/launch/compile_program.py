@@ -1,0 +1,260 @@
+"""What ranks check of torch.compile: python compile_program.py BACKEND. Each check's name says what holds."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from contract.oracle import assert_close, gradients, net, ranks
+from harness.jobs import report
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import UsageError
+
+CHECKS: dict[str, Callable[[], None]] = {}
+# All follow the program alike; the latter two also make the graph of the gradients, and the last one generates code.
+COMPILERS = ("eager", "aot_eager", "inductor")
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def compiled(function: Callable[..., Any], *, fullgraph: bool = False, compiler: str = "eager") -> Any:
+    return torch.compile(function, backend=compiler, fullgraph=fullgraph)
+
+
+def mine() -> torch.Tensor:
+    return torch.arange(4.0) + dd.rank()
+
+
+def of_everybody() -> list[torch.Tensor]:
+    return [torch.arange(4.0) + rank for rank in ranks()]
+
+
+def is_followed() -> bool:
+    return dd.backend() == "native"
+
+
+def refused(function: Callable[..., Any], *arguments: Any) -> None:
+    """fullgraph=True does not go, and the user reads why; without, the same function runs."""
+    message = ""
+    try:
+        compiled(function, fullgraph=True)(*arguments)
+    except Exception as error:  # torch's own, of a private class
+        message = str(error)
+    assert "dd.allreduce only, on the native backend" in message, message
+    assert "Horovod's engine is no part of torch" in message, message
+    assert "leave fullgraph out" in message, message
+    torch.compiler.reset()
+
+
+@check
+def a_compiled_model_trains_to_the_values_of_one_that_is_not() -> None:
+    """Compiled code adds in another order: 1e-5 is far above the rounding of five steps, and far below an error."""
+    reference = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9))
+    models = {compiler: copy.deepcopy(reference) for compiler in COMPILERS}
+    steps(reference, reference, optimizer)
+    for compiler, model in models.items():
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        steps(compiled(model, compiler=compiler), model, optimizer)
+        for found, right in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        assert_close(gradients(model), gradients(reference))
+
+
+def steps(forward: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(10 * step + dd.rank()))
+        nn.functional.mse_loss(forward(x), y[:, :2]).backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
+        optimizer.step()
+
+
+@check
+def allreduce_has_the_values_that_it_has_without_compiler() -> None:
+    everybody = torch.stack(of_everybody()) * 2
+    oracle = {
+        "sum": everybody.sum(0),
+        "mean": everybody.mean(0),
+        "min": everybody.amin(0),
+        "max": everybody.amax(0),
+        "product": everybody.prod(0),
+    }
+    for op, expected in oracle.items():
+        torch.compiler.reset()
+
+        def function(x: torch.Tensor, op: str = op) -> torch.Tensor:
+            return dd.allreduce(x * 2, op) + 1  # type: ignore[call-overload, no-any-return]
+
+        found = compiled(function, fullgraph=is_followed())(mine())
+        assert torch.equal(found, expected + 1), (op, found)
+        if op != "mean":
+            for dtype in (torch.int16, torch.int64, torch.bfloat16):
+                found = compiled(function, fullgraph=is_followed())(mine().to(dtype))
+                assert found.dtype == dtype
+                assert torch.equal(found.float(), expected + 1), (op, dtype, found)
+    torch.compiler.reset()
+    scaled = compiled(lambda x: dd.allreduce(x, prescale=2.0, postscale=3.0), fullgraph=is_followed())
+    assert torch.equal(scaled(mine()), oracle["mean"] * 3)
+
+
+@check
+def generated_code_reduces_and_differentiates() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (dd.allreduce(x.sin()) * torch.arange(4.0) * (dd.rank() + 1)).sum()
+
+    mean_weight = torch.arange(4.0) * sum(rank + 1 for rank in ranks()) / dd.size()
+    for compiler in COMPILERS:
+        torch.compiler.reset()
+        x = mine().requires_grad_()
+        found = compiled(function, fullgraph=is_followed(), compiler=compiler)(x)
+        mean = sum(other.sin() for other in of_everybody()) / dd.size()
+        torch.testing.assert_close(found.detach(), (mean * torch.arange(4.0) * (dd.rank() + 1)).sum())
+        found.backward()
+        torch.testing.assert_close(x.grad, mean_weight * x.detach().cos())
+
+
+@check
+def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
+    for turn in range(2):
+        group = dd.new_group(range(turn, dd.size()))
+
+        def function(x: torch.Tensor, group: Any = group) -> torch.Tensor:
+            return dd.allreduce(x, "sum", group=group)
+
+        step = compiled(function, fullgraph=is_followed())
+        if group.is_member:
+            assert torch.equal(step(mine()), torch.stack(of_everybody())[turn:].sum(0))
+        dd.remove_group(group)
+        try:
+            compiled(function)(mine())
+        except UsageError:
+            continue
+        raise AssertionError("a removed group was used")
+
+
+@check
+def what_cannot_be_followed_is_refused_with_a_reason_and_runs_between_graphs() -> None:
+    refused(lambda x: dd.allreduce(x, "adasum"), mine())
+    refused(lambda x: dd.allreduce(x, async_op=True).wait(), mine())
+    refused(lambda x: dd.allreduce(x, "max"), mine().requires_grad_())
+    refused(lambda x: dd.allgather(x), mine())
+    if not is_followed():
+        refused(lambda x: dd.allreduce(x), mine())
+    everybody = torch.stack(of_everybody())
+    assert torch.equal(compiled(lambda x: dd.allreduce(x, async_op=True).wait() * 2)(mine()), everybody.mean(0) * 2)
+    handle = compiled(lambda x: dd.allreduce(x + 1, "max", async_op=True))(mine())
+    assert torch.equal(handle.wait(), everybody.amax(0) + 1)
+
+
+@check
+def other_operations_run_between_graphs() -> None:
+    everybody, size = torch.stack(of_everybody()), dd.size()
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x * 1
+        results = [
+            dd.allgather(x * 2) / 2,
+            dd.broadcast(x + 1, size - 1) - 1,
+            dd.alltoall(x.repeat_interleave(size))[0],
+            dd.reducescatter(torch.cat([x] * size), "sum") * 1,
+            dd.grouped_allreduce([x, x + 1], "max")[1] - 1,
+            dd.grouped_allgather([x])[0],
+            dd.allreduce_(x.clone(), "sum"),
+        ]
+        dd.barrier()
+        results.append(torch.tensor(dd.allgather_object(dd.rank())) * 1)
+        return results
+
+    expected = [
+        everybody.flatten(),
+        everybody[-1],
+        None,
+        everybody.sum(0),
+        everybody.amax(0),
+        everybody.flatten(),
+        everybody.sum(0),
+        torch.arange(size),
+    ]
+    step = compiled(function)
+    for _ in range(3):
+        for found, right, plain in zip(step(mine()), expected, function(mine()), strict=True):
+            assert torch.equal(found, plain)
+            assert right is None or torch.equal(found, right), (found, right)
+
+
+@check
+def gradients_flow_through_operations_between_graphs() -> None:
+    x = mine().requires_grad_()
+    compiled(lambda x: (dd.allgather(x * 3) * torch.arange(4.0 * dd.size())).sum())(x).backward()
+    start = 4 * dd.rank()
+    torch.testing.assert_close(x.grad, 3 * torch.arange(start, start + 4.0))
+
+
+@check
+def many_kinds_of_tensors_are_no_reason_to_give_up() -> None:
+    """torch.compile gives up, with a warning, on code that it has compiled eight times: here ours alone could be."""
+
+    def one_of_many(operation: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        return operation(x, async_op=True).wait()  # type: ignore[no-any-return]
+
+    for operation in (dd.allgather, dd.allreduce):
+        for number in range(10):
+            code = one_of_many.__code__.replace(co_name=f"{operation.__name__}_{number}")
+            step = compiled(FunctionType(code, one_of_many.__globals__))
+            assert step(operation, torch.ones(2, *([1] * number))).flatten().tolist()[:2] == [1, 1]
+
+
+@check
+def batch_norm_over_all_ranks_runs_between_graphs() -> None:
+    layer = nn.Sequential(nn.Linear(6, 3), dd.SyncBatchNorm(3), nn.Tanh())
+    dd.broadcast_parameters(layer)
+    twin = copy.deepcopy(layer)
+    step = compiled(layer)
+    for number in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + dd.rank()))
+        found, right = step(x), twin(x)
+        torch.testing.assert_close(found, right)
+        found.square().sum().backward()
+        right.square().sum().backward()
+    for parameter, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@check
+def a_new_session_is_compiled_anew() -> None:
+    step = compiled(lambda x: dd.allreduce(x, "sum"), fullgraph=is_followed())
+    for _ in range(2):
+        assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+        dd.shutdown()
+        dd.init(sys.argv[1], timeout_s=60)
+        assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dd.init(sys.argv[1], timeout_s=60)
+    failures = {}
+    for name, function in CHECKS.items():
+        torch.compiler.reset()
+        try:
+            function()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    rank, backend = dd.rank(), dd.backend()
+    dd.shutdown()
+    report(rank, {"backend": backend, "failures": failures, "checked": list(CHECKS)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A script that imports horovod.torch runs unchanged on the face, under every launcher and on both backends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import problem
+from harness.jobs import Launch
+from harness.mpi import OpenMPI
+from harness.slurm import Slurm
+
+SCRIPT = str(Path(__file__).with_name("horovod_script.py"))
+FACE = ("-m", "dualdist.hvd")
+SIZE = 2
+WORDS = ("--epochs", "-np", "3", "-m")
+"""The script's own arguments, which launchers know, too."""
+RUN = (sys.executable, "-m", "dualdist", "run")
+TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}")
+STARTS: dict[str, Callable[[OpenMPI], list[str]]] = {
+    "torchrun": lambda openmpi: [*TORCHRUN, *FACE, SCRIPT],
+    "horovodrun": lambda openmpi: ["horovodrun", "--gloo", "-np", str(SIZE), sys.executable, *FACE, SCRIPT],
+    "mpirun": lambda openmpi: [*openmpi.run(SIZE), sys.executable, *FACE, SCRIPT],
+    "dualdist run": lambda openmpi: [*RUN, "-np", str(SIZE), "--as-horovod", SCRIPT],
+    "dualdist run, a module": lambda openmpi: [
+        *(*RUN, "-np", str(SIZE), "--launcher", "mpirun"),
+        *("--as-horovod", "-m", "launch.horovod_script"),
+    ],
+}
+
+
+def check(reports: list[dict[str, Any]], size: int, backend: str) -> None:
+    for rank, seen in enumerate(reports):
+        assert seen["parameters"] == pytest.approx(problem.trained_by_one_process(size), rel=1e-6, abs=1e-6)
+        assert {name: seen[name] for name in seen if name != "parameters"} == {
+            "rank": rank,
+            "size": size,
+            "local_rank": rank,
+            "sum": [(1 << size) - 1, size << 40],
+            "mean": (size - 1) / 2,
+            "gathered": [sender for sender in range(size) for _ in range(sender + 1)],
+            "object": {"root": 0},
+            "version": "0.28.1",
+            "face": "dualdist",
+            "backend": backend,
+            "arguments": list(WORDS),
+        }
+    assert len({tuple(seen["parameters"]) for seen in reports}) == 1
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+def test_horovod_script_runs_unchanged(
+    launch: Launch, openmpi: OpenMPI, start: Callable[[OpenMPI], list[str]], backend: str
+) -> None:
+    argv = [*start(openmpi), *WORDS]
+    check(launch.reports(argv, SIZE, env={"DUALDIST_BACKEND": backend}), SIZE, backend)
+
+
+def test_dualdist_run_in_a_slurm_allocation_takes_srun(launch: Launch, slurm: Slurm) -> None:
+    argv = [*slurm.salloc("-N1", "-n2"), *RUN, "-np", str(SIZE), "--as-horovod", SCRIPT, *WORDS]
+    check(launch.reports(argv, SIZE, env=slurm.env), SIZE, "native")
+
+
+def test_horovod_script_runs_alone_without_a_launcher(launch: Launch) -> None:
+    check(launch.reports([sys.executable, *FACE, SCRIPT, *WORDS], 1), 1, "native")
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_horovod_run_starts_ranks_from_a_script_under_the_face(launch: Launch, backend: str) -> None:
+    script = launch.directory / "script.py"
+    script.write_text(
+        "import horovod, torch\n"
+        "import horovod.torch as hvd\n"
+        "scale = 10\n"
+        "def work(first, last):\n"
+        "    hvd.init()\n"
+        "    import horovod.torch as again\n"
+        "    assert again is hvd\n"
+        "    return hvd.rank(), hvd.allreduce(torch.tensor(scale * (first + last)), op=hvd.Sum).item()\n"
+        "print('once')\n"
+        "print(horovod.run(work, (1,), {'last': 2}, num_proc=3, use_gloo=True))\n"
+    )
+    outcome = launch([sys.executable, *FACE, str(script)], env={"DUALDIST_BACKEND": backend})
+    assert outcome.stdout.splitlines() == ["once", "[(0, 90), (1, 90), (2, 90)]"]
+
+
+def test_exit_code_and_traceback_of_a_rank_come_through(launch: Launch) -> None:
+    script = launch.directory / "script.py"
+    script.write_text("import horovod.torch as hvd\nhvd.init()\nraise SystemExit(7 if hvd.rank() == 1 else 0)\n")
+    outcome = launch([*RUN, "-np", "2", "--launcher", "mpirun", "--as-horovod", str(script)], check=False)
+    assert outcome.rc == 7, str(outcome)

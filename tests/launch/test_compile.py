@@ -1,0 +1,27 @@
+"""Programs that torch.compile compiles: the values of those that it does not, on both backends, and no noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.jobs import REPORT_DIR, Launch, collect
+
+PROGRAM = str(Path(__file__).with_name("compile_program.py"))
+SIZE = 2
+# What torch prints where it breaks a graph that it would rather not, or compiles the same code too often.
+NOISE = ("Warning", "torch._dynamo", "recompile_limit")
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_compiled_programs_compute_what_they_compute_without_compiler(
+    launch: Launch, backend: str, tmp_path: Path
+) -> None:
+    argv = ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}", PROGRAM, backend]
+    (reports := tmp_path / "reports").mkdir()
+    outcome = launch(argv, env={REPORT_DIR: str(reports)}, timeout_s=200)
+    for report in collect(reports, SIZE, outcome):
+        assert report["backend"] == backend
+        assert report["checked"]
+        assert not report["failures"], "\n".join(f"{name}\n{text}" for name, text in report["failures"].items())
+    assert not [word for word in NOISE if word in outcome.stderr], outcome.stderr

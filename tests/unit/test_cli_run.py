@@ -1,0 +1,119 @@
+"""`dualdist run`: from words to a launcher's command line, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dualdist.cli.run import default_launcher, line, program
+from dualdist.errors import UsageError
+from dualdist.launchers import Command
+
+FACE = ("-m", "dualdist.hvd")
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "why"),
+    [
+        ({}, "torchrun", "this is no Slurm allocation"),
+        ({"SLURM_JOB_ID": ""}, "torchrun", "this is no Slurm allocation"),
+        ({"SLURM_CONF": "/etc/slurm.conf"}, "torchrun", "this is no Slurm allocation"),
+        ({"SLURM_JOB_ID": "17"}, "srun", "SLURM_JOB_ID=17"),
+    ],
+)
+def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launcher: str, why: str) -> None:
+    found, reason = default_launcher(environ)
+    assert found == launcher
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("as_horovod", "is_module", "expected"),
+    [
+        (False, False, ("train.py", "-m", "x")),
+        (False, True, ("-m", "train.py", "-m", "x")),
+        (True, False, (*FACE, "train.py", "-m", "x")),
+        (True, True, (*FACE, "-m", "train.py", "-m", "x")),
+    ],
+)
+def test_program_follows_the_face_and_keeps_its_arguments(
+    as_horovod: bool, is_module: bool, expected: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert program(("train.py", "-m", "x"), is_module=is_module, as_horovod=as_horovod) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "no program"),
+        (("nowhere.py",), "no script 'nowhere.py' in .*; or -m for a module"),
+        (("python", "train.py"), "no script 'python' in .*; leave the interpreter out"),
+        (("/usr/nowhere/python3.11", "train.py"), "leave the interpreter out"),
+    ],
+)
+def test_program_that_cannot_be_run_is_refused_with_a_hint(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        program(words, is_module=False, as_horovod=False)
+
+
+def test_line_can_be_pasted_into_a_shell() -> None:
+    built = Command(("torchrun", "a script.py"), {"DUALDIST_BACKEND": "native", "A": "b c"})
+    assert shlex.split(line(built)) == ["env", "DUALDIST_BACKEND=native", "A=b c", "torchrun", "a script.py"]
+    assert line(Command(("python", "x.py"))) == "python x.py"
+
+
+def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dualdist", "run", *words]
+    return subprocess.run(argv, env=dict(env), cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
+    base_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(9)")
+    words = ("-np", "2", "--backend", "native", "--as-horovod", "--dry-run", "train.py", "-np", "7", "--dry-run")
+    done = dualdist_run(base_env, tmp_path, *words)
+    assert done.returncode == 0
+    variables, backend, torchrun, *rest = shlex.split(done.stdout)
+    assert (variables, backend, os.path.basename(torchrun)) == ("env", "DUALDIST_BACKEND=native", "torchrun")
+    assert rest[-7:] == ["--nproc-per-node=2", *FACE, "train.py", "-np", "7", "--dry-run"]
+    assert done.stderr == (
+        "dualdist run: torchrun starts 2 rank(s), as no --launcher was named and this is no Slurm allocation "
+        "(SLURM_JOB_ID is not set)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--launcher", "torchrunn", "x.py"), 1, "did you mean 'torchrun'?"),
+        (("-np", "0", "x.py"), 1, "ranks=0"),
+        (("-np", "two", "x.py"), 2, "invalid int value: 'two'"),
+        (("--backend", "nccl", "x.py"), 2, "choose from"),
+        (("--launcher", "python", "-np", "2", "x.py"), 1, "starts 1 rank, not 2"),
+        ((), 1, "no program"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_starts(
+    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], code: int, told: str
+) -> None:
+    (tmp_path / "x.py").write_text("print('started')")
+    done = dualdist_run(base_env, tmp_path, *words)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("text", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
+def test_exit_code_of_the_job_is_passed_on(base_env: Mapping[str, str], tmp_path: Path, text: str, code: int) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert dualdist_run(base_env, tmp_path, "--launcher", "python", "--", "x.py").returncode == code

@@ -1,0 +1,300 @@
+"""Horovod's names for the drop-in face, and programs that run under them as they would under plain python.
+
+In processes of their own, as import hooks and sys.modules are a process' own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+UNDER_THE_FACE = (sys.executable, "-m", "dualdist.hvd")
+# As if no Horovod were installed: the installed one cannot be found.
+NOT_INSTALLED = """\
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "horovod":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+"""
+INSTALL = "from dualdist.hvd.alias import TABLE, install; install()\n"
+
+
+class Python:
+    """Runs programs in one folder, in a clean environment."""
+
+    def __init__(self, env: Mapping[str, str], folder: Path) -> None:
+        self.env = dict(env)
+        self.folder = folder
+
+    def __call__(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(argv, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120)
+
+    def code(self, code: str) -> str:
+        """What the code printed; it must succeed."""
+        done = self(sys.executable, "-c", code)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def write(self, name: str, text: str) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+
+@pytest.fixture
+def python(base_env: Mapping[str, str], tmp_path: Path) -> Python:
+    return Python(base_env, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", NOT_INSTALLED], ids=["beside a real Horovod", "without one"])
+def test_horovods_names_are_our_modules_and_not_copies_of_them(python: Python, place: str) -> None:
+    code = f"""{place}{INSTALL}
+import importlib
+for name, ours in TABLE.items():
+    module = importlib.import_module(name)
+    assert module is importlib.import_module(ours), name
+    assert module.__spec__.name == module.__name__ == ours, (name, module.__spec__)
+import horovod, horovod.runner, horovod.torch as hvd
+from horovod import torch as again
+from horovod.torch import elastic
+from horovod.torch.mpi_ops import allreduce
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.common.basics import HorovodBasics
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+from horovod.common.util import gloo_built, split_list
+from horovod.runner.util.threads import in_thread
+import dualdist.hvd
+assert hvd is again is dualdist.hvd
+assert elastic is hvd.elastic and elastic.ElasticSampler is ElasticSampler
+assert allreduce is hvd.allreduce and ProcessSet is hvd.ProcessSet and HorovodInternalError is hvd.HorovodInternalError
+assert horovod.__version__ == "0.28.1" and horovod.run is horovod.runner.run
+assert HorovodBasics("", "").rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
+assert split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+heard = []
+in_thread(heard.append, ("x",)).join()
+print(heard)
+"""
+    assert python.code(code) == "['x']"
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "keras.callbacks", "mxnet", "spark.torch", "ray"])
+def test_another_frameworks_face_is_refused_with_the_reason(python: Python, name: str) -> None:
+    done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
+    assert done.returncode == 1
+    face = f"horovod.{name}".split(".")[1]
+    assert f"No module named 'horovod.{face}': here 'horovod' is dualdist, which has the torch face only" in done.stderr
+
+
+def test_a_name_that_is_nowhere_says_where_was_looked(python: Python) -> None:
+    """In particular a file of ours that Horovod has not is not found below horovod.torch."""
+    code = f"""{NOT_INSTALLED}{INSTALL}
+import importlib
+for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(error)
+"""
+    lines = python.code(code).splitlines()
+    assert [line.split(": ", 1)[0] for line in lines] == [
+        "No module named 'horovod.torch.running'",
+        "No module named 'horovod.runner.http'",
+    ]
+    assert all("dualdist install-horovod" in line for line in lines)
+
+
+def test_names_that_we_lack_come_from_the_installed_horovod(python: Python) -> None:
+    code = f"""{INSTALL}
+import horovod.runner.http.http_server as server
+from horovod.runner import launch
+from horovod.runner.common.util import hosts
+import horovod.torch, dualdist.hvd
+from dualdist.horovod_names import real_horovod
+with real_horovod():
+    import horovod.runner.http.http_server as real
+assert server is real and server.__spec__.name == "horovod.runner.http.http_server"
+assert horovod.torch is dualdist.hvd
+print(hosts.parse_hosts("a:2")[0].slots)
+"""
+    assert python.code(code) == "2"
+
+
+@pytest.mark.parametrize("first", ["", "import horovod.torch as early\n"], ids=["fresh", "imported before the alias"])
+def test_the_real_horovod_is_found_in_its_block_only_and_loaded_once(python: Python, first: str) -> None:
+    code = f"""{first}{INSTALL}
+import sys, horovod.torch as face
+from dualdist.horovod_names import real_horovod
+def seen():
+    return {{name: module for name, module in sys.modules.items() if name.partition(".")[0] == "horovod"}}
+before, path = seen(), list(sys.path)
+@real_horovod()
+def load():
+    with real_horovod():
+        import horovod.torch
+        return horovod.torch
+real = load()
+assert "site-packages" in real.__file__ and real is not face
+{"assert real is early" if first else ""}
+assert seen() == before and sys.path == path
+try:
+    with real_horovod():
+        import horovod.torch.nowhere
+except ModuleNotFoundError as error:
+    assert "dualdist" not in str(error)
+assert seen() == before and sys.path == path
+import horovod.torch.mpi_ops
+assert horovod.torch is face and horovod.torch.mpi_ops is not real.mpi_ops and load() is real
+print(real.is_initialized())
+"""
+    assert python.code(code) == "False"
+
+
+def test_what_the_real_horovod_was_built_for_is_read_under_the_alias_too(python: Python) -> None:
+    ask = "from dualdist.horovod_build.record import read_record; print(read_record())"
+    assert python.code(f"{INSTALL}{ask}") == python.code(ask) != "None"
+
+
+def test_installing_twice_changes_nothing(python: Python) -> None:
+    code = f"import sys\n{INSTALL}before = list(sys.meta_path), list(sys.path)\ninstall()\n"
+    assert python.code(f"{code}print((sys.meta_path, sys.path) == before)") == "True"
+
+
+SHOW = """\
+import sys, horovod
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ and __spec__.name, type(__loader__).__name__)
+import __main__
+assert vars(__main__) is globals()
+"""
+PROGRAMS: dict[str, Sequence[str]] = {
+    "script": ("show.py", "-m", "--flag", "x"),
+    "script in a folder": ("folder/show.py",),
+    "module": ("-m", "show", "a"),
+    "module of a package": ("-m", "package.show"),
+    "package": ("-m", "package", "-x"),
+    "folder": ("package", "a"),
+    "no folder on the path": ("-P", "show.py"),
+}
+
+
+@pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: Sequence[str]) -> None:
+    for name in ("show.py", "folder/show.py", "package/show.py", "package/__main__.py"):
+        python.write(name, SHOW)
+    python.write("package/__init__.py", "")
+    options = [word for word in words if word == "-P"]
+    if options and sys.version_info < (3, 11):
+        pytest.skip("python has -P since 3.11")
+    rest = words[len(options) :]
+    plain = python(sys.executable, *options, *rest)
+    ours = python(sys.executable, *options, "-m", "dualdist.hvd", *rest)
+    assert plain.returncode == 0, plain.stderr
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
+    assert not (python.folder / "__pycache__" / f"show.{sys.implementation.cache_tag}.pyc").exists() or "-m" in words
+
+
+def test_packages_around_a_module_find_the_face(python: Python) -> None:
+    python.write("package/__init__.py", "import horovod.torch as hvd")
+    python.write("package/train.py", "from package import hvd; print(hvd.__name__)")
+    assert python(*UNDER_THE_FACE, "-m", "package.train").stdout == "dualdist.hvd\n"
+
+
+ENDINGS = {
+    "exceptions": (
+        "def f():\n    raise KeyError('own')\n"
+        "try:\n    f()\nexcept KeyError as error:\n    raise ValueError(2) from error\n"
+    ),
+    "syntax error": "x = (\n",
+    "import of nothing": "import nothing_of_this_name\n",
+    "own hook": "import sys\nsys.excepthook = lambda kind, error, tb: print(kind, tb.tb_lineno, tb.tb_next)\n1 / 0\n",
+    "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(30)\n",
+    "exit code": "import sys\nsys.exit(7)\n",
+    "exit message": "raise SystemExit('that was it')\n",
+    "pickle at exit": (
+        "import atexit, pickle\nclass Own:\n    pass\n"
+        "atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Own()))) is Own))\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
+def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
+    """The same traceback, without frames of ours, the same exit code, the same last words."""
+    script = python.write("script.py", text)
+    plain, ours = python(sys.executable, script), python(*UNDER_THE_FACE, script)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ((), 2, "usage: python -m dualdist.hvd script.py"),
+        (("-m",), 2, "usage:"),
+        (("nowhere.py",), 2, "there is no file"),
+        (("-m", "nowhere"), 1, "no module nowhere"),
+        (("-m", "nowhere.at.all"), 1, "No module named 'nowhere'"),
+        ((".",), 1, "there is no __main__.py in '.'"),
+    ],
+)
+def test_a_program_that_is_not_there_is_named(python: Python, words: Sequence[str], code: int, told: str) -> None:
+    done = python(*UNDER_THE_FACE, *words)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_child_processes_of_a_program_find_the_face_too(python: Python) -> None:
+    """As the workers of a DataLoader in Horovod's own examples: by forkserver, which imports the script again."""
+    script = python.write(
+        "script.py",
+        """\
+import multiprocessing, sys
+import horovod.torch as hvd
+def name(_):
+    import horovod
+    return hvd.__name__, horovod.__version__
+if __name__ == "__main__":
+    for method in ("fork", "forkserver", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, *pool.map(name, [0]))
+""",
+    )
+    done = python(*UNDER_THE_FACE, script)
+    assert done.returncode == 0, done.stderr
+    expected = [f"{method} ('dualdist.hvd', '0.28.1')" for method in ("fork", "forkserver", "spawn")]
+    assert done.stdout.splitlines() == expected
+
+
+def test_a_child_process_that_has_imported_nothing_tells_both_apart(python: Python) -> None:
+    """A rank of horovod.run gets its function by pickle: the backend asks for the real Horovod before anybody else."""
+    python.write(
+        "child.py",
+        """\
+from dualdist.horovod_names import installed_alias, real_horovod
+def both(_):
+    assert installed_alias() is None
+    with real_horovod():
+        import horovod
+        real = horovod.__file__
+    import horovod.torch
+    return "site-packages" in real, horovod.torch.__name__
+""",
+    )
+    script = python.write(
+        "script.py",
+        """\
+import multiprocessing, child
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(*pool.map(child.both, [0]))
+""",
+    )
+    done = python(*UNDER_THE_FACE, script)
+    assert done.stdout == "(True, 'dualdist.hvd')\n", done.stderr

@@ -1,0 +1,373 @@
+"""Horovod's elastic names: their signatures, and what states, samplers and the loop do in one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness.installed import lack
+from torch import nn
+
+import dualdist.hvd as hvd
+from dualdist.errors import CollectiveError
+from dualdist.hvd.elastic import common, sampler, state
+from dualdist.hvd.elastic.common import HostUpdateResult, ObjectState, State, notification_manager
+from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+# By the module of Horovod and of ours in which they stand.
+NAMES = {
+    ("horovod.torch.elastic", "dualdist.hvd.elastic"): ["ElasticSampler", "TorchState", "run"],
+    ("horovod.torch.elastic.sampler", "dualdist.hvd.elastic.sampler"): ["ElasticSampler", "rank", "size"],
+    ("horovod.torch.elastic.state", "dualdist.hvd.elastic.state"): [
+        "ElasticSampler",
+        "ModelStateHandler",
+        "ObjectState",
+        "OptimizerStateHandler",
+        "SamplerStateHandler",
+        "StateHandler",
+        "TorchState",
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "get_handler_registry",
+        "set_handler_registry",
+    ],
+    ("horovod.common.elastic", "dualdist.hvd.elastic.common"): [
+        "HostUpdateResult",
+        "HostsUpdatedInterrupt",
+        "ObjectState",
+        "State",
+        "WorkerNotificationManager",
+        "run_fn",
+    ],
+    ("horovod.torch.sync_batch_norm", "dualdist.hvd.sync_batch_norm"): ["SyncBatchNorm"],
+}
+
+
+def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults of the parameters; annotations are ours."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES, ids=lambda module: module)
+def test_every_public_name_has_horovods_signature(theirs: str, ours: str) -> None:
+    try:
+        original = importlib.import_module(theirs)
+    except ImportError:
+        lack("Horovod", "dualdist install-horovod")
+    face = importlib.import_module(ours)
+    public = [name for name in getattr(original, "__all__", vars(original)) if name in NAMES[theirs, ours]]
+    assert public
+    for name in NAMES[theirs, ours]:
+        expected, found = getattr(original, name), getattr(face, name)
+        if isinstance(expected, type) and issubclass(expected, int):
+            assert dict(found.__members__) == dict(expected.__members__)
+            continue
+        assert shape_of(found) == shape_of(expected), name
+        if isinstance(expected, type):
+            methods = {key for key, value in vars(expected).items() if inspect.isfunction(value) and key[0] != "_"}
+            for method in methods:
+                assert shape_of(getattr(found, method)) == shape_of(getattr(expected, method)), f"{name}.{method}"
+
+
+@pytest.fixture(autouse=True)
+def _session() -> Iterator[None]:
+    hvd.init()
+    yield
+    if hvd.is_initialized():
+        hvd.shutdown()
+
+
+def model() -> nn.Linear:
+    layer = nn.Linear(2, 1)
+    nn.init.constant_(layer.weight, 1.0)
+    return layer
+
+
+def step(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_a_state_goes_back_to_its_last_commit_every_time() -> None:
+    """Optimizers change the tensors that they were given: the second restore must not see what the first began."""
+    layer = model()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    held = hvd.elastic.TorchState(layer, optimizer, epoch=3, losses=[1.0])
+    assert (held.model, held.optimizer, held.epoch) == (layer, optimizer, 3)
+    step(layer, optimizer)
+    held.epoch, held.losses = 4, [1.0, 2.0]
+    held.commit()
+    kept = copy.deepcopy((layer.state_dict(), optimizer.state_dict()))
+    for _ in range(2):
+        step(layer, optimizer)
+        held.epoch = 5
+        held.losses.append(3.0)
+        held.restore()
+        assert (held.epoch, held.losses) == (4, [1.0, 2.0])
+        for found, right in zip((layer.state_dict(), optimizer.state_dict()), kept, strict=True):
+            torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+def test_a_value_that_is_set_is_handled_and_saved_from_then_on() -> None:
+    held = hvd.elastic.TorchState(model(), None, epoch=1)
+    assert held.optimizer is None
+    other = model()
+    nn.init.constant_(other.weight, 7.0)
+    held.model = other
+    nn.init.constant_(other.weight, 8.0)
+    held.restore()
+    assert held.model is other
+    assert other.weight.unique().item() == 7.0
+
+
+def test_a_state_has_rank_zeros_values_after_sync() -> None:
+    """broadcast_object by the name under which Horovod's own tests replace it."""
+    theirs = {"optimizer": None, "epoch": 9}
+    with mock.patch("dualdist.hvd.elastic.state.broadcast_object", return_value=theirs):
+        held = hvd.elastic.TorchState(model(), epoch=1)
+        held.sync()
+    assert held.epoch == 9
+    held.epoch = 10
+    held.restore()
+    assert held.epoch == 9
+
+
+def test_what_was_synchronized_is_committed() -> None:
+    """Horovod forgets to: the next restore would bring back this rank's own values."""
+    layer = model()
+
+    def from_rank_zero(params: dict[str, torch.Tensor], root_rank: int) -> None:
+        for tensor in params.values():
+            tensor.fill_(5.0)
+
+    with mock.patch("dualdist.hvd.elastic.state.broadcast_parameters", from_rank_zero):
+        held = hvd.elastic.TorchState(layer)
+        held.sync()
+    nn.init.constant_(layer.weight, 6.0)
+    held.restore()
+    assert layer.weight.unique().item() == 5.0
+
+
+def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
+    class Counter:
+        count = 0
+
+    class CounterHandler(state.StateHandler):
+        def __init__(self, value: Counter) -> None:
+            super().__init__(value)
+            self.save()
+
+        def save(self) -> None:
+            self.saved = self.value.count
+
+        def restore(self) -> None:
+            self.value.count = self.saved
+
+        def sync(self) -> None:
+            self.save()
+
+    before = state.get_handler_registry()
+    registry = [*before, (Counter, CounterHandler)]
+    state.set_handler_registry(registry)
+    try:
+        assert state.get_handler_registry() is registry
+        held = hvd.elastic.TorchState(counter=Counter())
+        held.counter.count = 2
+        held.restore()
+        assert held.counter.count == 0
+    finally:
+        state.set_handler_registry(before)
+
+
+class Events:
+    """A dataset of so many samples."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def ranks_of(size: int, **options: Any) -> list[sampler.ElasticSampler]:
+    """The samplers of all ranks of a job."""
+    found = []
+    for rank in range(size):
+        with (
+            mock.patch("dualdist.hvd.elastic.sampler.rank", return_value=rank),
+            mock.patch("dualdist.hvd.elastic.sampler.size", return_value=size),
+        ):
+            found.append(sampler.ElasticSampler(**options))
+    return found
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 2), (10, 4), (3, 4), (1, 4), (0, 2), (7, 1)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samples_are_shared_out_as_many_to_each_rank(count: int, size: int, shuffle: bool) -> None:
+    shares = [list(each) for each in ranks_of(size, dataset=Events(count), shuffle=shuffle)]
+    each = -(-count // size)
+    assert [len(share) for share in shares] == [each] * size
+    assert {index for share in shares for index in share} == set(range(count))
+    if not shuffle and count:
+        assert [shares[number % size][number // size] for number in range(size * each)][:count] == list(range(count))
+
+
+def test_an_epoch_has_an_order_of_its_own_that_a_seed_chooses() -> None:
+    (one,), (other,) = ranks_of(1, dataset=Events(50), seed=3), ranks_of(1, dataset=Events(50), seed=4)
+    first = list(one)
+    assert first == list(one)
+    one.set_epoch(1)
+    assert list(one) == list(other), "epoch 1 of seed 3 and epoch 0 of seed 4, as Horovod has it"
+    assert list(one) != first
+
+
+def test_what_is_processed_is_left_out_on_any_number_of_ranks() -> None:
+    many = ranks_of(4, dataset=Events(40))
+    done: set[int] = set()
+    for each in many:
+        done |= set(list(each)[:6])
+        each.record_batch(0, 4)
+        each.record_batch(1, 2)
+        assert each.processed_num == 24
+        assert len(each) == 10, "shared out anew at a reset only"
+    for each in ranks_of(2, dataset=Events(40)):
+        with mock.patch("dualdist.hvd.elastic.sampler.size", return_value=2):
+            each.load_state_dict(many[0].state_dict())
+        assert len(each) == 8
+        assert not done & set(each)
+
+
+def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
+    each = sampler.ElasticSampler(Events(8))
+    held = hvd.elastic.TorchState(sampler=each)
+    each.record_batch(0, 2)
+    held.commit()
+    each.record_batch(1, 2)
+    held.restore()
+    assert (each.processed_num, len(each)) == (2, 6)
+    each.set_epoch(1)
+    assert (each.epoch, each.processed_num, len(each)) == (1, 0, 8)
+
+
+class Plain(State):
+    """Counts what is done to it."""
+
+    def __init__(self) -> None:
+        super().__init__(bcast_object=lambda obj: obj, get_rank=lambda: 0)
+        self.calls: list[str] = []
+
+    def save(self) -> None:
+        self.calls.append("save")
+
+    def restore(self) -> None:
+        self.calls.append("restore")
+
+    def sync(self) -> None:
+        self.calls.append("sync")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def failing(errors: list[Exception]) -> Callable[..., str]:
+    def train(held: Plain, word: str) -> str:
+        held.calls.append("train")
+        if errors:
+            raise errors.pop(0)
+        return word
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (HorovodInternalError("a rank is gone"), ["restore", "again", "reset", "callback", "sync"]),
+        (CollectiveError("a rank is gone"), ["restore", "again", "reset", "callback", "sync"]),
+        (HostsUpdatedInterrupt(skip_sync=False), ["again", "reset", "callback", "sync"]),
+        (HostsUpdatedInterrupt(skip_sync=True), ["again", "reset", "callback"]),
+    ],
+    ids=["internal error", "collective error", "hosts updated", "hosts removed"],
+)
+def test_a_function_begins_anew_after_a_failure_and_after_hosts_have_changed(
+    error: Exception, calls: list[str]
+) -> None:
+    held = Plain()
+    held.register_reset_callbacks([lambda: held.calls.append("callback")])
+    run = common.run_fn(failing([error]), lambda: held.calls.append("again"))
+    assert run.__name__ == "train"
+    assert run(held, word="done") == "done"
+    assert held.calls == ["sync", "train", *calls, "train"]
+
+
+def test_another_error_ends_the_function() -> None:
+    held = Plain()
+    with pytest.raises(KeyError):
+        common.run_fn(failing([KeyError("mine")]), lambda: held.calls.append("again"))(held, "word")
+    assert held.calls == ["sync", "train"]
+    notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
+    held.check_host_updates()
+
+
+@pytest.mark.parametrize(("update", "skip_sync"), [("added", False), ("removed", True), ("mixed", False)])
+def test_changed_hosts_interrupt_the_next_commit_once(update: str, skip_sync: bool) -> None:
+    held = Plain()
+    held.commit()
+    notification_manager.register_listener(held)
+    try:
+        notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
+        with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+            held.commit()
+        assert interrupt.value.skip_sync is skip_sync
+        held.commit()
+        notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
+        held.check_host_updates()
+    finally:
+        notification_manager.remove_listener(held)
+
+
+def test_news_are_forgotten_at_a_reset() -> None:
+    held = Plain()
+    held.on_hosts_updated(1.0, HostUpdateResult.added)
+    held.on_reset()
+    held.check_host_updates()
+
+
+def test_an_object_state_says_what_it_needs() -> None:
+    held = ObjectState(bcast_object=lambda obj: {**obj, "step": 7}, get_rank=lambda: 1, step=1)
+    held.sync()
+    assert held.step == 7
+    for missing in ("save", "restore", "sync"):
+        with pytest.raises(NotImplementedError):
+            getattr(State(lambda obj: obj, lambda: 0), missing)()
+
+
+def test_run_meets_anew_after_a_failure() -> None:
+    """In one process: hvd.shutdown() and hvd.init(), after which the wrapped optimizer goes on."""
+    layer = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    held = hvd.elastic.TorchState(layer, optimizer, batch=0)
+    failures = [HorovodInternalError("once")]
+
+    @hvd.elastic.run
+    def train(held: Any) -> int:
+        while held.batch < 4:
+            step(layer, optimizer)
+            held.batch += 1
+            if held.batch == 3 and failures:
+                raise failures.pop()
+            if held.batch % 2 == 0:
+                held.commit()
+        return int(held.batch)
+
+    assert train(held) == 4
+    torch.testing.assert_close(layer.weight, torch.full((1, 2), 1 - 4 * 0.1))
