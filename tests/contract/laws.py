@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from contract import collective_laws, gradient_laws, sync_batch_norm_laws, vocabulary_laws
+from contract import (
+    adasum_laws,
+    collective_laws,
+    face_laws,
+    gradient_laws,
+    optimizer_laws,
+    rounds_laws,
+    sync_batch_norm_laws,
+    vocabulary_laws,
+    wrapping_laws,
+)
 from contract.oracle import ALONE, LAWS, batch, digest, loss_of, net, raises
 
 __all__ = [
     "ALONE",
     "LAWS",
+    "adasum_laws",
     "batch",
     "collective_laws",
     "digest",
+    "face_laws",
     "gradient_laws",
     "loss_of",
     "net",
+    "optimizer_laws",
     "raises",
+    "rounds_laws",
     "sync_batch_norm_laws",
     "vocabulary_laws",
+    "wrapping_laws",
 ]

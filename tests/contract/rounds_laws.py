@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import torch
@@ -91,7 +92,9 @@ def sparse_optimizers_get_sparse_gradients() -> None:
 
 
 def hvd_of(optimizer: torch.optim.Optimizer, **options: object) -> torch.optim.Optimizer:
-    return by_hvd(**options)(optimizer, nn.ParameterList(p for group in optimizer.param_groups for p in group["params"]))
+    return by_hvd(**options)(
+        optimizer, nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    )
 
 
 @law
@@ -192,7 +195,9 @@ def closures_and_lbfgs_train_like_one_process() -> None:
         model, alone = net().double(), net().double()
         optimizer, plain = by_hvd(op=op)(make(model), model), make(alone)
 
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, op: int = op) -> torch.Tensor:
+        def closure(
+            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, op: int = op
+        ) -> torch.Tensor:
             optimizer.zero_grad()
             loss = loss_of(model, dd.rank())
             loss.backward()
@@ -206,9 +211,8 @@ def closures_and_lbfgs_train_like_one_process() -> None:
             loss.backward()
             return loss
 
-        for _ in range(2):
-            found, right = optimizer.step(closure), plain.step(whole)
-            torch.testing.assert_close(found.detach(), right.detach(), rtol=1e-9, atol=1e-9)
+        found, right = optimizer.step(closure), plain.step(whole)
+        torch.testing.assert_close(found.detach(), right.detach(), rtol=1e-9, atol=1e-9)
         assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()], 1e-7, 1e-9)
 
 
@@ -248,12 +252,18 @@ def those_who_join_follow_one_optimizer_of_any_kind() -> None:
 @law_alone
 def those_who_join_may_have_dropped_their_model() -> None:
     train_uneven(by_dd(), drops=True)
+    if dd.rank() % 2 == 0:
+        gc.collect()
     dd.join()
 
 
 @law_alone
 def those_who_join_follow_several_optimizers_of_any_kind() -> None:
-    for wrap in (by_dd(sparse_as_dense=True), by_dd(compression=Fixed), by_hvd(groups=2, gradient_predivide_factor=2.0)):
+    for wrap in (
+        by_dd(sparse_as_dense=True),
+        by_dd(compression=Fixed),
+        by_hvd(groups=2, gradient_predivide_factor=2.0),
+    ):
         train_uneven(wrap, drops=False)
     train_uneven(by_dd(), drops=True)
     dd.join()

@@ -20,7 +20,6 @@ from contract.oracle import (
     loss_of,
     mean_gradients,
     net,
-    raises,
     ranks,
 )
 from torch import nn
@@ -143,7 +142,11 @@ def a_subclass_stays_what_it_was() -> None:
             optimizer = by_hvd(op=op)(given, model)
             assert optimizer is given
             assert type(optimizer) is Careful
-            assert (optimizer.factor, optimizer.defaults["mine"], optimizer._step_supports_amp_scaling) == (2.0, 3, True)
+            assert (optimizer.factor, optimizer.defaults["mine"], optimizer._step_supports_amp_scaling) == (
+                2.0,
+                3,
+                True,
+            )
             alone = net()
             plain = Careful(alone, factor=2.0)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from dualdist import hvd
+from dualdist.variables import variables_set
 
 EXTENSIONS = ["torch"]
 
@@ -66,3 +70,20 @@ def is_iterable(x: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version "major.minor.patch" is the target or later."""
+    if not isinstance(ver, str) or not isinstance(target, str) or target.count(".") != 2:
+        raise ValueError(f"versions {ver!r} and {target!r}: expected texts, the second one major.minor.patch")
+    return bool(TorchVersion(ver) >= target)
+
+
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """For the block, these environment variables are set; those given as None stay as they are."""
+    return variables_set(os.environ, {name: value for name, value in kwargs.items() if value is not None})
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """The function by which `op` and the older `average` become one; `reduce_ops` does not matter."""
+    return hvd.mpi_ops.handle_average_backwards_compatibility

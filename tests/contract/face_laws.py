@@ -1,0 +1,170 @@
+"""The laws of Horovod's face that its optimizer's laws leave: operations, process sets, functions, init with ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from contract.optimizer_laws import start_face
+from contract.oracle import law, law_alone, raises, ranks
+from torch import nn
+
+import dualdist as dd
+from dualdist import hvd
+
+
+@law
+def the_face_averages_integers_as_horovod_does() -> None:
+    start_face()
+    mine = torch.tensor([dd.rank() + 3, -dd.rank() - 3, 7])
+    totals = [sum(rank + 3 for rank in ranks()), -sum(rank + 3 for rank in ranks()), 7 * dd.size()]
+    for dtype in (torch.int32, torch.int64, torch.uint8)[: 3 if mine.min() >= 0 else 2]:
+        given = mine.to(dtype)
+        assert hvd.allreduce(given).tolist() == [int(total / dd.size()) for total in totals], "cut off towards zero"
+        assert hvd.allreduce(given, op=hvd.Sum).tolist() == totals
+    assert hvd.reducescatter(torch.full((dd.size(),), 5), op=hvd.Average).tolist() == [5]
+    raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average")
+    raises(ValueError, lambda: hvd.allreduce(mine, op=17), "op=17")
+
+
+@law
+def the_faces_operations_carry_values_synchronously_and_not() -> None:
+    start_face()
+    size, rank = dd.size(), dd.rank()
+    x = torch.full((3,), float(rank + 1))
+    total = float(sum(r + 1 for r in ranks()))
+    for handle, expected in (
+        (hvd.allreduce_async(x, op=hvd.Sum, name="a"), total),
+        (hvd.allreduce_async(x, name="b", prescale_factor=2.0), 2 * total / size),
+        (hvd.allreduce_async(x, op=hvd.Max, name="c"), float(size)),
+        (hvd.broadcast_async(x, size - 1, name="d"), float(size)),
+    ):
+        while not hvd.poll(handle):
+            pass
+        assert torch.allclose(hvd.synchronize(handle), torch.full((3,), expected))
+        assert hvd.synchronize(handle) is None
+        raises(ValueError, lambda handle=handle: hvd.poll(handle), "handle")
+    assert x.tolist() == [float(rank + 1)] * 3
+    in_place = x.clone()
+    assert hvd.allreduce_(in_place, op=hvd.Sum) is in_place
+    assert in_place.tolist() == [total] * 3
+    grouped = hvd.grouped_allreduce([x, x.double()], op=hvd.Product)
+    assert isinstance(grouped, list)
+    assert isinstance(hvd.synchronize(hvd.grouped_allreduce_async([x], name="e")), tuple)
+    splits = [r + 1 for r in ranks()]
+    rows = torch.full((sum(splits),), rank, dtype=torch.int16)
+    found, received = hvd.alltoall(rows, splits=torch.tensor(splits, dtype=torch.int32))
+    assert found.tolist() == [r for r in ranks() for _ in range(rank + 1)]
+    assert (received.tolist(), received.dtype) == ([rank + 1] * size, torch.int32)
+    assert isinstance(hvd.alltoall(torch.zeros(size)), torch.Tensor)
+    assert hvd.allgather(torch.tensor([[rank]])).tolist() == [[r] for r in ranks()]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (size,), check_invariants=True)
+    assert hvd.sparse_allreduce_async(sparse, "f", hvd.Sum)().to_dense().tolist() == [1.0] * size
+    half = hvd.allreduce(torch.full((2,), 0.1), compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, torch.full((2,), 0.1 * size), rtol=2e-3, atol=2e-3)
+    hvd.barrier()
+    if size > 1:
+        raises(hvd.HorovodInternalError, lambda: hvd.allreduce(torch.ones(2 + rank % 2)), "(2,)", "(3,)")
+        raises(hvd.HorovodInternalError, lambda: hvd.broadcast(x, rank), "root 0", "root 1")
+
+
+@law
+def the_face_knows_where_it_is() -> None:
+    start_face()
+    assert (hvd.rank(), hvd.size()) == (dd.rank(), dd.size())
+    assert (hvd.local_rank(), hvd.local_size()) == (dd.local_rank(), dd.local_size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_initialized()
+    assert hvd.mpi_ops.is_homogeneous()
+    assert hvd.mpi_enabled() == (dd.transport() == "mpi")
+    assert hvd.gloo_enabled() == (dd.transport() != "mpi")
+    assert hvd.gloo_built() == (dd.backend() != "single")
+    if hvd.mpi_enabled():
+        assert hvd.mpi_threads_supported()
+    else:
+        raises(ValueError, hvd.mpi_threads_supported, "MPI")
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+
+
+@law
+def the_faces_functions_take_what_scripts_pass() -> None:
+    start_face()
+    torch.manual_seed(dd.rank())
+    model = nn.Linear(3, 2)
+    root = torch.manual_seed(0) and nn.Linear(3, 2)
+    for params in (model.state_dict(), list(model.named_parameters()), list(model.parameters())):
+        with torch.no_grad():
+            model.weight.add_(dd.rank())
+        hvd.broadcast_parameters(params, root_rank=0)
+        assert len({str(weight) for weight in dd.allgather_object(model.weight.tolist())}) == 1
+    assert model.weight.shape == root.weight.shape
+    hvd.broadcast_parameters(model.named_parameters(), 0)
+    raises(ValueError, lambda: hvd.broadcast_parameters(3, 0), "int")  # type: ignore[arg-type]
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (dd.rank() + 1))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(model.weight, before), "a fresh Adam leaves the weights alone"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.state
+    lambdas = hvd.allgather_object({"rank": dd.rank()}, name="objects")
+    assert [found["rank"] for found in lambdas] == list(ranks())
+    assert hvd.broadcast_object((dd.rank(), None), root_rank=dd.size() - 1) == (dd.size() - 1, None)
+
+
+@law
+def process_sets_come_and_go_where_the_variable_allows_it() -> None:
+    start_face()
+    evens = list(range(0, dd.size(), 2))
+    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+        raises(ValueError, lambda: hvd.add_process_set(evens), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
+
+
+@law_alone
+def a_job_of_some_ranks_is_numbered_from_nought() -> None:
+    """Pairs of ranks make jobs of their own, and everybody comes back together; process sets are made on the way."""
+    backend, rank, size = dd.backend(), dd.rank(), dd.size()
+    if backend == "single":
+        backend = "native"
+    over_mpi = dd.transport() == "mpi"
+    dd.shutdown()
+    os.environ["DUALDIST_BACKEND"] = backend
+    try:
+        pair = sorted({rank, min(rank ^ 1, size - 1)})
+        hvd.init(comm=pair)
+        assert (hvd.rank(), hvd.size()) == (pair.index(rank), len(pair))
+        assert hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() == sum(pair)
+        assert hvd.broadcast(torch.tensor([rank]), len(pair) - 1).item() == pair[-1]
+        assert os.environ["HOROVOD_RANK"] is not None
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        raises(ValueError, hvd.rank, "hvd.init()")
+        first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))
+        sets = [first, rest] if size > 1 else []
+        for _ in range(2):
+            hvd.init(process_sets=sets)
+            hvd.init()
+            mine = hvd.global_process_set if size == 1 else first if rank == 0 else rest
+            assert mine.ranks is not None
+            assert (mine.included(), mine.size(), mine.rank()) == (True, len(mine.ranks), mine.ranks.index(rank))
+            assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=mine).item() == sum(mine.ranks)
+            if size > 1:
+                other = rest if rank == 0 else first
+                assert not other.included()
+                raises(ValueError, other.rank, "not in the process set")
+                raises(hvd.HorovodInternalError, lambda other=other: hvd.allreduce(torch.ones(1), process_set=other))
+                raises(ValueError, lambda: hvd.add_process_set([0]), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
+            hvd.shutdown()
+            assert first.process_set_id is None
+        hvd.init(process_sets="dynamic")
+        if size > 1:
+            added = hvd.add_process_set([0])
+            raises(ValueError, lambda: hvd.add_process_set([0]), "already")
+            raises(ValueError, lambda: hvd.add_process_set(range(size)), "already")
+            assert hvd.remove_process_set(added)
+            assert not hvd.remove_process_set(added)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+    finally:
+        del os.environ["DUALDIST_BACKEND"]
+        os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
+    assert dd.transport() == ("mpi" if over_mpi else "gloo")
