@@ -533,4 +533,7 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Every rank of the process set has called this when it returns."""
     with horovods_errors():
-        collectives.barrier(joined_group(process_set))
+        group = joined_group(process_set)
+        collectives.barrier(group)
+        # Once more, so that the ranks leave within a message of each other: scripts take times from barrier to barrier.
+        collectives.barrier(group)
