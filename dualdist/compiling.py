@@ -30,6 +30,6 @@ def uncompiled(function: F, unless: Callable[..., Any] | None = None) -> F:
             result = unless(*args, **kwargs)
             if result is not None:
                 return result
-        return outside(call, function, args, kwargs)
+        return outside(function, args, kwargs)
 
     return call  # type: ignore[return-value]

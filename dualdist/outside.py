@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import skip_code
 
 WHY = (
     "between ranks, torch.compile(fullgraph=True) follows dd.allreduce only, on the native backend, of a dense tensor, "
@@ -15,9 +14,7 @@ WHY = (
 )
 
 
-def _outside(caller: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # Between two graphs torch.compile would look at the caller by itself, in vain, for every kind of arguments anew.
-    skip_code(caller.__code__)
+def _outside(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return function(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 import torch
@@ -43,6 +44,21 @@ def load_torchvision() -> ModuleType:
         raise TorchvisionError(
             f"torchvision does not work with torch {torch.__version__} ({error}): {_advice()}"
         ) from error
+
+
+class WhenImported(MetaPathFinder):
+    """Prepares the first `import torchvision` of a program that cannot call load_torchvision(), and finds nothing."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(fullname)
+            folders = spec.submodule_search_locations if spec is not None else None
+            if folders is not None and not _loads_operators(folders):
+                _declare_operators()
+        return None
 
 
 def _loads_operators(folders: Sequence[str]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from dualdist.horovod_names import Alias, installed_alias
+from dualdist.vision import WhenImported
 
 # What Horovod's names mean. Those that have no module elsewhere are files in the folder named.
 TABLE: Mapping[str, str] = MappingProxyType(
@@ -33,4 +35,5 @@ def install() -> None:
     Names that the face lacks are taken from an installed Horovod. A second call changes nothing.
     """
     if installed_alias() is None:
+        sys.meta_path.insert(0, WhenImported())  # the programs of old import torchvision without our help
         Alias(TABLE, ABSENT).install()

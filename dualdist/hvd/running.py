@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from dualdist.errors import UsageError
+from dualdist.horovod_names import FOLDER
+from dualdist.hvd.alias import install
 from dualdist.spawning import spawn_apart
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
@@ -106,6 +108,8 @@ def run(
 
 def _call(payload: bytes) -> bytes:
     """What a rank runs; the result is pickled here, so that it may be of a class that only cloudpickle can send."""
+    if FOLDER in sys.path:
+        install()  # as in the caller, before what func needs is imported
     func, args, kwargs = pickle.loads(payload)
     return bytes(_pickler(func).dumps(func(*args, **kwargs)))
 

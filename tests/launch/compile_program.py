@@ -149,6 +149,7 @@ def what_cannot_be_followed_is_refused_with_a_reason_and_runs_between_graphs() -
     refused(lambda x: dd.allreduce(x, async_op=True).wait(), mine())
     refused(lambda x: dd.allreduce(x, "max"), mine().requires_grad_())
     refused(lambda x: dd.allgather(x), mine())
+    refused(dd.SyncBatchNorm(1), mine().view(4, 1))
     if not is_followed():
         refused(lambda x: dd.allreduce(x), mine())
     everybody = torch.stack(of_everybody())
