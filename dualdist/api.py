@@ -553,17 +553,17 @@ def remove_group(group: Group) -> None:
 @uncompiled
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's object on every rank. It is pickled: use it among ranks of your own job only."""
-    from dualdist import collectives
+    from dualdist import objects
 
-    return collectives.broadcast_object(_group(group), obj, root)
+    return objects.broadcast_object(_group(group), obj, root)
 
 
 @uncompiled
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only."""
-    from dualdist import collectives
+    from dualdist import objects
 
-    return collectives.allgather_object(_group(group), obj)
+    return objects.allgather_object(_group(group), obj)
 
 
 @uncompiled

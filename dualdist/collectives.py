@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,12 +12,11 @@ from dualdist import reductions
 from dualdist.backends.base import Backend, ReduceOp
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
-from dualdist.moves import allgather_bytes, as_bytes, unpickled
+from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
 from dualdist.reductions import Op, adasum_, check_op, divide_, reduce_rows, scale_, sparse_sum
 
 T = TypeVar("T")
-Dumps = Callable[[Any], bytes]
 
 
 def allreduce(
@@ -411,51 +409,3 @@ def barrier(group: Group, name: str | None = None) -> None:
 def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
     """What `perform` returns, run at the same place by every rank once all agree on the terms."""
     return group.enter(Operation(Offer(kind, name, terms), lambda backend, own: perform(backend))).wait()
-
-
-def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, dumps: Dumps = pickle.dumps) -> T:
-    """Root's object, pickled, on every rank; UsageError on every rank where it does not pickle."""
-    place = group.place_of(root)
-    name = name or group.next_name("broadcast_object")
-    reason, payload = _pickled(obj, dumps) if group.rank == place else ("", torch.empty(0, dtype=torch.uint8))
-
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        length, problem = own[place]
-        _require_pickled([problem], name)
-        received = payload if backend.rank == place else torch.empty(length, dtype=torch.uint8)
-        backend.broadcast_(received, place, f"op.{name}").wait()
-        return obj if backend.rank == place else unpickled(received)
-
-    offer = Offer("broadcast_object", name, {"root": root}, (payload.numel(), reason))
-    return group.enter(Operation(offer, perform)).wait()
-
-
-def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
-    """Everybody's object, pickled, in rank order; UsageError on every rank where one does not pickle."""
-    name = name or group.next_name("allgather_object")
-    reason, payload = _pickled(obj, dumps)
-
-    def perform(backend: Backend, own: Sequence[Any]) -> list[T]:
-        _require_pickled([problem for _, problem in own], name)
-        sizes = [length for length, _ in own]
-        blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
-        return [obj if rank == backend.rank else unpickled(block) for rank, block in enumerate(blocks)]
-
-    offer = Offer("allgather_object", name, {}, (payload.numel(), reason))
-    return group.enter(Operation(offer, perform)).wait()
-
-
-def _pickled(obj: object, dumps: Dumps) -> tuple[str, torch.Tensor]:
-    """The reason why the object does not pickle, or none and its bytes."""
-    try:
-        data = dumps(obj)
-    except Exception as error:  # pickling runs the object's own code
-        return f"a {type(obj).__name__} does not pickle ({error})", torch.empty(0, dtype=torch.uint8)
-    return "", torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _require_pickled(problems: Sequence[str], name: str) -> None:
-    for rank, problem in enumerate(problems):
-        if problem:
-            where = f" on rank {rank}" if len(problems) > 1 else ""
-            raise UsageError(f"{name}: {problem}{where}")

@@ -98,7 +98,6 @@ class Reducer:
         self.name = group.next_name("gradients")
         self.params.clear()
         self._numbers: dict[int, int] = {}  # id of a parameter -> its place in params
-        self._names: list[str] = []
         self._buckets: list[Bucket] = []
         self._members: list[list[torch.Tensor]] = []  # of each bucket
         self._bucket_of: list[int] = []
@@ -121,6 +120,7 @@ class Reducer:
 
         MismatchError on every rank where the ranks' parameters, or what shall happen to their gradients, differ.
         """
+        self._require_open()
         fresh = [(name, p) for name, p in self._parameters() if p.requires_grad and id(p) not in self._numbers]
         if not fresh:
             return
@@ -134,7 +134,6 @@ class Reducer:
         with self.errors():
             check_same_tensors(self._line, fresh, 0, f"{self.name}.check", words)
         self._numbers.update(numbers)
-        self._names.extend(name for name, _ in fresh)
         self.params.extend(param for _, param in fresh)
         self._bucket_of.extend([-1] * len(fresh))
         for _, param in fresh:
@@ -278,7 +277,8 @@ class Reducer:
             return
         if self._next_group is None:
             raise NotInitializedError(
-                "this optimizer was wrapped before dd.shutdown(): call dd.wrap_optimizer again after dd.init()"
+                "this optimizer reduced gradients in a group that dd.shutdown() or dd.remove_group() has closed: call "
+                "dd.wrap_optimizer again"
             )
         self._enter(self._next_group())
 

@@ -291,7 +291,7 @@ def _open_horovod_on_mpi(
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
     """A store that rank 0 serves, found over a backend that runs already."""
     from dualdist import network
-    from dualdist.backends import native
+    from dualdist.backends import native_store
     from dualdist.moves import broadcast_object
 
     host = network.host_identity(environ)
@@ -299,9 +299,9 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
         listener = network.listen(0, loopback_only=topology.nodes == 1)
         port = listener.getsockname()[1]
         broadcast_object(backend, network.Invitation.of(host, port, one_node=topology.nodes == 1), 0, STORE)
-        return native.connect(network.LOOPBACK, port, listener, deadline)
+        return native_store.connect(network.LOOPBACK, port, listener, deadline)
     invitation = broadcast_object(backend, network.Invitation("", (), 0), 0, STORE)
-    return native.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
+    return native_store.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
 
 
 def _world(backend: Backend, store: Store | None, key: str) -> Group:
@@ -325,14 +325,14 @@ def _open_over_store(
 
         return Session(_world(SingleBackend(), None, session), topology, _device(topology), timeout_s)
     from dualdist import rendezvous
-    from dualdist.backends import native
+    from dualdist.backends import native, native_store
     from dualdist.placement import Place
 
     deadline = Deadline(timeout_s)
     if topology.size == 1:
         store, places, interface = None, [Place(0, 0)], None
     else:
-        met = rendezvous.meet(topology, environ, session, name, native.connect, _process.store, deadline)
+        met = rendezvous.meet(topology, environ, session, name, native_store.connect, _process.store, deadline)
         store, places, interface = met.store, met.places, met.interface
         _process.store = store
     topology = placed(topology, places)

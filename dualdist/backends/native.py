@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import re
 import resource
-import socket
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,7 +15,8 @@ import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import AllgatherOptions, _register_process_group, _unregister_process_group
 
 from dualdist.backends.base import ReduceOp, Store
-from dualdist.deadline import Deadline, call_within, stop_at_exit
+from dualdist.backends.native_store import LATE, TcpStore, first_line
+from dualdist.deadline import stop_at_exit
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -57,8 +56,7 @@ LINES = 4
 SPARE_FILES = 512
 BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# What Gloo and NCCL write, in lower case, when a rank is late and when it is gone.
-LATE = ("timed out", "timeout")
+# What Gloo and NCCL write, in lower case, when a rank is gone.
 GONE = (
     "connection closed",
     "connection reset",
@@ -67,79 +65,6 @@ GONE = (
     "socket closed",
     "remote process exited",
 )
-
-
-class TcpStore:
-    """torch's TCPStore with our errors."""
-
-    def __init__(self, store: dist.Store, address: str, where: str) -> None:
-        self.store = store
-        self.address = address
-        self._where = where
-
-    def set(self, key: str, value: str) -> None:
-        with self._ours():
-            self.store.set(key, value)
-
-    def get(self, key: str, timeout_s: float) -> str:
-        with self._ours():
-            if timeout_s <= 0 and not self.store.check([key]):
-                raise TimeoutError(key)
-            self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-            value: bytes = self.store.get(key)
-            return value.decode()
-
-    def add(self, key: str, amount: int) -> int:
-        with self._ours():
-            return int(self.store.add(key, amount))
-
-    def has(self, key: str) -> bool:
-        with self._ours():
-            return bool(self.store.check([key]))
-
-    def _ours(self) -> _StoreErrors:
-        return _StoreErrors(self._where)
-
-
-class _StoreErrors:
-    """Turns torch's errors of a store into TimeoutError and RendezvousError."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in LATE):
-            raise TimeoutError(str(error)) from error
-        if isinstance(error, dist.DistError):
-            raise RendezvousError(
-                f"the store at {self._where}, which rank 0 or its launcher serves, is gone ({_first_line(error)}): "
-                "see what that process printed last"
-            ) from error
-
-
-def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:
-    """A store at address:port, served here where a listening socket is given."""
-    where = f"{address}:{port}"
-    fd = listener.detach() if listener else None
-
-    def open_store() -> dist.TCPStore:
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=fd is not None,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(deadline.left_s(), 1.0)),
-            master_listen_fd=fd,
-        )
-
-    foreign = f"something listens on {where}, but it is not the store of this job: does another program use this port?"
-    try:
-        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), address, where)
-    except dist.DistError as error:
-        raise RendezvousError(f"{foreign} ({_first_line(error)})") from error
 
 
 class NativeWork:
@@ -395,7 +320,7 @@ def start(
             )
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {rank} of {size} met the others, but torch could not connect them ({_first_line(error)}): "
+            f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
             f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
         ) from error
     backend = NativeBackend(
@@ -424,15 +349,9 @@ def translated(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that torch.distributed raised."""
     text = str(error).lower()
     if any(word in text for word in GONE):
-        return RankLostError(f"another rank ended or its connection broke ({_first_line(error)})")
+        return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")
     if any(word in text for word in LATE):
-        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({_first_line(error)})")
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({first_line(error)})")
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
-        return UnsupportedError(f"torch.distributed cannot move this ({_first_line(error)})")
-    return CollectiveError(_first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    """What torch says, without the place in its source and without its advice."""
-    text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip())
-    return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__
+        return UnsupportedError(f"torch.distributed cannot move this ({first_line(error)})")
+    return CollectiveError(first_line(error))

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualdist import session
-from dualdist.collectives import allgather_object
 from dualdist.errors import UsageError
 from dualdist.group import Group
 from dualdist.hvd.face import KEY, Face, Seat, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
 from dualdist.hvd.timeline import Timeline
+from dualdist.objects import allgather_object
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist import collectives, replicate
+from dualdist import objects, replicate
 from dualdist.errors import UsageError
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current
@@ -71,13 +71,13 @@ def broadcast_object(
     """The object of `root_rank`, pickled, on every rank."""
     with horovods_errors():
         root = current().job_rank(root_rank)
-        return collectives.broadcast_object(joined_group(process_set), obj, root, _named(name), _dumps())
+        return objects.broadcast_object(joined_group(process_set), obj, root, _named(name), _dumps())
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Everybody's object, pickled, in rank order."""
     with horovods_errors():
-        return collectives.allgather_object(current().base, obj, _named(name), _dumps())
+        return objects.allgather_object(current().base, obj, _named(name), _dumps())
 
 
 def _named(name: str | None) -> str | None:

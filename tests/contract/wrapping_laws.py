@@ -71,7 +71,7 @@ def a_step_after_synchronize_warns_and_reduces_nothing_again() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for synchronizes in (False, True, False):
-            optimizer.zero_grad()
+            weight.grad = None  # as model.zero_grad() does, of which the optimizer hears nothing
             weight.sum().backward()
             if synchronizes:
                 optimizer.synchronize()
@@ -80,6 +80,29 @@ def a_step_after_synchronize_warns_and_reduces_nothing_again() -> None:
             else:
                 optimizer.step()
     assert weight.tolist() == [-3.5 * dd.size()] * 2
+
+
+@law
+def synchronize_reduces_what_is_not_due_yet() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd_sgd(weight, backward_passes_per_step=3)
+    mean = sum(ranks()) / dd.size()
+    for count in (1, 2):
+        weight.grad = None
+        for _ in range(count):
+            (weight.sum() * dd.rank()).backward()
+        assert weight.grad.tolist() == [float(count * dd.rank())] * 2
+        optimizer.synchronize()
+        assert torch.allclose(weight.grad, torch.full((2,), count * mean))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    weight.grad = None
+    if dd.rank() == 0:
+        (weight.sum() * dd.size()).backward()
+    optimizer.synchronize()
+    assert weight.grad.tolist() == [1.0] * 2, "the others' backward touched nothing"
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 def hvd_sgd(*params: nn.Parameter, lr: float = 1.0, **options: Any) -> torch.optim.SGD:

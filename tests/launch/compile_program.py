@@ -102,7 +102,7 @@ def allreduce_has_the_values_that_it_has_without_compiler() -> None:
             for dtype in (torch.int16, torch.int64, torch.bfloat16):
                 found = compiled(function, fullgraph=is_followed())(mine().to(dtype))
                 assert found.dtype == dtype
-                assert torch.equal(found.float(), expected + 1), (op, dtype, found)
+                assert torch.equal(found, expected.to(dtype) + 1), (op, dtype, found)
     torch.compiler.reset()
     scaled = compiled(lambda x: dd.allreduce(x, prescale=2.0, postscale=3.0), fullgraph=is_followed())
     assert torch.equal(scaled(mine()), oracle["mean"] * 3)
@@ -127,6 +127,7 @@ def generated_code_reduces_and_differentiates() -> None:
 @check
 def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
     for turn in range(2):
+        torch.compiler.reset()  # an error makes it give up on the function
         group = dd.new_group(range(turn, dd.size()))
 
         def function(x: torch.Tensor, group: Any = group) -> torch.Tensor:

@@ -18,10 +18,11 @@ NOISE = ("Warning", "torch._dynamo", "recompile_limit")
 def test_compiled_programs_compute_what_they_compute_without_compiler(
     launch: Launch, backend: str, tmp_path: Path
 ) -> None:
-    argv = ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZES[backend]}", PROGRAM, backend]
+    size = SIZES[backend]
+    argv = ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={size}", PROGRAM, backend]
     (reports := tmp_path / "reports").mkdir()
     outcome = launch(argv, env={REPORT_DIR: str(reports)}, timeout_s=200)
-    for report in collect(reports, SIZES[backend], outcome):
+    for report in collect(reports, size, outcome):
         assert report["backend"] == backend
         assert report["checked"]
         assert not report["failures"], "\n".join(f"{name}\n{text}" for name, text in report["failures"].items())

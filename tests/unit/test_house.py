@@ -16,7 +16,7 @@ PACKAGE = Path(dualdist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # What only some files may name, nested imports included.
 RESERVED = {
-    "torch.distributed": {"backends/native.py"},
+    "torch.distributed": {"backends/native.py", "backends/native_store.py"},
     "horovod": {"backends/horovod.py", "horovod_build/trial.py"},
     "mpi4py": {"mpi_world.py", "horovod_build/probe.py"},
 }

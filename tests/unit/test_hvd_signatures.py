@@ -38,7 +38,8 @@ for name in sys.argv[2:]:
         value = getattr(module, attribute)
         own = getattr(value, "__module__", None) or name
         ours = own.startswith("horovod") or own.startswith("dualdist")
-        if not attribute.startswith("_") and ours and (part == "" or (own.endswith(part) and not inspect.ismodule(value)) or "--all" in sys.argv):
+        defined_here = part == "" or (own.endswith(part) and not inspect.ismodule(value))
+        if not attribute.startswith("_") and ours and (defined_here or "--all" in sys.argv):
             found[f"{part}.{attribute}"] = described(value)
 print(json.dumps(found))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.backends import native
+from dualdist.backends import native_store
 from dualdist.backends.native import TcpStore
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
@@ -24,11 +24,11 @@ def new_client() -> Callable[[], TcpStore]:
     """Makes clients of one store that this process serves."""
     listener = listen(0, loopback_only=True)
     port = listener.getsockname()[1]
-    server = native.connect(LOOPBACK, port, listener, Deadline(10))
+    server = native_store.connect(LOOPBACK, port, listener, Deadline(10))
     kept = [server]
 
     def connect() -> TcpStore:
-        kept.append(native.connect(LOOPBACK, port, None, Deadline(10)))
+        kept.append(native_store.connect(LOOPBACK, port, None, Deadline(10)))
         return kept[-1]
 
     return connect
@@ -79,7 +79,7 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 
     def attend(rank: int) -> Met:  # as a session does, it keeps the store, which rank 0 serves
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        return meet(topology, environ, "session", "native", native.connect, None, deadline)
+        return meet(topology, environ, "session", "native", native_store.connect, None, deadline)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
@@ -101,7 +101,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
             started.wait(30)
         started.set()
         topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return meet(topology, environ, "session", "native", native.connect, None, Deadline(60))
+        return meet(topology, environ, "session", "native", native_store.connect, None, Deadline(60))
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
@@ -114,7 +114,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
 def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
     topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
     with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
-        meet(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native.connect, None, Deadline(1))
+        meet(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native_store.connect, None, Deadline(1))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
