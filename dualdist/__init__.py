@@ -10,23 +10,13 @@ optimizer = dd.wrap_optimizer(optimizer)
 from typing import TYPE_CHECKING, Any
 
 from dualdist.api import (
-    allgather,
     allgather_object,
-    allreduce,
-    allreduce_,
-    alltoall,
     backend,
     barrier,
-    broadcast,
-    broadcast_,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
     device,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
     init,
     is_initialized,
     join,
@@ -37,7 +27,6 @@ from dualdist.api import (
     node,
     nodes,
     rank,
-    reducescatter,
     remove_group,
     shutdown,
     size,
@@ -45,6 +34,19 @@ from dualdist.api import (
     wrap_optimizer,
 )
 from dualdist.errors import DualdistError
+from dualdist.operations import (
+    allgather,
+    allreduce,
+    allreduce_,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+    reducescatter,
+)
 from dualdist.spawning import spawn
 from dualdist.version import __version__
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dualdist import session
 from dualdist.compiling import uncompiled
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 
     from dualdist.buckets import GradientOp
     from dualdist.compression import Compressor
-    from dualdist.group import Group, Handle
-    from dualdist.reductions import Op
+    from dualdist.group import Group
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
@@ -99,425 +97,12 @@ def device() -> torch.device:
     return session.current().device
 
 
-def _traced_allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | None:
-    """What torch.compile follows in place of allreduce, if it can."""
-    from dualdist.reductions import is_traceable, traced_allreduce
-
-    backend = _group(group).backend
-    if async_op or not is_traceable(backend, tensor, op, (prescale, postscale)):
-        return None
-    return traced_allreduce(backend, tensor, op, prescale, postscale)
-
-
-@overload
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
-@partial(uncompiled, unless=_traced_allreduce)
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with the reduction of each element over all ranks; every rank passes the same shape and dtype.
-
-    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max", "product",
-    or "adasum" (Maleki et al., MLSys 2021; the number of ranks is a power of two). Any dtype of numbers will do; of
-    booleans "sum" and "max" are "or", "product" and "min" are "and". The tensor is multiplied by `prescale` before, the
-    result by `postscale` after. A sparse COO tensor gives the coalesced sum or mean.
-
-    With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor` alone until
-    then. Operations of other names may come in between, on each rank in another order. Else gradients flow back
-    through "mean" and "sum": the same reduction of the ranks' gradients.
-
-    MismatchError on every rank where shapes, dtypes, operations or names differ."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
-    return _now_or_later(collectives.allreduce(_group(group), tensor, op, name, prescale, postscale), async_op)
-
-
-@overload
-def allreduce_(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def allreduce_(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
-@uncompiled
-def allreduce_(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows."""
-    from dualdist import collectives
-
-    return _now_or_later(collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale), async_op)
-
-
-@overload
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
-@overload
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allreduce of each tensor, all of them or none, in one message for each dtype."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
-    return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
-
-
-@overload
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
-@overload
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards."""
-    from dualdist import collectives
-
-    return _now_or_later(
-        collectives.grouped_allreduce_(_group(group), tensors, op, name, prescale, postscale), async_op
-    )
-
-
-@overload
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[False] = False
-) -> torch.Tensor: ...
-@overload
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
-@uncompiled
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
-
-    A tensor without dimensions counts as one row. Back flows the mean over ranks of the gradients for this rank's rows.
-    MismatchError on every rank where the shapes do not fit."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.allgather(_group(group), tensor, name)
-    return _now_or_later(collectives.allgather(_group(group), tensor, name), async_op)
-
-
-@overload
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor],
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
-@overload
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allgather of each tensor, all of them or none, in one message."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_allgather(_group(group), tensors, name)
-    return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
-
-
-@overload
-def broadcast(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
-@uncompiled
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
-
-    Back flows to root the mean over ranks of the gradients, to the others zero."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.broadcast(_group(group), tensor, root, name)
-    return _now_or_later(collectives.broadcast(_group(group), tensor, root, name), async_op)
-
-
-@overload
-def broadcast_(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
-@uncompiled
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows."""
-    from dualdist import collectives
-
-    return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
-
-
-@overload
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[True],
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
-@uncompiled
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor] | Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """The rows that the ranks sent here, in rank order, and how many came from each: (n, *s) -> (m, *s), (size,).
-
-    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. Gradients flow back to where the
-    rows came from."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.alltoall(_group(group), tensor, splits, name)
-    return _now_or_later(collectives.alltoall(_group(group), tensor, splits, name), async_op)
-
-
-@overload
-def reducescatter(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def reducescatter(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
-@uncompiled
-def reducescatter(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
-
-    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.reducescatter(_group(group), tensor, op, name, prescale, postscale)
-    return _now_or_later(collectives.reducescatter(_group(group), tensor, op, name, prescale, postscale), async_op)
-
-
-@overload
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
-@overload
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """reducescatter of each tensor, all of them or none."""
-    from dualdist import collectives, differentiable
-
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
-    return _now_or_later(
-        collectives.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale), async_op
-    )
-
-
 @uncompiled
 def barrier(*, group: Group | None = None) -> None:
     """Every rank has called this when it returns. It does not wait for other operations that are under way."""
     from dualdist import collectives
 
-    collectives.barrier(_group(group))
+    collectives.barrier(session.group_or_world(group))
 
 
 @uncompiled
@@ -531,7 +116,7 @@ def join(*, group: Group | None = None) -> int:
     from dualdist.collectives import stand_in
     from dualdist.joining import join
 
-    return join(_group(group), stand_in)
+    return join(session.group_or_world(group), stand_in)
 
 
 @uncompiled
@@ -555,7 +140,7 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's object on every rank. It is pickled: use it among ranks of your own job only."""
     from dualdist import objects
 
-    return objects.broadcast_object(_group(group), obj, root)
+    return objects.broadcast_object(session.group_or_world(group), obj, root)
 
 
 @uncompiled
@@ -563,7 +148,7 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only."""
     from dualdist import objects
 
-    return objects.allgather_object(_group(group), obj)
+    return objects.allgather_object(session.group_or_world(group), obj)
 
 
 @uncompiled
@@ -580,7 +165,7 @@ def broadcast_parameters(
     """
     from dualdist import replicate
 
-    replicate.broadcast_parameters(_group(group), params, root)
+    replicate.broadcast_parameters(session.group_or_world(group), params, root)
 
 
 @uncompiled
@@ -588,7 +173,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped."""
     from dualdist import replicate
 
-    replicate.broadcast_optimizer_state(_group(group), optimizer, root)
+    replicate.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
 
 
 @uncompiled
@@ -625,12 +210,4 @@ def wrap_optimizer(
     from dualdist.compression import compressor_of
 
     recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense)
-    return gradients.wrap_optimizer(_group(group), optimizer, named_parameters, recipe, accumulate)
-
-
-def _group(group: Group | None) -> Group:
-    return session.current().world if group is None else group
-
-
-def _now_or_later(handle: Handle[T], async_op: bool) -> T | Handle[T]:
-    return handle.begin() if async_op else handle.wait()
+    return gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)

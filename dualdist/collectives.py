@@ -292,12 +292,31 @@ def alltoall(
 
     Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts.
     """
+    return _alltoall(group, tensor, splits, name, _both)
+
+
+def alltoall_evenly(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
+    """What the ranks have sent here, in rank order: of every rank's rows, an equal part."""
+    return _alltoall(group, tensor, None, name, _first)
+
+
+def _both(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensors[0], tensors[1]
+
+
+def _alltoall(
+    group: Group,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None,
+    name: str | None,
+    pick: Callable[[Sequence[torch.Tensor]], T],
+) -> Handle[T]:
     rows = _checked([tensor])[0].detach()
     sent = _splits(rows, splits, group.size)
     name = name or group.next_name("alltoall")
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
 
-    def perform(backend: Backend, own: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
         received = [theirs[backend.rank] for theirs in own]
         width = _row_bytes(rows)
         sizes = [count * width for count in sent], [count * width for count in received]
@@ -306,7 +325,8 @@ def alltoall(
         else:
             came = torch.empty(0, dtype=torch.uint8, device=rows.device)
         like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
-        return _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:])), like.new_tensor(received)
+        found = _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
+        return pick([found, like.new_tensor(received)])
 
     return group.enter(Operation(Offer("alltoall", name, terms, sent), perform, tensor.device))
 

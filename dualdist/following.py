@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.reducer import Rounds, launch_due
+from dualdist.rounds import Rounds, launch_due
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -59,9 +60,10 @@ def wrap_optimizer(
     unwrap(optimizer)  # it was wrapped in an earlier session
     if group.size == 1 and recipe.op == "adasum":
         recipe = replace(recipe, op="mean")
+    reference = weakref.ref(optimizer)  # Note [who keeps whom]
     reducer = Reducer(
         group,
-        lambda: with_names(optimizer, given),
+        lambda: with_names(reference(), given),
         recipe,
         accumulate,
         together=together,
@@ -201,10 +203,10 @@ def given_names(
     return given
 
 
-def with_names(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters, each with its given name or its place in the groups."""
+def with_names(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's parameters, each with its given name or its place in the groups; none where it was dropped."""
     return [
         (names.get(id(param), f"group {group_number}, parameter {number}"), param)
-        for group_number, group in enumerate(optimizer.param_groups)
+        for group_number, group in enumerate(optimizer.param_groups if optimizer is not None else [])
         for number, param in enumerate(group["params"])
     ]

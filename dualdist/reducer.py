@@ -6,19 +6,18 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
-from dualdist.adasum import Notices
 from dualdist.buckets import Bucket, BucketPlan, Recipe, plan_buckets
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import check_same_tensors
+from dualdist.rounds import Rounds, launch_due
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend, Work
+    from dualdist.backends.base import Backend
     from dualdist.group import Group
 
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -36,24 +35,10 @@ Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 # had not sent, so the next backward first completes that round, and drops the result: the gradients stay as they are,
 # and the new round reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and gets the
 # same treatment; its end reduces once more, which for a mean leaves what is reduced already as it is.
-
-
-@dataclass
-class Rounds:
-    """What the rounds of one reducer consist of. Outlives the reducer: a rank that has joined may have dropped it."""
-
-    recipe: Recipe
-    reducer: weakref.ref[Reducer]
-    buckets: list[BucketPlan] = field(default_factory=list)
-
-    def bucket(self, place: int) -> Bucket:
-        return (Notices if self.recipe.op == "adasum" else Bucket)(self.buckets[place], self.recipe)
-
-    def set_apart(self, place: int, members: Sequence[int]) -> None:
-        """From now on these members of a bucket travel by themselves: Note [sparse gradients]."""
-        plan = self.buckets[place]
-        if not plan.apart.issuperset(members):
-            self.buckets[place] = replace(plan, apart=plan.apart.union(members))
+#
+# Note [who keeps whom]: a parameter keeps its hook, and the hook the reducer: gradients are reduced for as long as
+# there are any, on every rank alike, whatever became of the optimizer. Python's collector does not see a parameter's
+# hooks, so nothing that a reducer keeps may keep a parameter: else a model that was dropped would never be freed.
 
 
 class Reducer:
@@ -77,10 +62,9 @@ class Reducer:
     ) -> None:
         self.accumulate = accumulate
         self.is_suspended = False  # backwards are none of the other ranks' business
-        self.params: list[torch.Tensor] = []
         self._parameters = parameters
         self._recipe = recipe
-        self._together = together
+        self._together = [[weakref.ref(param) for param in members] for members in together]
         self._next_group = next_group
         self.errors = errors
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a thread of its own
@@ -96,10 +80,10 @@ class Reducer:
         self.group = group
         self._line: Backend = group.gradients
         self.name = group.next_name("gradients")
-        self.params.clear()
-        self._numbers: dict[int, int] = {}  # id of a parameter -> its place in params
+        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._numbers: dict[int, int] = {}  # id of a parameter -> its place among them
         self._buckets: list[Bucket] = []
-        self._members: list[list[torch.Tensor]] = []  # of each bucket
+        self._members: list[tuple[int, ...]] = []  # of each bucket
         self._bucket_of: list[int] = []
         self._arrived.clear()
         self._backwards_open.clear()
@@ -121,37 +105,52 @@ class Reducer:
         MismatchError on every rank where the ranks' parameters, or what shall happen to their gradients, differ.
         """
         self._require_open()
-        fresh = [(name, p) for name, p in self._parameters() if p.requires_grad and id(p) not in self._numbers]
+        fresh = [(name, p) for name, p in self._parameters() if p.requires_grad and self._number_of(p) is None]
         if not fresh:
             return
         for name, param in fresh:
             if param.layout is not torch.strided:
                 raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
-        start = len(self.params)
+        start = len(self._references)
         numbers = {id(param): number for number, (_, param) in enumerate(fresh, start)}
-        together = [[numbers[id(p)] for p in members if id(p) in numbers] for members in self._together]
+        together = [[numbers[id(p)] for ref in refs if id(p := ref()) in numbers] for refs in self._together]
         words = f"{self._recipe.words} accumulate={self.accumulate}" + (f" groups={together}" if together else "")
         with self.errors():
             check_same_tensors(self._line, fresh, 0, f"{self.name}.check", words)
         self._numbers.update(numbers)
-        self.params.extend(param for _, param in fresh)
+        self._references.extend(weakref.ref(param) for _, param in fresh)
         self._bucket_of.extend([-1] * len(fresh))
         for _, param in fresh:
             self._own(param)
-        for members in plan_buckets(self.params, range(start, len(self.params)), together):
-            self._add_bucket(members)
+        params = self.params
+        for members in plan_buckets(params, range(start, len(params)), together):
+            self._add_bucket(members, [params[number] for number in members])
 
-    def _add_bucket(self, members: Sequence[int]) -> None:
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """What is reduced; in place of a parameter that was dropped, one of its shape."""
+        params = [reference() for reference in self._references]
+        for place, members in enumerate(self._members):
+            plan = self._rounds.buckets[place]
+            for number, shape in zip(members, plan.shapes, strict=True):
+                if params[number] is None:
+                    params[number] = torch.empty(shape, dtype=plan.dtype, device=plan.device)
+        return [param for param in params if param is not None]
+
+    def _number_of(self, param: torch.Tensor) -> int | None:
+        number = self._numbers.get(id(param))
+        return number if number is not None and self._references[number]() is param else None
+
+    def _add_bucket(self, members: tuple[int, ...], params: Sequence[torch.Tensor]) -> None:
         place = len(self._buckets)
         for number in members:
             self._bucket_of[number] = place
-        params = [self.params[number] for number in members]
         shapes = tuple(param.shape for param in params)
         apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
         self._rounds.buckets.append(
             BucketPlan(f"{self.name}.{place}", shapes, params[0].dtype, params[0].device, apart)
         )
-        self._members.append(params)
+        self._members.append(members)
         self._buckets.append(self._rounds.bucket(place))
 
     def synchronize(self) -> None:
@@ -179,8 +178,8 @@ class Reducer:
             backward = torch._C._current_graph_task_id()
             if backward not in self._backwards_open:
                 self._begin_backward(backward)
-            number = self._numbers[id(param)]
-            if self._backwards + 1 < self.accumulate or number in self._arrived:
+            number = self._number_of(param)
+            if number is None or self._backwards + 1 < self.accumulate or number in self._arrived:
                 return
             self._arrived.add(number)
             self._buckets[self._bucket_of[number]].waiting_for -= 1
@@ -192,7 +191,9 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._next].launch(self._line, [param.grad for param in self._members[self._next]])
+        params = [self._references[number]() for number in self._members[self._next]]
+        grads = [None if param is None else param.grad for param in params]
+        self._buckets[self._next].launch(self._line, grads)
         self._next += 1
 
     def _begin_backward(self, backward: int) -> None:
@@ -215,11 +216,12 @@ class Reducer:
         if self._next == 0:
             return
         self._complete()
-        kept = [param.grad for param in self.params]
-        for param in self.params:
+        params = self.params
+        kept = [param.grad for param in params]
+        for param in params:
             param.grad = None
         self._put_back()
-        for param, grad in zip(self.params, kept, strict=True):
+        for param, grad in zip(params, kept, strict=True):
             param.grad = grad
 
     def _has_ended(self, backward: int) -> bool:
@@ -254,7 +256,9 @@ class Reducer:
 
     def _put_back(self) -> None:
         """What has been reduced becomes the parameters' gradients."""
-        for place, (bucket, params) in enumerate(zip(self._buckets, self._members, strict=True)):
+        all_params = self.params
+        for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
+            params = [all_params[number] for number in members]
             bucket.unpack(self.group.size)
             apart = bucket.put_back(params)
             for member, as_dense in apart:
@@ -316,8 +320,3 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         due = [reducer for reducer in _live(group) if flags[reducer._number]]
     for reducer in due:
         reducer._reduce()
-
-
-def launch_due(group: Group, flags: torch.Tensor) -> Work:
-    """Tell each other which reducers are due; the last flag says "I take part"."""
-    return group.gradients.allreduce_(flags, "max", "gradients.due")

@@ -86,6 +86,11 @@ def current() -> Session:
     return _process.session
 
 
+def group_or_world(group: Group | None) -> Group:
+    """The group, or that of all ranks; NotInitializedError where there is no session."""
+    return current().world if group is None else group
+
+
 def is_open() -> bool:
     return _process.session is not None
 

@@ -8,6 +8,7 @@ import importlib.util
 import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -122,10 +123,14 @@ class HorovodWork:
 
 
 class ProcessSets:
-    """Horovod's process sets by their ranks: it has one for the same ranks only, and we may be asked for several."""
+    """Horovod's process sets by their ranks: it has one for the same ranks only, and we may be asked for several.
 
-    def __init__(self, hvd: ModuleType) -> None:
+    `as_started` sets the variables with which the engine was started: it reads them again for every new set.
+    """
+
+    def __init__(self, hvd: ModuleType, as_started: Callable[[], AbstractContextManager[None]]) -> None:
         self._hvd = hvd
+        self._as_started = as_started
         self._sets: dict[tuple[int, ...], Any] = {}
         self._users: Counter[tuple[int, ...]] = Counter()
 
@@ -139,7 +144,8 @@ class ProcessSets:
 
     def _add(self, ranks: tuple[int, ...]) -> Any:
         try:
-            return self._hvd.add_process_set(list(ranks))
+            with self._as_started():
+                return self._hvd.add_process_set(list(ranks))
         except ValueError as error:
             raise UnsupportedError(
                 f"this Horovod adds no group while it runs ({error}): `{INSTALL} --force` builds one that does, or set "
@@ -232,9 +238,15 @@ class HorovodBackend:
             raise translated(error, self.timeout_s) from error
 
 
-def _world(hvd: ModuleType, transport: str, timeout_s: float, leave: Callable[[], None]) -> HorovodBackend:
+def _world(
+    hvd: ModuleType,
+    transport: str,
+    timeout_s: float,
+    leave: Callable[[], None],
+    as_started: Callable[[], AbstractContextManager[None]],
+) -> HorovodBackend:
     """The backend over all ranks of a running engine."""
-    sets = ProcessSets(hvd)
+    sets = ProcessSets(hvd, as_started)
     return HorovodBackend(hvd, transport, range(int(hvd.size())), hvd.global_process_set, sets, timeout_s, leave)
 
 
@@ -253,7 +265,7 @@ def start_on_mpi(
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
-    return _world(hvd, _transport(hvd, "mpi", device), timeout_s, leave=_nothing)
+    return _world(hvd, _transport(hvd, "mpi", device), timeout_s, _nothing, nullcontext)
 
 
 def start_on_gloo(
@@ -304,7 +316,7 @@ def start_on_gloo(
         finally:
             stop_server()
 
-    return _world(hvd, _transport(hvd, "gloo", device), timeout_s, leave)
+    return _world(hvd, _transport(hvd, "gloo", device), timeout_s, leave, lambda: variables_set(environ, settings))
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -220,8 +221,8 @@ def closures_and_lbfgs_train_like_one_process() -> None:
         assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()], 1e-7, 1e-9)
 
 
-def train_uneven(wrap: Wrap, *, drops: bool) -> None:
-    """Rank r has size - r batches; who has none joins, having dropped its model or not."""
+def train_uneven(wrap: Wrap, *, drops: bool) -> weakref.ref[torch.Tensor]:
+    """Rank r has size - r batches; who has none joins, or drops its model first, of which a reference comes back."""
     model = Tied()
     optimizer = wrap(slow(model), model)
     alone = copy.deepcopy(model)
@@ -246,6 +247,7 @@ def train_uneven(wrap: Wrap, *, drops: bool) -> None:
         model(dd.rank()).backward()
         optimizer.step()
         assert_same_everywhere(model)
+    return weakref.ref(model.dense.weight)
 
 
 @law_alone
@@ -255,9 +257,10 @@ def those_who_join_follow_one_optimizer_of_any_kind() -> None:
 
 @law_alone
 def those_who_join_may_have_dropped_their_model() -> None:
-    train_uneven(by_dd(), drops=True)
+    dropped = train_uneven(by_dd(), drops=True)
     if dd.rank() % 2:
         gc.collect()  # at another time on each rank
+        assert dropped() is None, "nobody keeps the model"
     dd.join()
 
 

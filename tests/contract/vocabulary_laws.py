@@ -145,9 +145,8 @@ def strange_shapes_and_strides_survive_every_operation() -> None:
 def alltoall_sends_rows_where_they_shall_go() -> None:
     size, mine = dd.size(), dd.rank()
     for dtype in (torch.float32, torch.int16, torch.bool, torch.bfloat16):
-        equal, counts = dd.alltoall(of([mine] * size * 2, dtype))
+        equal = dd.alltoall(of([mine] * size * 2, dtype))
         assert plain(equal) == plain(of([rank for rank in ranks() for _ in range(2)], dtype))
-        assert counts.tolist() == [2] * size
     # Rank r sends i + r rows to rank i.
     splits = [rank + mine for rank in ranks()]
     rows = torch.full((sum(splits), 2), float(mine))
@@ -346,7 +345,7 @@ def groups_overlap_and_come_and_go() -> None:
             rank for rank in group.ranks for _ in range(rank + 1)
         ]
         assert dd.broadcast(torch.tensor(dd.rank()), group.ranks[-1], group=group).item() == group.ranks[-1]
-        assert dd.alltoall(torch.full((group.size,), dd.rank()), group=group)[0].tolist() == list(group.ranks)
+        assert dd.alltoall(torch.full((group.size,), dd.rank()), group=group).tolist() == list(group.ranks)
         assert dd.broadcast_object(dd.rank(), group.ranks[-1], group=group) == group.ranks[-1]
         assert dd.allgather_object(dd.rank(), group=group) == list(group.ranks)
         dd.barrier(group=group)

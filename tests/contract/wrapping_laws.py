@@ -20,6 +20,7 @@ from contract.oracle import (
     loss_of,
     mean_gradients,
     net,
+    raises,
     ranks,
 )
 from torch import nn
@@ -262,6 +263,9 @@ def a_group_added_later_has_its_own_hyperparameters_and_is_reduced() -> None:
     optimizer.step()
     plain.step()
     assert_close(list(model.parameters()), list(alone.parameters()))
+    if dd.size() > 1:
+        other = {"params": [nn.Parameter(torch.ones(2 + dd.rank() % 2))]}
+        raises(hvd.HorovodInternalError, lambda: optimizer.add_param_group(other), "(2,)", "(3,)")
 
 
 @law

@@ -168,7 +168,7 @@ def other_operations_run_between_graphs() -> None:
         results = [
             dd.allgather(x * 2) / 2,
             dd.broadcast(x + 1, size - 1) - 1,
-            dd.alltoall(x.repeat_interleave(size))[0],
+            dd.alltoall(x.repeat_interleave(size)),
             dd.reducescatter(torch.cat([x] * size), "sum") * 1,
             dd.grouped_allreduce([x, x + 1], "max")[1] - 1,
             dd.grouped_allgather([x])[0],

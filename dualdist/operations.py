@@ -1,0 +1,458 @@
+"""The operations on tensors that a training script calls: each finds the open session and hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from dualdist.compiling import uncompiled
+from dualdist.session import group_or_world as _group
+
+if TYPE_CHECKING:
+    import torch
+
+    from dualdist.group import Group, Handle
+    from dualdist.reductions import Op
+
+T = TypeVar("T")
+
+
+def _traced_allreduce(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | None:
+    """What torch.compile follows in place of allreduce, if it can."""
+    from dualdist.reductions import is_traceable, traced_allreduce
+
+    backend = _group(group).backend
+    if async_op or not is_traceable(backend, tensor, op, (prescale, postscale)):
+        return None
+    return traced_allreduce(backend, tensor, op, prescale, postscale)
+
+
+@overload
+def allreduce(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def allreduce(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+@partial(uncompiled, unless=_traced_allreduce)
+def allreduce(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """A new tensor with the reduction of each element over all ranks; every rank passes the same shape and dtype.
+
+    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max", "product",
+    or "adasum" (Maleki et al., MLSys 2021; the number of ranks is a power of two). Any dtype of numbers will do; of
+    booleans "sum" and "max" are "or", "product" and "min" are "and". The tensor is multiplied by `prescale` before, the
+    result by `postscale` after. A sparse COO tensor gives the coalesced sum or mean.
+
+    With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor` alone until
+    then. Operations of other names may come in between, on each rank in another order. Else gradients flow back
+    through "mean" and "sum": the same reduction of the ranks' gradients.
+
+    MismatchError on every rank where shapes, dtypes, operations or names differ."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
+    return _now_or_later(collectives.allreduce(_group(group), tensor, op, name, prescale, postscale), async_op)
+
+
+@overload
+def allreduce_(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def allreduce_(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+@uncompiled
+def allreduce_(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows."""
+    from dualdist import collectives
+
+    return _now_or_later(collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale), async_op)
+
+
+@overload
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """allreduce of each tensor, all of them or none, in one message for each dtype."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
+    return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
+
+
+@overload
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards."""
+    from dualdist import collectives
+
+    return _now_or_later(
+        collectives.grouped_allreduce_(_group(group), tensors, op, name, prescale, postscale), async_op
+    )
+
+
+@overload
+def allgather(
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def allgather(
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+@uncompiled
+def allgather(
+    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
+
+    A tensor without dimensions counts as one row. Back flows the mean over ranks of the gradients for this rank's rows.
+    MismatchError on every rank where the shapes do not fit."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.allgather(_group(group), tensor, name)
+    return _now_or_later(collectives.allgather(_group(group), tensor, name), async_op)
+
+
+@overload
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """allgather of each tensor, all of them or none, in one message."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_allgather(_group(group), tensors, name)
+    return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
+
+
+@overload
+def broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+@uncompiled
+def broadcast(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
+
+    Back flows to root the mean over ranks of the gradients, to the others zero."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.broadcast(_group(group), tensor, root, name)
+    return _now_or_later(collectives.broadcast(_group(group), tensor, root, name), async_op)
+
+
+@overload
+def broadcast_(
+    tensor: torch.Tensor,
+    root: int = 0,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def broadcast_(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
+) -> Handle[torch.Tensor]: ...
+@uncompiled
+def broadcast_(
+    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows."""
+    from dualdist import collectives
+
+    return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: Literal[True],
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
+@uncompiled
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """The rows that the ranks sent here, in rank order; with splits also how many came from each: (n, *s) -> (m, *s).
+
+    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. With splits the result is a pair
+    of the rows and of their numbers (size,). Gradients flow back to where the rows came from.
+    """
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        found = differentiable.alltoall(_group(group), tensor, splits, name)
+        return found[0] if splits is None else found
+    if splits is None:
+        return _now_or_later(collectives.alltoall_evenly(_group(group), tensor, name), async_op)
+    return _now_or_later(collectives.alltoall(_group(group), tensor, splits, name), async_op)
+
+
+@overload
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[torch.Tensor]: ...
+@uncompiled
+def reducescatter(
+    tensor: torch.Tensor,
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
+
+    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient([tensor]):
+        return differentiable.reducescatter(_group(group), tensor, op, name, prescale, postscale)
+    return _now_or_later(collectives.reducescatter(_group(group), tensor, op, name, prescale, postscale), async_op)
+
+
+@overload
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[False] = False,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: Literal[True],
+) -> Handle[list[torch.Tensor]]: ...
+@uncompiled
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "mean",
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    async_op: bool = False,
+) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    """reducescatter of each tensor, all of them or none."""
+    from dualdist import collectives, differentiable
+
+    if not async_op and differentiable.wants_gradient(tensors):
+        return differentiable.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
+    return _now_or_later(
+        collectives.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale),
+        async_op,
+    )
+
+
+def _now_or_later(handle: Handle[T], async_op: bool) -> T | Handle[T]:
+    return handle.begin() if async_op else handle.wait()
