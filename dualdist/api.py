@@ -192,16 +192,21 @@ def wrap_optimizer(
 
     Every rank calls this, with the same parameters in the same order. Clipping, loss scaling and logging between
     backward() and step() see the reduced gradients, as in one process. A parameter that no rank's loss touched keeps
-    grad None; one that some ranks' loss touched gets the mean over all ranks, the others counting as zero. `op` is
-    "mean" or "sum".
+    grad None; one that some ranks' loss touched gets the mean over all ranks, the others counting as zero.
+
+    `op` is "mean", "sum" or "adasum". With "adasum" no gradients are reduced: every rank steps on its own, and the
+    steps are combined (Maleki et al., MLSys 2021; the number of ranks is a power of two), so the loss is each rank's.
+
+    `compression` is what floats become on the wire: "fp16", "bf16", or an object with compress(tensor) -> (tensor, ctx)
+    and decompress(tensor, ctx). `predivide` divides before the sum, and multiplies after it, where a sum could
+    overflow. Of sparse gradients only what is stored travels, unless `sparse_as_dense`.
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
     divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose
     backward touched no parameter takes part in step(), so on that step it must not clip or unscale, which would come
     too early. With op="sum", one reduction between two zero_grad() or step() calls. A closure's loss comes back as the
     mean over all ranks. Parameters that are added by add_param_group or unfrozen later are reduced too, those of two
-    wrapped optimizers by the newer one; sparse gradients are refused with UnsupportedError. After shutdown() and a new
-    init(), wrap again.
+    wrapped optimizers by the newer one. After shutdown() and a new init(), wrap again.
 
     `named_parameters` (model.named_parameters()) gives errors their names.
     """

@@ -57,7 +57,7 @@ def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rto
     model = net()
     everybody = Everybody(model, make)
     optimizer = wrap(make(model), model)
-    for step in range(3):
+    for step in range(2):
 
         def take(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = step) -> None:
             optimizer.zero_grad()
@@ -80,9 +80,8 @@ def steps_are_combined_by_adasum() -> None:
         raises(UsageError, lambda: by_dd(op="adasum")(sgd(net()), net()), "power of two")
         raises(NotImplementedError, lambda: by_hvd(op=hvd.Adasum)(sgd(net()), net()), "power of two")
         return
-    for wrap in (by_dd(op="adasum"), by_hvd(op=hvd.Adasum)):
-        for make in (sgd, nesterov):
-            assert_steps_are_combined(wrap, make)
+    for make in (sgd, nesterov):
+        assert_steps_are_combined(by_hvd(op=hvd.Adasum), make)
     assert_steps_are_combined(by_dd(op="adasum"), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     assert_steps_are_combined(by_hvd(op=hvd.Adasum, backward_passes_per_step=2), passes=2)
     model = net()
