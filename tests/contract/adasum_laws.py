@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
-from contract.optimizer_laws import Wrap, by_dd, by_hvd, nesterov, sgd, start_face
+from contract.optimizer_laws import Wrap, by_dd, by_hvd, nesterov, sgd
 from contract.oracle import assert_close, assert_same_everywhere, law, law_alone, loss_of, net, raises, ranks
 from torch import nn
 
@@ -75,7 +75,7 @@ def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rto
 @law
 def steps_are_combined_by_adasum() -> None:
     """For every rank count that is a power of two; others are refused."""
-    start_face()
+    hvd.init()
     if dd.size() not in PAIRS:
         raises(UsageError, lambda: by_dd(op="adasum")(sgd(net()), net()), "power of two")
         raises(NotImplementedError, lambda: by_hvd(op=hvd.Adasum)(sgd(net()), net()), "power of two")
@@ -185,7 +185,7 @@ def a_rank_that_uses_no_adasum_is_refused() -> None:
     if dd.size() not in PAIRS:
         return
     model = net()
-    start_face()
+    hvd.init()
     if dd.size() > 1:
         ops = (hvd.Adasum, hvd.Average)
         raises(hvd.HorovodInternalError, lambda: by_hvd(op=ops[dd.rank() % 2])(sgd(model), model), "adasum", "mean")

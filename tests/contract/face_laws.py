@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from contract.optimizer_laws import start_face
 from contract.oracle import law, law_alone, raises, ranks
 from torch import nn
 
@@ -15,7 +14,7 @@ from dualdist import hvd
 
 @law
 def the_face_averages_integers_as_horovod_does() -> None:
-    start_face()
+    hvd.init()
     mine = torch.tensor([dd.rank() + 3, -dd.rank() - 3, 7])
     totals = [sum(rank + 3 for rank in ranks()), -sum(rank + 3 for rank in ranks()), 7 * dd.size()]
     for dtype in (torch.int32, torch.int64, torch.uint8)[: 3 if mine.min() >= 0 else 2]:
@@ -29,7 +28,7 @@ def the_face_averages_integers_as_horovod_does() -> None:
 
 @law
 def the_faces_operations_carry_values_synchronously_and_not() -> None:
-    start_face()
+    hvd.init()
     size, rank = dd.size(), dd.rank()
     x = torch.full((3,), float(rank + 1))
     total = float(sum(r + 1 for r in ranks()))
@@ -71,7 +70,7 @@ def the_faces_operations_carry_values_synchronously_and_not() -> None:
 
 @law
 def the_face_knows_where_it_is() -> None:
-    start_face()
+    hvd.init()
     assert (hvd.rank(), hvd.size()) == (dd.rank(), dd.size())
     assert (hvd.local_rank(), hvd.local_size()) == (dd.local_rank(), dd.local_size())
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
@@ -89,7 +88,7 @@ def the_face_knows_where_it_is() -> None:
 
 @law
 def the_faces_functions_take_what_scripts_pass() -> None:
-    start_face()
+    hvd.init()
     torch.manual_seed(dd.rank())
     model = nn.Linear(3, 2)
     root = torch.manual_seed(0) and nn.Linear(3, 2)
@@ -114,7 +113,7 @@ def the_faces_functions_take_what_scripts_pass() -> None:
 
 @law
 def process_sets_come_and_go_where_the_variable_allows_it() -> None:
-    start_face()
+    hvd.init()
     evens = list(range(0, dd.size(), 2))
     if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
         raises(ValueError, lambda: hvd.add_process_set(evens), "HOROVOD_DYNAMIC_PROCESS_SETS=1")

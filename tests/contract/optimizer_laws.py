@@ -23,14 +23,6 @@ STEPS = 2
 Wrap = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 
 
-def start_face() -> None:
-    """hvd.init() in this session, without the variables that it leaves for scripts: sessions after it see none."""
-    before = dict(os.environ)
-    hvd.init()
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -40,7 +32,7 @@ def by_dd(**options: Any) -> Wrap:
 
 
 def by_hvd(**options: Any) -> Wrap:
-    start_face()
+    hvd.init()
     return lambda optimizer, model: hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
@@ -283,7 +275,7 @@ def wrong_options_are_refused() -> None:
     def refused(*words: str, kind: type[Exception] = ValueError, **options: Any) -> None:
         model = net()
         options = {"named_parameters": model.named_parameters(), **options}
-        start_face()
+        hvd.init()
         raises(kind, lambda: hvd.DistributedOptimizer(sgd(model), **options), *words)
 
     names = list(net().named_parameters())

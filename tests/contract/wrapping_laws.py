@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -310,7 +309,6 @@ def an_optimizer_goes_on_in_the_next_session_of_the_face() -> None:
     optimizer.step()
     backend = dd.backend()
     dd.shutdown()
-    os.environ.pop("HOROVOD_RANK", None)
     dd.init(None if backend == "single" else backend, timeout_s=40)
     by_hvd()
     optimizer.zero_grad()
