@@ -83,7 +83,10 @@ def backend() -> str:
 
 
 def transport() -> str:
-    """What carries tensors of this rank's device: "gloo", "nccl", "mpi", or "none" where nothing has to move."""
+    """What carries tensors of this rank's device: "shm", "gloo", "nccl", "mpi", or "none" where nothing has to move.
+
+    "shm" is the memory that ranks of one host share; where there are several hosts, Gloo between them.
+    """
     return session.current().backend.transport
 
 

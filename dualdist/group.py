@@ -25,6 +25,7 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.compiling import uncompiled
 from dualdist.errors import CollectiveError, MismatchError, NotInitializedError, UsageError
+from dualdist.mailbox import Letters, Mailbox
 from dualdist.moves import Exchange
 from dualdist.negotiation import Decision, Offer, Row, decide
 from dualdist.watch import Watch, WatchedBackend
@@ -119,7 +120,9 @@ class Handle(Generic[T]):
 class Group:
     """Some of the job's ranks, or all of them, and what they have begun together."""
 
-    def __init__(self, backend: Backend, watch: Watch, parent: Backend | None = None) -> None:
+    def __init__(
+        self, backend: Backend, watch: Watch, parent: Backend | None = None, mailbox: Mailbox | None = None
+    ) -> None:
         self.backend = backend
         self.ranks = backend.ranks
         self.rank = backend.rank
@@ -130,6 +133,7 @@ class Group:
         self.reducers: list[
             Any
         ] = []  # weak references to those of this group, in the order in which all ranks made them
+        self._mailbox = mailbox  # where the ranks share a host: the quickest way to tell each other what they do
         self._parent = parent or backend  # which ends with the group, and with it all its lines
         self._gradients: WatchedBackend | None = None
         self.named = 0  # operations that were given a number
@@ -280,9 +284,11 @@ class Group:
         for name in decision.agreed:
             self._perform(handles[name], own_parts(rows, name))
 
-    def exchange(self, payload: bytes) -> Exchange:
+    def exchange(self, payload: bytes) -> Exchange | Letters:
         """Every rank's payload, on every rank; one at a time, so that its name can stay, which Horovod remembers."""
         self.exchanges += 1
+        if self._mailbox is not None:
+            return Letters(self._mailbox, payload)
         return Exchange(self.backend, payload, "exchange")
 
     @contextlib.contextmanager
@@ -293,15 +299,19 @@ class Group:
             if self._pending:
                 raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
             self._is_driven = True
-        lines: list[Backend] = [self.backend, *filter(None, [self._gradients])]
+        waiters: list[Any] = [
+            self.backend,
+            *filter(None, [self._gradients]),
+            *filter(None, [self._mailbox and self._mailbox.neighbours]),
+        ]
         usual_s = self.backend.timeout_s
         try:
-            for line in lines:
-                line.timeout_s = PATIENCE_S
+            for waiter in filter(None, waiters):
+                waiter.timeout_s = PATIENCE_S
             yield
         finally:
-            for line in lines:
-                line.timeout_s = usual_s
+            for waiter in filter(None, waiters):
+                waiter.timeout_s = usual_s
             with self._changed:
                 self._is_driven = False
                 self._changed.notify_all()
@@ -322,6 +332,8 @@ class Group:
                 RuntimeWarning,
                 stacklevel=4,
             )
+        if self._mailbox is not None:
+            self._mailbox.close()
         self._parent.close()
         if self._thread is not None:
             self._thread.join(DRAIN_S)

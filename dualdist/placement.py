@@ -21,6 +21,7 @@ class Report:
     node: int | None
     local_rank: int | None
     backend: str
+    transport: str = ""  # as asked for
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -32,13 +33,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's node, and its number on that node."""
+    """A rank's node, its number on that node, and the lowest rank that shares its host.
+
+    A node is what the launcher calls one; a host is where processes can share memory.
+    """
 
     node: int
     local_rank: int
+    host: int = 0
 
 
-def report_of(topology: Topology, host: str, backend: str) -> Report:
+def report_of(topology: Topology, host: str, backend: str, transport: str = "") -> Report:
     """What this rank says of itself: the fields that variables told, not the inferred ones."""
     return Report(
         rank=topology.rank,
@@ -47,6 +52,7 @@ def report_of(topology: Topology, host: str, backend: str) -> Report:
         node=None if "node" in topology.inferred else topology.node,
         local_rank=None if "local_rank" in topology.inferred else topology.local_rank,
         backend=backend,
+        transport=transport,
     )
 
 
@@ -67,6 +73,14 @@ def settle(reports: Sequence[Report]) -> list[Place]:
                 f"rank 0 chose the backend {reports[0].backend!r} and rank {rank} the backend {report.backend!r}: "
                 "give every rank the same --backend or DUALDIST_BACKEND, and the same installation"
             )
+        if report.transport != reports[0].transport:
+            raise TopologyError(
+                f"rank 0 asked for the transport {reports[0].transport!r} and rank {rank} for {report.transport!r}: "
+                "give every rank the same DUALDIST_TRANSPORT"
+            )
+    first_on: dict[str, int] = {}
+    for report in reports:
+        first_on.setdefault(report.host, report.rank)
     nodes: dict[object, list[int]] = defaultdict(list)
     for report in reports:
         nodes[report.host if report.node is None else report.node].append(report.rank)
@@ -76,7 +90,7 @@ def settle(reports: Sequence[Report]) -> list[Place]:
         node = reports[ranks[0]].node if told else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
-            places[rank] = Place(node, local_rank)
+            places[rank] = Place(node, local_rank, first_on[reports[rank].host])
     return [place for place in places if place is not None]
 
 

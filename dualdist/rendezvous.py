@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
@@ -168,15 +168,16 @@ def meet(
     connect: Connect,
     known: Store | None,
     deadline: Deadline,
+    transport: str = "",
 ) -> Met:
-    """Bring all ranks together at one store; every rank calls this.
+    """Bring all ranks together at one store; every rank calls this, with the backend and transport it will use.
 
     `session` names this meeting, alike on every rank; `known` is the store of an earlier one. Errors are raised on
     every rank that came, and name who or what did not.
     """
     host = network.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    report = report_of(topology, host, backend)
+    report = report_of(topology, host, backend, transport)
 
     def gather() -> Met:
         places = assemble(store, report, session, deadline)
@@ -342,4 +343,4 @@ def _object(store: Store, key: str, objection: str) -> NoReturn:
 def _judge(store: Store, key: str, objection: str, places: list[Place] | None = None) -> None:
     """Write the verdict, an objection or everybody's place; the first one stands."""
     if store.add(f"{key}/judges", 1) == 1:
-        store.set(f"{key}/verdict", json.dumps([objection, [(place.node, place.local_rank) for place in places or []]]))
+        store.set(f"{key}/verdict", json.dumps([objection, [astuple(place) for place in places or []]]))

@@ -19,7 +19,7 @@ from dualdist.errors import (
     UsageError,
 )
 from dualdist.network import host_identity
-from dualdist.placement import Report, placed, report_of, settle
+from dualdist.placement import Place, Report, placed, report_of, settle
 from dualdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from dualdist.backends.base import Backend, Store
     from dualdist.group import Group
+    from dualdist.mailbox import Mailbox
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
@@ -34,7 +35,7 @@ HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
 TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 STORE = "dualdist.store"
 BACKENDS = ("auto", "native", "horovod")
-TRANSPORTS = ("gloo", "mpi", "nccl")
+TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 # Launchers that belong to one backend; the others start ranks for any.
 HOROVODS_OWN = ("horovodrun",)
 MPIS_OWN = ("mpirun", "mpiexec", "jsrun")
@@ -48,6 +49,9 @@ class Session:
     topology: Topology
     device: torch.device
     timeout_s: float
+    hosts: tuple[int, ...]  # of each rank, the lowest rank that shares its host
+    store: Store | None  # None where there is one rank
+    key: str  # of what this session keeps in the store
     groups: list[Group] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)  # what other faces keep as long as the session
 
@@ -114,7 +118,12 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     name = f"dualdist/{environ.get(TORCHRUN_RESTARTS, '0')}/{_process.sessions}"
     _process.sessions += 1
     session = _open(requested, transport, environ, name, timeout_s)
-    if transport not in ("", session.backend.transport) and session.backend.name != "single":
+    has_nobody_to_share_with = session.topology.size == 1 and (requested, transport) == ("native", "shm")
+    if (
+        transport not in ("", session.backend.transport)
+        and session.backend.name != "single"
+        and not has_nobody_to_share_with
+    ):
         session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
@@ -160,7 +169,9 @@ def new_group(ranks: Sequence[int]) -> Group:
     world = session.world
     name = world.next_name("new_group")
     backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
-    group = Group(backend, Watch(world.watch.roll, members))
+    place, timeout_s = backend.rank, backend.timeout_s
+    mailbox = _mailbox(session.store, f"{session.key}/{name}", session.hosts, members, place, timeout_s)
+    group = Group(backend, Watch(world.watch.roll, members), mailbox=mailbox)
     session.groups.append(group)
     return group
 
@@ -190,11 +201,11 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     topology = detect(environ)
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
-        return _adopt(topology, group, environ, session, timeout_s)
+        return _adopt(topology, group, transport, environ, session, timeout_s)
     name = chosen_backend(requested, topology)
     if name == "horovod" and controller(transport, topology, environ) == "mpi":
         return _open_horovod_on_mpi(topology, environ, session, timeout_s)
-    return _open_over_store(name, topology, environ, session, timeout_s)
+    return _open_over_store(name, topology, transport, environ, session, timeout_s)
 
 
 def chosen_backend(requested: str, topology: Topology) -> str:
@@ -237,7 +248,12 @@ def _existing_group() -> tuple[int, int] | None:
 
 
 def _adopt(
-    topology: Topology, group: tuple[int, int], environ: MutableMapping[str, str], session: str, timeout_s: float
+    topology: Topology,
+    group: tuple[int, int],
+    transport: str,
+    environ: MutableMapping[str, str],
+    session: str,
+    timeout_s: float,
 ) -> Session:
     """Use the program's own process group. Where no launcher is seen, the group says how many ranks there are."""
     from dualdist.backends import native
@@ -261,8 +277,11 @@ def _adopt(
             f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
         )
     backend, store = native.adopt(_device(None), timeout_s)
-    topology = _place_by(backend, topology, environ)
-    return Session(_world(backend, store, session), topology, _device(topology), timeout_s)
+    places = _places_by(backend, topology, transport, environ)
+    if transport != "gloo":
+        backend.share_memory([place.host for place in places])
+    topology = placed(topology, places)
+    return _session(backend, store, session, topology, places, timeout_s)
 
 
 def _open_horovod_on_mpi(
@@ -285,12 +304,11 @@ def _open_horovod_on_mpi(
             "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
             "or set DUALDIST_TRANSPORT=gloo"
         )
-    topology = _place_by(backend, topology, environ)
-    if topology.size == 1:
-        return Session(_world(backend, None, session), topology, _device(topology), timeout_s)
-    if _process.store is None:
+    places = _places_by(backend, topology, "", environ)
+    topology = placed(topology, places)
+    if _process.store is None and topology.size > 1:
         _process.store = _store_over(backend, topology, environ, Deadline(timeout_s))
-    return Session(_world(backend, _process.store, session), topology, _device(topology), timeout_s)
+    return _session(backend, _process.store, session, topology, places, timeout_s)
 
 
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
@@ -309,56 +327,88 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
     return native_store.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
 
 
-def _world(backend: Backend, store: Store | None, key: str) -> Group:
-    """The group of all ranks, whose failing operations name the ranks that are missing.
+def _session(
+    backend: Backend, store: Store | None, key: str, topology: Topology, places: Sequence[Place], timeout_s: float
+) -> Session:
+    """The session on a backend that runs.
 
-    It has a line of its own: torch's default group is the program's, which may use it while ours is busy in a thread.
+    The group of all ranks, whose failing operations name the ranks that are missing, has a line of its own: torch's
+    default group is the program's, which may use it while ours is busy in a thread.
     """
     from dualdist.group import Group
     from dualdist.watch import RollCall, Watch
 
+    if topology.size == 1:
+        store = None
+    hosts = tuple(place.host for place in places)
     roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll")
-    return Group(backend.channel("operations"), Watch(roll, backend.ranks), backend)
+    line = backend.channel("operations")
+    mailbox = _mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
+    world = Group(line, Watch(roll, backend.ranks), backend, mailbox)
+    return Session(world, topology, _device(topology), timeout_s, hosts, store, key)
+
+
+def _mailbox(
+    store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], place: int, timeout_s: float
+) -> Mailbox | None:
+    """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
+    if store is None or place < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
+        return None
+    from dualdist.errors import BackendUnavailableError
+    from dualdist.mailbox import open_mailbox
+
+    try:
+        return open_mailbox(store, key, ranks, place, Deadline(timeout_s))
+    except BackendUnavailableError:
+        return None  # they exchange them over the backend
 
 
 def _open_over_store(
-    name: str, topology: Topology, environ: MutableMapping[str, str], session: str, timeout_s: float
+    name: str,
+    topology: Topology,
+    transport: str,
+    environ: MutableMapping[str, str],
+    session: str,
+    timeout_s: float,
 ) -> Session:
     """Open the backend where the ranks first meet at a store; a job of one rank needs none."""
     if name == "single":
         from dualdist.backends.single import SingleBackend
 
-        return Session(_world(SingleBackend(), None, session), topology, _device(topology), timeout_s)
+        return _session(SingleBackend(), None, session, topology, [Place(0, 0)], timeout_s)
     from dualdist import rendezvous
     from dualdist.backends import native, native_store
-    from dualdist.placement import Place
 
     deadline = Deadline(timeout_s)
     if topology.size == 1:
         store, places, interface = None, [Place(0, 0)], None
     else:
-        met = rendezvous.meet(topology, environ, session, name, native_store.connect, _process.store, deadline)
+        met = rendezvous.meet(
+            topology, environ, session, name, native_store.connect, _process.store, deadline, transport
+        )
         store, places, interface = met.store, met.places, met.interface
         _process.store = store
     topology = placed(topology, places)
     device = _device(topology)
     backend: Backend
     if name == "native":
-        backend = native.start(topology.rank, topology.size, store, session, interface, environ, device, timeout_s)
+        hosts = () if transport == "gloo" else [place.host for place in places]
+        backend = native.start(
+            topology.rank, topology.size, store, session, interface, environ, device, timeout_s, hosts
+        )
     else:
         from dualdist.backends import horovod
 
         backend = horovod.start_on_gloo(topology, places, store, session, interface, environ, device, timeout_s)
-    return Session(_world(backend, store, session), topology, device, timeout_s)
+    return _session(backend, store, session, topology, places, timeout_s)
 
 
-def _place_by(backend: Backend, topology: Topology, environ: MutableMapping[str, str]) -> Topology:
-    """The topology as the ranks find it when they compare what each of them knows, over a backend that runs already."""
+def _places_by(backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]) -> list[Place]:
+    """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
     from dualdist.moves import allgather_object
 
-    mine = report_of(topology, host_identity(environ), backend.name)
-    reports = [Report.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")]
-    return placed(topology, settle(reports))
+    mine = report_of(topology, host_identity(environ), backend.name, transport)
+    return settle([Report.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])
 
 
 def _device(topology: Topology | None) -> torch.device:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, ReduceOp, Store, Work, describe
+from dualdist.backends.base import Backend, Buffer, ReduceOp, Store, Work, describe
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RendezvousError, UnsupportedError
 
@@ -152,6 +152,23 @@ class WatchedWork:
             return self._work.wait()
 
 
+class _WatchedBuffer:
+    """A buffer whose reductions are watched."""
+
+    def __init__(self, backend: WatchedBackend, buffer: Buffer) -> None:
+        self.values = buffer.values
+        self._backend = backend
+        self._buffer = buffer
+
+    def allreduce(self, op: ReduceOp, name: str) -> WatchedWork:
+        return self._backend._watched(
+            describe("allreduce", name, self.values), lambda: self._buffer.allreduce(op, name)
+        )
+
+    def drop(self) -> None:
+        self._buffer.drop()
+
+
 class WatchedBackend:
     """A backend whose failing operations say which they are, and name the ranks that are missing."""
 
@@ -191,6 +208,13 @@ class WatchedBackend:
         return self._watched(
             describe("alltoall", name, tensor), lambda: self._backend.alltoall(tensor, sent, received, name)
         )
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        with self._watch.over(f"reservation of {nbytes} bytes"):
+            return self._backend.reserve(nbytes, device)
+
+    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        return _WatchedBuffer(self, self._backend.buffer(place, count, dtype, device))
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         return self._backend.traced_allreduce(tensor, op)

@@ -39,6 +39,20 @@ class Work(Protocol):
         """Finish the operation and return its result; raises CollectiveError. On CUDA only the current stream waits."""
 
 
+class Buffer(Protocol):
+    """A place for values that are reduced again and again."""
+
+    values: torch.Tensor  # flat; what the next reduction takes from this rank
+
+    def allreduce(self, op: ReduceOp, name: str) -> Work:
+        """Begin to reduce the values. The result lies in `values`, or where ranks share it: nobody may change it then,
+        and it lasts until the next reduction begins.
+        """
+
+    def drop(self) -> None:
+        """This rank will not use the buffer again."""
+
+
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     """An operation in the words of an error."""
     return f"{kind} {name!r} of {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
@@ -75,6 +89,12 @@ class Backend(Protocol):
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
         """Send each rank i the next sent[i] elements of a flat tensor; what came, received[i] from rank i."""
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        """A place for a buffer of so many bytes on every rank: every rank calls this, and gets the same number."""
+
+    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """The buffer at a place that was reserved for it, its values undefined; not between ranks."""
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """A new tensor with the reduction, as torch.compile follows it; where it cannot, UnsupportedError."""

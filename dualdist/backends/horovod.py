@@ -16,6 +16,7 @@ import torch
 
 from dualdist import network
 from dualdist.backends.base import ReduceOp, Store
+from dualdist.backends.buffers import PlainBuffer
 from dualdist.backends.horovod_settings import ALONE, DYNAMIC_SETS, Controller, Settings, settings_for, slots_of
 from dualdist.deadline import Deadline, call_within, stop_at_exit
 from dualdist.errors import (
@@ -205,6 +206,12 @@ class HorovodBackend:
         return self._start(
             lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
         )
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        return 0
+
+    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
+        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         raise UnsupportedError(UNTRACEABLE)

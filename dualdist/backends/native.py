@@ -1,10 +1,15 @@
-"""The backend over torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors."""
+"""The backend over torch.distributed: NCCL for CUDA tensors; for CPU tensors Gloo, and shared memory within a host.
+
+Gloo connects every pair of ranks. Where all ranks share a host it only does so when something must travel that shared
+memory does not carry (an alltoall, or what finds no room).
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import resource
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,9 +19,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import AllgatherOptions, _register_process_group, _unregister_process_group
 
-from dualdist.backends.base import ReduceOp, Store
+from dualdist.backends.base import Buffer, ReduceOp, Store, Work
+from dualdist.backends.buffers import PlainBuffer
 from dualdist.backends.native_store import LATE, TcpStore, first_line
-from dualdist.deadline import stop_at_exit
+from dualdist.backends.shm import WHOLE_BYTES, HostLine, line_bytes
+from dualdist.deadline import Deadline, stop_at_exit
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -26,6 +33,7 @@ from dualdist.errors import (
     RendezvousError,
     UnsupportedError,
 )
+from dualdist.shared_memory import share
 from dualdist.variables import variables_set
 
 ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
@@ -54,6 +62,10 @@ REDUCIBLE = frozenset(
 # Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
 LINES = 4
 SPARE_FILES = 512
+NO_PLACE = -1
+USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
+# Room that operations and the gradients of a common model take in shared memory, for each rank of the host.
+ROOM_BYTES = 48 << 20
 BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is gone.
@@ -87,7 +99,11 @@ class NativeWork:
 
 
 class NativeBackend:
-    """Moves tensors over a process group; `owned` says that it was made here and ends with close()."""
+    """Moves tensors over process groups, and on one host through shared memory.
+
+    `connect` makes the process groups, by the type of the tensors' device, when they are first needed; `owned` says
+    that they end with close(). `hosts` gives the host of each of the job's ranks where they shall share memory.
+    """
 
     name = "native"
     reducible = REDUCIBLE
@@ -95,7 +111,7 @@ class NativeBackend:
 
     def __init__(
         self,
-        groups: Mapping[str, ProcessGroup],
+        connect: Callable[[], Mapping[str, ProcessGroup]],
         ranks: Sequence[int],
         rank: int,
         store: dist.Store,
@@ -103,33 +119,65 @@ class NativeBackend:
         timeout_s: float,
         *,
         owned: bool,
+        on_gpu: bool,
         traced: Any = "",
+        hosts: Sequence[int] = (),
     ) -> None:
-        self.transport = "nccl" if "cuda" in groups else "gloo"
+        self.transport = "nccl" if on_gpu else "gloo"
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
-        self.timeout_s = timeout_s
         self.is_open = True
-        self._groups = groups  # by the type of the tensors' device
+        self._timeout_s = timeout_s
+        self._connect = connect
+        self._connected: Mapping[str, ProcessGroup] | None = None
         self._store = store
         self._network = network
         self._owned = owned
+        self._on_gpu = on_gpu
         self._traced = traced  # torch's name of the group on which compiled graphs reduce; their order is not ours
         self._registered: ProcessGroup = None  # that group, where it is ours: torch itself does not keep it
+        self._hosts = hosts
+        self._host: HostLine | None = None
+        self._is_full = False  # shared memory had no room
         self._children: list[NativeBackend] = []
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._timeout_s = value
+        if self._host is not None:
+            self._host.neighbours.timeout_s = value
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+        host = self._host
+        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > WHOLE_BYTES):
+            self._require_open()
+            return host.allreduce_(buffer, op, name)
+        return self._allreduce_between_all_(buffer, op, name)
+
+    def _allreduce_between_all_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
         options = self._timed(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(OPS[op])
         return self._start(buffer, lambda: self._of(buffer).allreduce([buffer], options))
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> NativeWork:
+    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
+        host = self._host
+        if host is not None and host.is_only_host and tensor.device.type == "cpu":
+            self._require_open()
+            return host.allgather(tensor)
         output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         options = self._timed(AllgatherOptions())
         return self._start(output, lambda: self._of(tensor)._allgather_base(output, tensor, options))
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> NativeWork:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
+        host = self._host
+        if host is not None and host.is_only_host and buffer.device.type == "cpu":
+            self._require_open()
+            return host.broadcast_(buffer, root)
         options = self._timed(dist.BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
@@ -142,6 +190,20 @@ class NativeBackend:
             output, lambda: self._of(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
         )
 
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        if self._host is None or device.type != "cpu":
+            return NO_PLACE
+        place, reason = self._host.reserve(nbytes)
+        if reason and not self._is_full and self.rank == 0:
+            print(f"{USES_GLOO} for some of the gradients: {reason}", file=sys.stderr)
+        self._is_full = bool(reason)
+        return NO_PLACE if reason else place
+
+    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        if self._host is None or place == NO_PLACE:
+            return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
+        return self._host.buffer(place, count, dtype)
+
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         if self.size == 1:
             return tensor.clone()
@@ -149,16 +211,21 @@ class NativeBackend:
         return total
 
     def channel(self, key: str) -> NativeBackend:
-        child = self._child(self.ranks, key)
+        child = self._child(self.ranks, key, shares=True)
         child._traced = self._traced
+        if child._host is None:
+            self._hosts = ()  # later lines between the same ranks would not find room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
-            child = self._child(ranks, key)
+            child = self._child(ranks, key, shares=True)
             child._register(f"dualdist/{key}")
             return child
-        return NativeBackend({}, ranks, -1, self._store, self._network, self.timeout_s, owned=False)
+        nothing: dict[str, ProcessGroup] = {}
+        return NativeBackend(
+            lambda: nothing, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
+        )
 
     def built_with(self) -> dict[str, int]:
         return built_with()
@@ -169,63 +236,132 @@ class NativeBackend:
         for child in self._children:
             child.close()
         self._children.clear()
+        if self._host is not None:
+            self._host.close()
         if self._registered is not None:
             _unregister_process_group(self._traced)
             self._registered = None
+        groups = (self._connected or {}).values()
+        self._connected = {}
         if not self._owned:
             return
-        if any(group is dist.group.WORLD for group in self._groups.values()):
+        if any(group is dist.group.WORLD for group in groups):
             dist.destroy_process_group()
         else:
-            for group in self._groups.values():
+            for group in groups:
                 group.abort()
-        self._groups = {}
 
     def at_exit(self) -> None:
         """Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291)."""
         stop_at_exit(self.close)
 
-    def _child(self, ranks: Sequence[int], key: str) -> NativeBackend:
+    def _child(self, ranks: Sequence[int], key: str, *, shares: bool) -> NativeBackend:
         """A backend of its own connections between the ranks, who find each other in the store under the key."""
         rank = list(ranks).index(self.ranks[self.rank])
         store = dist.PrefixStore(key, self._store)
+
+        def connect() -> dict[str, ProcessGroup]:
+            return self._process_groups(store, rank, len(ranks))
+
+        child = NativeBackend(
+            connect,
+            ranks,
+            rank,
+            store,
+            self._network,
+            self.timeout_s,
+            owned=True,
+            on_gpu=self._on_gpu,
+            hosts=self._hosts if shares else (),
+        )
+        self._children.append(child)
+        child._share_memory()
+        if child._host is None or not child._host.is_only_host or self._on_gpu:
+            child._groups()
+        return child
+
+    def share_memory(self, hosts: Sequence[int]) -> None:
+        """Lines and subgroups that are made from now on share memory where their ranks share a host."""
+        self._hosts = hosts
+
+    def _share_memory(self) -> None:
+        """Open a line between the ranks of this host, if all hosts can; the first ranks of the hosts have one too."""
+        if not self._hosts:
+            return
+        members: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            members.setdefault(self._hosts[rank], []).append(rank)
+        me = self.ranks[self.rank]
+        mine = members[self._hosts[me]]
+        is_only_host, place = len(members) == 1, mine.index(me)
+        if len(members) == self.size:
+            return
+        store = TcpStore(self._store, "", "the job's store")
+        deadline, room = Deadline(self.timeout_s), len(mine) * ROOM_BYTES
+        segment, reason = None, ""
+        try:
+            segment = share(store, f"host/{mine[0]}", place, len(mine), line_bytes(len(mine)), deadline, room)
+        except BackendUnavailableError as error:
+            reason = str(error)
+            if place == 0:
+                print(f"{USES_GLOO}: {reason}", file=sys.stderr)
+        if not is_only_host:
+            fails = torch.tensor([segment is None], dtype=torch.uint8)
+            self._allreduce_between_all_(fails, "max", "share").wait()
+            segment = None if fails.item() else segment
+        if segment is None:
+            return
+        leaders = None
+        if not is_only_host and place == 0:
+            leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
+        self._host = HostLine(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
+        if not self._on_gpu:
+            self.transport = "shm"
+
+    def _process_groups(self, store: dist.Store, rank: int, size: int) -> dict[str, ProcessGroup]:
         timeout = timedelta(seconds=self.timeout_s)
         groups: dict[str, ProcessGroup] = {}
         try:
             with self._network():
-                groups["cpu"] = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-            if "cuda" in self._groups:
+                groups["cpu"] = dist.ProcessGroupGloo(store, rank, size, timeout)
+            if self._on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, len(ranks), options)
+                groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         except RuntimeError as error:
             raise translated(error, self.timeout_s) from error
-        child = NativeBackend(groups, ranks, rank, store, self._network, self.timeout_s, owned=True)
-        self._children.append(child)
-        return child
+        return groups
 
     def _register(self, name: Any) -> None:
         """Let compiled graphs find a group of these ranks, with connections of its own, under the name."""
         if self.size == 1:
             return
-        line = self._child(self.ranks, "compiled")
+        line = self._child(self.ranks, "compiled", shares=False)
         group = dist.ProcessGroup(line._store, self.rank, self.size)
-        for kind, inner in line._groups.items():
+        for kind, inner in line._groups().items():
             group._register_backend(torch.device(kind), BACKENDS[kind], inner)
         group._set_group_name(name)
         _register_process_group(name, group)
         self._traced, self._registered = name, group
 
+    def _groups(self) -> Mapping[str, ProcessGroup]:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
     def _of(self, tensor: torch.Tensor) -> ProcessGroup:
-        return self._groups.get(tensor.device.type) or self._groups["cpu"]
+        return self._groups().get(tensor.device.type) or self._groups()["cpu"]
 
     def _timed(self, options: Options) -> Options:
         options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
         return options
 
-    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
+    def _require_open(self) -> None:
         if not self.is_open:
             raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+
+    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
+        self._require_open()
         try:
             return NativeWork(start(), result, self.timeout_s)
         except (RuntimeError, ValueError) as error:
@@ -257,15 +393,16 @@ def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpSto
             'CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
         )
     store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
-    groups = _world({"cpu", device.type} & kinds)
+    used = {"cpu", device.type} & kinds
     backend = NativeBackend(
-        groups,
+        lambda: _world(used),
         range(dist.get_world_size()),
         dist.get_rank(),
         store,
         contextlib.nullcontext,
         timeout_s,
         owned=False,
+        on_gpu="cuda" in used,
         traced=_world_name(),
     )
     atexit.register(backend.at_exit)
@@ -294,6 +431,7 @@ def start(
     environ: MutableMapping[str, str],
     device: torch.device,
     timeout_s: float,
+    hosts: Sequence[int],
 ) -> NativeBackend:
     """Set up torch.distributed's default group over the store; a group of one needs none.
 
@@ -324,15 +462,18 @@ def start(
             f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
         ) from error
     backend = NativeBackend(
-        _world(["cpu", "cuda"] if nccl else ["cpu"]),
+        lambda: _world(["cpu", "cuda"] if nccl else ["cpu"]),
         range(size),
         rank,
         dist.PrefixStore(f"{key}/lines", inner),
         network,
         timeout_s,
         owned=True,
+        on_gpu=nccl,
         traced=_world_name(),
+        hosts=hosts,
     )
+    backend._groups()
     atexit.register(backend.at_exit)
     return backend
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.buffers import PlainBuffer
 
 # Nothing is reduced with anything, so that every dtype will do.
 EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
@@ -51,6 +52,12 @@ class SingleBackend:
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Finished:
         return Finished(tensor.clone())
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        return 0
+
+    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
+        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         return tensor.clone()

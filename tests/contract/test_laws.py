@@ -60,20 +60,22 @@ CELLS = [
     Cell("python", "native", "none", "native", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "mpi", ranks=1, variables=MPI),
-    Cell("spawn", "", "spawn", "native", "gloo"),
+    Cell("spawn", "", "spawn", "native", "shm"),
     Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
-    Cell("torchrun", "", "torchrun", "native", "gloo"),
-    Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4),
+    Cell("torchrun", "", "torchrun", "native", "shm"),
+    Cell("torchrun", "native", "torchrun", "native", "shm", ranks=4),
+    Cell("torchrun", "native", "torchrun", "native", "gloo", variables=GLOO),
+    Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4, variables=GLOO),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo", ranks=4),
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
-    Cell("horovodrun-gloo", "native", "horovodrun", "native", "gloo"),
+    Cell("horovodrun-gloo", "native", "horovodrun", "native", "shm"),
     Cell("horovodrun-mpi", "", "horovodrun", "horovod", "mpi"),
-    Cell("horovodrun-mpi", "native", "horovodrun", "native", "gloo"),
+    Cell("horovodrun-mpi", "native", "horovodrun", "native", "shm"),
     Cell("mpirun", "", "mpirun", "horovod", "mpi"),
     Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
-    Cell("mpirun", "native", "mpirun", "native", "gloo"),
+    Cell("mpirun", "native", "mpirun", "native", "shm"),
 ]
 
 
@@ -131,7 +133,7 @@ def test_every_rank_knows_its_place_and_its_backend(jobs: Jobs, cell: Cell) -> N
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.ranks == 2], ids=str)
 def test_two_ranks_train_to_the_same_bits_everywhere(jobs: Jobs, cell: Cell) -> None:
-    reference = jobs.reports(Cell("torchrun", "", "torchrun", "native", "gloo"))[0]["hash"]
+    reference = jobs.reports(Cell("torchrun", "", "torchrun", "native", "shm"))[0]["hash"]
     assert [report["hash"] for report in jobs.reports(cell)] == [reference, reference]
 
 
@@ -146,7 +148,7 @@ def test_training_is_that_of_one_process_on_the_whole_batch(jobs: Jobs, cell: Ce
 
 def test_training_is_that_of_distributed_data_parallel(jobs: Jobs) -> None:
     """Two ranks of DDP add and divide in another order than dualdist, so the last bits may differ."""
-    for report in jobs.reports(Cell("torchrun", "", "torchrun", "native", "gloo")):
+    for report in jobs.reports(Cell("torchrun", "", "torchrun", "native", "shm")):
         for name, values in report["ddp"].items():
             mine = torch.tensor(report["parameters"][name])
             torch.testing.assert_close(mine, torch.tensor(values), rtol=1e-4, atol=1e-4)

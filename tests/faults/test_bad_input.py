@@ -180,10 +180,10 @@ def test_horovod_over_mpi_under_torchrun_is_refused_with_a_reason(refuses: Refus
     assert_says(outcome, "UnsupportedError", "torchrun", "mpirun", "DUALDIST_TRANSPORT=gloo")
 
 
-@pytest.mark.parametrize(("backend", "asked"), [("native", "mpi"), ("horovod", "nccl")])
+@pytest.mark.parametrize(("backend", "asked"), [("native", "mpi"), ("horovod", "nccl"), ("horovod", "shm")])
 def test_a_transport_that_is_not_to_be_had_is_refused(refuses: Refuses, backend: str, asked: str) -> None:
     outcome = refuses([*RANK, backend], env={"DUALDIST_TRANSPORT": asked})
-    assert_says(outcome, "UnsupportedError", f"DUALDIST_TRANSPORT={asked}", "gloo")
+    assert_says(outcome, "UnsupportedError", f"DUALDIST_TRANSPORT={asked}", f"the backend {backend} runs over")
 
 
 def test_an_mpi4py_of_another_mpi_is_said_with_both_numbers(refuses: Refuses, mpich: MPICH) -> None:

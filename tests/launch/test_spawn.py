@@ -61,7 +61,7 @@ def test_an_existing_group_is_used_and_left_alone(launch: Launch) -> None:
             "local_rank": rank,
             "local_size": 2,
             "backend": "native",
-            "transport": "gloo",
+            "transport": "shm",
             "sum": 3.0,
             "still": 2.0,
         }

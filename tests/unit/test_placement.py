@@ -21,18 +21,26 @@ def reports(*said: tuple[str, int | None, int | None]) -> list[Report]:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0), (0, 1)], id="all told"),
-        pytest.param([("a", None, None), ("a", None, None)], [(0, 0), (0, 1)], id="nothing told, one host"),
-        pytest.param([("a", None, 0), ("b", None, 0)], [(0, 0), (1, 0)], id="a node is a host where none is told"),
-        pytest.param([("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0), (1, 0), (0, 1)], id="round robin"),
-        pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0), (1, 0)], id="two nodes on one machine, as told"),
-        pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0), (0, 0)], id="nodes need not follow the ranks"),
-        pytest.param([("a", None, 0)] + [("b", None, n) for n in range(3)], [(0, 0), (1, 0), (1, 1), (1, 2)], id="1+3"),
-        pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1), (0, 0)], id="local ranks as told"),
+        pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0, 0), (0, 1, 0)], id="all told"),
+        pytest.param([("a", None, None), ("a", None, None)], [(0, 0, 0), (0, 1, 0)], id="nothing told, one host"),
+        pytest.param(
+            [("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)], id="a node is a host where none is told"
+        ),
+        pytest.param(
+            [("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)], id="round robin"
+        ),
+        pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0, 0), (1, 0, 0)], id="two nodes on one machine, as told"),
+        pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0, 0), (0, 0, 1)], id="nodes need not follow the ranks"),
+        pytest.param(
+            [("a", None, 0)] + [("b", None, n) for n in range(3)],
+            [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)],
+            id="1+3",
+        ),
+        pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1, 0), (0, 0, 0)], id="local ranks as told"),
     ],
 )
 def test_every_rank_gets_its_place(
-    said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int]]
+    said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
 ) -> None:
     assert settle(reports(*said)) == [Place(*place) for place in expected]
 
@@ -49,6 +57,11 @@ def test_every_rank_gets_its_place(
             [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")],
             ["'native'", "'horovod'"],
             id="two backends",
+        ),
+        pytest.param(
+            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], transport="gloo")],
+            ["''", "'gloo'", "DUALDIST_TRANSPORT"],
+            id="two transports",
         ),
     ],
 )

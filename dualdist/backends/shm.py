@@ -1,0 +1,392 @@
+"""Tensors between the ranks of one host through the memory they share; beneath the native backend.
+
+Every rank has a slot to write to, and each reduces its part of everybody's slots: the ranks of a host read each other's
+memory, and nothing is sent. Ranks move on when they look (Work.done and Work.wait), without a thread. Where there are
+several hosts, the first rank of each, its leader, reduces the result with the other leaders, and tells its neighbours.
+
+Note [phases]: a round of a buffer has two. A rank has "posted" when its values are in its slot, and has "finished" when
+it will not read the slots again, having reduced its part into the result. A slot is written again after all have
+finished. The result is written again after all have posted anew, which they do when they have read it.
+
+Note [in turn]: values that every rank reads whole need no second phase where four buffers are used in turn, of which two
+at most are under way: whoever writes a fifth has seen that all posted the third, before which they had read the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dualdist.backends.base import Backend, ReduceOp, Work
+from dualdist.errors import BackendUnavailableError
+from dualdist.mailbox import LINE_BYTES, WORD_BYTES, Mailbox
+from dualdist.mailbox import nbytes as mailbox_bytes
+from dualdist.moves import as_bytes
+from dualdist.shared_memory import Neighbours, Segment, pages
+
+REDUCE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+# What passes through in pieces passes through slots of this size; it fits a processor's second cache.
+STAGE_BYTES = 1 << 20
+AT_ONCE = 2
+STAGES = 2 * AT_ONCE
+# Up to here every rank reduces all by itself, which takes one phase, not two.
+WHOLE_BYTES = 1 << 14
+REASON = 500  # characters
+# A part begins on a cache line of its own, for every dtype.
+ALIGNED = 64
+# The words that each rank has in a buffer.
+POSTED, FINISHED, SPREAD, DROPPED = range(4)
+REMOVE = 9  # madvise(2): MADV_REMOVE
+
+
+class Shared:
+    """A slot for every rank, a place for the result, and the words that say how far each rank has come."""
+
+    def __init__(self, segment: Segment, start: int, nbytes: int) -> None:
+        self.size, self.place, self.nbytes = segment.size, segment.place, nbytes
+        memory = segment.map(start, shared_bytes(segment.size, nbytes))
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")
+        step, width = LINE_BYTES // WORD_BYTES, pages(nbytes)
+        others = [place for place in range(self.size) if place != self.place]
+        self._mine = self.place * step
+        self._theirs = [place * step for place in others]
+        body = torch.frombuffer(memory, dtype=torch.uint8, offset=pages(self.size * LINE_BYTES))
+        self.slots = [body[place * width : place * width + nbytes] for place in range(self.size)]
+        self.result = body[self.size * width : self.size * width + nbytes]
+        self.round = self._words[self._mine]
+
+    def post(self) -> int:
+        """My values are in my slot; returns the number of the round."""
+        self.round += 1
+        self._words[self._mine + POSTED] = self.round
+        return self.round
+
+    def say(self, word: int, value: int) -> None:
+        """Set one of my words."""
+        self._words[self._mine + word] = value
+
+    def have_all(self, word: int, number: int) -> bool:
+        """Whether this word of all the others has come so far."""
+        words = self._words
+        return all(words[place + word] >= number for place in self._theirs)
+
+    def has_leader(self, word: int, number: int) -> bool:
+        """Whether this word of the leader has come so far."""
+        return self._words[word] >= number
+
+    def is_dropped(self) -> bool:
+        """Whether no rank uses it any more."""
+        return self.have_all(DROPPED, 1) and self._words[self._mine + DROPPED] == 1
+
+    def free(self) -> None:
+        """Give the memory back to the system; for the leader, when all have dropped it."""
+        self._memory.madvise(REMOVE, 0, len(self._memory))
+
+
+def line_bytes(size: int) -> int:
+    """What a line of so many ranks takes from the start."""
+    return mailbox_bytes(size) + STAGES * shared_bytes(size, STAGE_BYTES)
+
+
+def shared_bytes(size: int, nbytes: int) -> int:
+    """What a Shared takes of its segment."""
+    return pages(size * LINE_BYTES) + (size + 1) * pages(nbytes)
+
+
+class Reduction:
+    """One round of a buffer, from the moment when this rank's values are in its slot. A Work."""
+
+    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+        self.is_between_hosts = False  # or has been
+        self._line = line
+        self._shared = shared
+        self._op = op
+        self._name = name
+        nbytes = count * dtype.itemsize
+        self._slots = [slot[:nbytes].view(dtype) for slot in shared.slots]
+        self._result = shared.result[:nbytes].view(dtype)
+        self._is_reduced = self._is_done = False
+        self._between_hosts: Work | None = None
+        self._number = shared.post()
+        line.under_way.append(self)
+
+    def done(self) -> bool:
+        if not self._is_done:
+            self._line.advance()
+        return self._is_done
+
+    def wait(self) -> torch.Tensor:
+        """The result, which all ranks of the host see and none may change."""
+        self._line.neighbours.wait(self.done)
+        return self._result
+
+    def advance(self, *, may_leave: bool) -> bool:
+        """Do what can be done without waiting, and leave the host if it may; whether that was the last of it."""
+        shared, number = self._shared, self._number
+        if not self._is_reduced:
+            if not shared.have_all(POSTED, number):
+                return False
+            self._reduce()
+            shared.say(FINISHED, number)
+            self._is_reduced = True
+        self._is_done = shared.have_all(FINISHED, number) and (self._line.is_only_host or self._has_spread(may_leave))
+        return self._is_done
+
+    def _has_spread(self, may_leave: bool) -> bool:
+        """Whether the host's result has become that of all hosts, which its leader sees to."""
+        leaders = self._line.leaders
+        if leaders is None:
+            return self._shared.has_leader(SPREAD, self._number)
+        if self._between_hosts is None and may_leave:
+            self._between_hosts = leaders.allreduce_(self._result, self._op, self._name)
+            self.is_between_hosts = True
+        if self._between_hosts is None or not self._between_hosts.done():
+            return False
+        self._between_hosts.wait()
+        self._shared.say(SPREAD, self._number)
+        return True
+
+    def _reduce(self) -> None:
+        """My part of everybody's values, in rank order, so that all sums round alike."""
+        count = self._result.numel()
+        each = -(-count // (self._shared.size * ALIGNED)) * ALIGNED
+        start, end = (min(count, place * each) for place in (self._shared.place, self._shared.place + 1))
+        if start < end:
+            reduce_into(self._result[start:end], [slot[start:end] for slot in self._slots], self._op)
+
+
+def reduce_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The reduction of the parts, from the first to the last."""
+    if len(parts) == 1:
+        return total.copy_(parts[0])
+    reduce = REDUCE[op]
+    reduce(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        reduce(total, part, out=total)
+    return total
+
+
+class SharedBuffer:
+    """A Buffer whose values lie in this rank's slot."""
+
+    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype) -> None:
+        self.values = shared.slots[shared.place].view(dtype)
+        self._line = line
+        self._shared = shared
+        self._count = count
+
+    def allreduce(self, op: ReduceOp, name: str) -> Reduction:
+        return Reduction(self._line, self._shared, self._count, self.values.dtype, op, name)
+
+    def drop(self) -> None:
+        self._shared.say(DROPPED, 1)
+
+
+class Whole:
+    """A reduction of few values, which every rank reduces by itself; one at a time is under way. A Work."""
+
+    def __init__(self, line: HostLine, buffer: torch.Tensor, op: ReduceOp) -> None:
+        self._line = line
+        self._buffer = buffer
+        self._op = op
+        self._posted = line.post(buffer.view(-1))
+        self._is_done = False
+
+    def done(self) -> bool:
+        if not self._is_done and self._posted.arrived():
+            flat = self._buffer.view(-1)
+            reduce_into(flat, self._posted.slots(flat.dtype, len(flat)), self._op)
+            self._is_done = True
+        return self._is_done
+
+    def wait(self) -> torch.Tensor:
+        if not self._is_done:
+            self._line.neighbours.wait(self.done)
+        return self._buffer
+
+
+class Posted:
+    """What a rank has let all others read, and will read from them."""
+
+    def __init__(self, stage: Shared) -> None:
+        self._stage = stage
+        self._number = stage.post()
+
+    def arrived(self) -> bool:
+        """Whether all ranks have posted theirs."""
+        return self._stage.have_all(POSTED, self._number)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """What every rank has posted."""
+        return [slot[: count * dtype.itemsize].view(dtype) for slot in self._stage.slots]
+
+
+class Passing:
+    """An operation whose tensors pass through the stages; it happens in wait(). A Work."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run: Callable[[], torch.Tensor] | None = run
+        self._result: torch.Tensor
+
+    def done(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> torch.Tensor:
+        if self._run is not None:
+            self._result = self._run()
+            self._run = None
+        return self._result
+
+
+class HostLine:
+    """A line between the ranks of one host, who all call the same in the same order; leaders reach other hosts."""
+
+    def __init__(
+        self, segment: Segment, ranks: Sequence[int], leaders: Backend | None, timeout_s: float, *, is_only_host: bool
+    ) -> None:
+        self.neighbours = Neighbours(segment, ranks, timeout_s)
+        self.is_only_host = is_only_host
+        self.leaders = leaders  # the line between the hosts' first ranks, on those
+        self.under_way: list[Reduction] = []
+        self._segment = segment
+        self._mailbox = Mailbox(self.neighbours)
+        stage_bytes, start = shared_bytes(segment.size, STAGE_BYTES), mailbox_bytes(segment.size)
+        self._stages = [Shared(segment, start + number * stage_bytes, STAGE_BYTES) for number in range(STAGES)]
+        self._end = start + STAGES * stage_bytes
+        self._made: dict[int, Shared] = {}  # by the leader, who frees them
+        self._turn = 0
+        self._last: Whole | None = None
+
+    def advance(self) -> None:
+        """Take everything that is under way as far as it goes; between hosts, in the order in which it began."""
+        may_leave = True
+        for work in list(self.under_way):
+            if work.advance(may_leave=may_leave):
+                self.under_way.remove(work)
+            elif not work.is_between_hosts:
+                may_leave = False
+
+    def reserve(self, nbytes: int) -> tuple[int, str]:
+        """Where a buffer of so many bytes for each rank lies, and why it does not fit: the same on all hosts."""
+        start, wanted = self._end, shared_bytes(self._segment.size, nbytes)
+        self._end += wanted
+        said = b""
+        if self._segment.place == 0:
+            self._free_dropped()
+            said = self._allocated(start, wanted).encode()[:REASON]
+        return start, self._mailbox.exchange(said)[0].decode(errors="replace")
+
+    def _allocated(self, start: int, nbytes: int) -> str:
+        reason = ""
+        try:
+            self._segment.allocate(start, nbytes)
+        except BackendUnavailableError as error:
+            reason = str(error)
+        if self.leaders is not None:
+            fails = torch.tensor([bool(reason)], dtype=torch.uint8)
+            if self.leaders.allreduce_(fails, "max", "reserve").wait().item() and not reason:
+                reason = "another host has no room for it"
+        return reason
+
+    def _free_dropped(self) -> None:
+        for start, shared in list(self._made.items()):
+            if shared.is_dropped():
+                shared.free()
+                del self._made[start]
+
+    def buffer(self, start: int, count: int, dtype: torch.dtype) -> SharedBuffer:
+        """The buffer that was reserved there."""
+        shared = Shared(self._segment, start, count * dtype.itemsize)
+        if self._segment.place == 0:
+            self._made.setdefault(start, shared)
+        return SharedBuffer(self, shared, count, dtype)
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+        """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""
+        if self.is_only_host and buffer.nbytes <= WHOLE_BYTES:
+            self._finish_last()
+            self._last = Whole(self, buffer, op)
+            return self._last
+        return Passing(lambda: self._in_pieces(buffer, op, name))
+
+    def _in_pieces(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
+        """Two ranks read all of each other's values; more ranks share the work out, which takes them two phases."""
+        self._finish_last()
+        begun: list[tuple[torch.Tensor, Whole | Reduction]] = []
+        flat = buffer.view(-1)
+        for number, piece in enumerate(flat.split(STAGE_BYTES // flat.itemsize)):
+            if self.is_only_host and self._segment.size == 2:
+                begun.append((piece, Whole(self, piece, op)))
+            else:
+                stage = self._filled(piece)
+                begun.append((piece, Reduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
+            if len(begun) == AT_ONCE:
+                _finish(*begun.pop(0))
+        for piece, work in begun:
+            _finish(piece, work)
+        return buffer
+
+    def allgather(self, tensor: torch.Tensor) -> Passing:
+        """See Backend.allgather; on the only host."""
+        return Passing(lambda: self._gathered(tensor))
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        mine = as_bytes(tensor)
+        output = mine.new_empty(self._segment.size, len(mine))
+        for start in range(0, len(mine), STAGE_BYTES):
+            piece = mine[start : start + STAGE_BYTES]
+            for row, theirs in zip(output, self._passed(piece, len(piece)), strict=True):
+                row[start : start + STAGE_BYTES].copy_(theirs)
+        return output.view(-1).view(tensor.dtype).view(self._segment.size * tensor.shape[0], *tensor.shape[1:])
+
+    def broadcast_(self, buffer: torch.Tensor, root: int) -> Passing:
+        """See Backend.broadcast_; on the only host."""
+        return Passing(lambda: self._broadcast(buffer, root))
+
+    def _broadcast(self, buffer: torch.Tensor, root: int) -> torch.Tensor:
+        is_root = self._segment.place == root
+        for piece in as_bytes(buffer).split(STAGE_BYTES):
+            found = self._passed(piece if is_root else piece[:0], len(piece))
+            if not is_root:
+                piece.copy_(found[root])
+        return buffer
+
+    def _passed(self, mine: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The bytes that every rank gives, to be read before the next call: Note [in turn]."""
+        self._finish_last()
+        posted = self.post(mine)
+        self.neighbours.wait(posted.arrived)
+        return posted.slots(torch.uint8, count)
+
+    def post(self, values: torch.Tensor) -> Posted:
+        """Let the others read few values."""
+        return Posted(self._filled(values))
+
+    def _filled(self, values: torch.Tensor) -> Shared:
+        """The next stage, with these values in my slot."""
+        self._turn += 1
+        stage = self._stages[self._turn % STAGES]
+        if len(values):
+            stage.slots[stage.place][: values.nbytes].view(values.dtype).copy_(values)
+        return stage
+
+    def _finish_last(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def close(self) -> None:
+        self.neighbours.close()
+
+
+def _finish(piece: torch.Tensor, work: Work) -> None:
+    result = work.wait()
+    if result is not piece:
+        piece.copy_(result)
