@@ -17,6 +17,7 @@ from dualdist.buckets import Bucket, BucketPlan, Recipe
 from dualdist.collectives import grouped_allreduce
 
 if TYPE_CHECKING:
+    from dualdist.backends.base import Backend
     from dualdist.compression import Compressor
     from dualdist.reducer import Reducer
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class Notices(Bucket):
     """Carries no gradients, only two flags for each: "I had one" and "it is not finite"."""
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe) -> None:
-        super().__init__(plan, Recipe("sum"))
+    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
+        super().__init__(plan, Recipe("sum"), line)
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
         """A gradient that is not finite on some rank is NaN on all of them."""

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import Backend, Work
+from dualdist.backends.base import Backend, Buffer, Work
 from dualdist.compression import Cast, Compressor
-from dualdist.reductions import allreduce_, divide_, sparse_sum
+from dualdist.holders import is_gradient_kept, references, uses
+from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
 # reduced apart, in parameter order, after the buckets: as a dense one where another rank has it dense (of tied weights
 # a loss may touch one use only). From then on its place in the bucket is empty.
 
+# Note [gradients in the bucket]: what has been reduced lies in a row of this rank's own, and the parameters' gradients
+# become views of it; a copy is made only where a program keeps the tensor that autograd made. A row in which somebody
+# still looks at gradients (a parameter that was not set to None, or a program that has kept one) is not written to
+# again: another takes its place until then.
+
 GradientOp = Literal["mean", "sum", "adasum"]
 
 # A small first bucket starts the first transfer early; the size of the others is DDP's.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+# Smaller gradients are gathered together, when the bucket leaves: a call for each would take longer than its copy.
+LARGE_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,20 @@ class Recipe:
             self.compressor.dtype if isinstance(self.compressor, Cast) else _name_of(self.compressor)
         )
         return f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense}"
+
+
+def wire_dtype(dtype: torch.dtype, recipe: Recipe) -> torch.dtype | None:
+    """In which dtype gradients travel; None where a compressor of the user's own decides."""
+    if recipe.compressor is None:
+        return dtype
+    if isinstance(recipe.compressor, Cast):
+        return recipe.compressor.dtype if dtype.is_floating_point else dtype
+    return None
+
+
+def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
+    """The strides that autograd gives the parameter's gradient: its own, or without gaps where those have some."""
+    return torch.empty_like(param, device="meta").stride()
 
 
 def _name_of(compressor: Compressor) -> str:
@@ -89,67 +111,159 @@ class BucketPlan:
 
     name: str
     shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
+    place: int  # of the buffer, as the line has reserved it
     apart: frozenset[int] = frozenset()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements of each member travel in the bucket."""
+        return [0 if number in self.apart else shape.numel() for number, shape in enumerate(self.shapes)]
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole buffer: behind the gradients two flags for each member, and one for the bucket."""
+        return sum(self.counts) + 2 * len(self.shapes) + 1
+
+
+class Flat:
+    """A row of elements, and in it a view of each gradient and the tail of flags."""
+
+    def __init__(self, values: torch.Tensor, plan: BucketPlan, buffer: Buffer | None = None) -> None:
+        counts = plan.counts
+        self.values = values
+        self.buffer = buffer  # whose values these are
+        self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
+        pieces = self.gradients.split(counts)
+        self.views = {
+            number: piece.as_strided(plan.shapes[number], plan.strides[number], piece.storage_offset())
+            for number, piece in enumerate(pieces)
+            if number not in plan.apart
+        }
+        self._unkept = self._looks()
+
+    def is_kept(self) -> bool:
+        """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
+        return any(now > before for now, before in zip(self._looks(), self._unkept, strict=True))
+
+    def _looks(self) -> list[int]:
+        return [uses(self.values), *map(references, self.views.values())]
 
 
 class Bucket:
-    """A flat buffer with a place for each member's gradient, and behind them what the ranks tell each other.
+    """Gathers gradients in a flat buffer, with what the ranks tell each other behind them, and has it reduced.
 
     Those are two flags for each member, "I had a dense gradient" and "I had a sparse one", and one for the bucket: "I
     take part".
     """
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe) -> None:
+    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
         self.plan = plan
         self.recipe = recipe
-        counts = [0 if number in plan.apart else shape.numel() for number, shape in enumerate(plan.shapes)]
-        self.flat = torch.zeros(sum(counts) + 2 * len(counts) + 1, dtype=plan.dtype, device=plan.device)
-        self._gradients, self._tail = self.flat[: sum(counts)], self.flat[sum(counts) :]
-        pieces = self._gradients.split(counts)
-        self._views = {
-            number: piece.view(shape)
-            for number, (piece, shape) in enumerate(zip(pieces, plan.shapes, strict=True))
-            if number not in plan.apart
-        }
-        self.waiting_for = len(counts)
+        self.waiting_for = len(plan.shapes)
+        self._line = line
+        self._wire_dtype = wire_dtype(plan.dtype, recipe)
+        self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
+        self._sent: Flat | None = None  # where gradients are gathered
+        self._reduced: Flat | None = None  # where they lie afterwards, and become the parameters'
+        self._spare: Flat | None = None
+        self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients as they were taken in
+        self._is_begun = False
         self._work: Work | None = None
-        self._wire = self.flat
+        self._result: torch.Tensor | None = None
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
+        self._all_dense = torch.tensor([1.0] * len(plan.shapes) + [0.0] * len(plan.shapes) + [1.0])
+
+    def _begin(self) -> Flat:
+        """The row to gather this round's gradients in: Note [gradients in the bucket]."""
+        if self._sent is None or (not self._is_begun and self._sent is self._reduced):
+            self._sent = self._free_row(self._sent, self._new_row)
+        self._is_begun = True
+        return self._sent
+
+    def _free_row(self, row: Flat | None, make: Callable[[], Flat]) -> Flat:
+        """The row, or another one where somebody looks at it: the one before, or a new one."""
+        if row is not None and row.is_kept():
+            row, self._spare = self._spare, row
+        return make() if row is None or row.is_kept() else row
+
+    def _new_row(self) -> Flat:
+        if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.reducible:
+            buffer = self._new_buffer(self.plan.dtype)
+            return Flat(buffer.values, self.plan, buffer)
+        return self._own_row()
+
+    def _new_buffer(self, dtype: torch.dtype) -> Buffer:
+        return self._line.buffer(self.plan.place, self.plan.length, dtype, self.plan.device)
+
+    def _own_row(self) -> Flat:
+        return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan)
 
     @torch.no_grad()
-    def launch(self, line: Backend, grads: Sequence[torch.Tensor | None], *, takes_part: bool = True) -> None:
-        """Copy the gradients in and send them off; a rank that has joined sends none, and does not take part."""
+    def pack(self, number: int, grad: torch.Tensor | None) -> None:
+        """Take in a large gradient as soon as it is finished, while it is in the processor's cache."""
+        if grad is None or grad.is_sparse or grad.nbytes < LARGE_BYTES or grad.is_cuda:
+            return
+        view = self._begin().views.get(number)
+        if view is not None:
+            view.copy_(grad)
+            self._packed[number] = grad, grad._version
+
+    @torch.no_grad()
+    def launch(self, grads: Sequence[torch.Tensor | None], *, takes_part: bool = True) -> None:
+        """Gather what is not there yet and send it off; a rank that has joined sends zeros, and does not take part."""
+        flat = self._begin()
         present = {
             number: grad.to_dense() if grad.is_sparse else grad
             for number, grad in enumerate(grads)
-            if grad is not None and number in self._views and (self.recipe.dense or not grad.is_sparse)
+            if grad is not None and number in flat.views and (self.recipe.dense or not grad.is_sparse)
         }
-        if len(present) < len(self._views):
-            self._gradients.zero_()
-        if present:
-            torch._foreach_copy_([self._views[number] for number in present], list(present.values()))
+        for number in flat.views.keys() - present.keys():
+            flat.views[number].zero_()
+        late = {number: grad for number, grad in present.items() if not self._has_packed(number, grad)}
+        if late:
+            torch._foreach_copy_([flat.views[number] for number in late], list(late.values()))
         if self.recipe.predivide != 1.0:
-            self._gradients.div_(self.recipe.predivide)
-        self._tail.copy_(self._flags(grads, takes_part))
-        self._wire = self._compressed()
-        self._work = allreduce_(line, self._wire, "sum", self.plan.name)
+            flat.gradients.div_(self.recipe.predivide)
+        flat.tail.copy_(self._flags(grads, takes_part))
+        self._packed.clear()
+        self._is_begun = False
+        self._send(flat)
+
+    def _has_packed(self, number: int, grad: torch.Tensor) -> bool:
+        """Whether the gradient was taken in already, as it is now: a program's own hook may have changed it since."""
+        taken = self._packed.get(number)
+        return taken is not None and taken[0] is grad and taken[1] == grad._version
+
+    def _send(self, flat: Flat) -> None:
+        name = self.plan.name
+        if flat.buffer is not None:
+            self._work = flat.buffer.allreduce("sum", name)
+        elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.reducible:
+            self._work = allreduce_(self._line, self._compressed(flat), "sum", name)
+        else:
+            self._cast = self._cast or self._new_buffer(self._wire_dtype)
+            self._cast.values.copy_(flat.values)
+            self._work = self._cast.allreduce("sum", name)
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """What was sent has been reduced, and lies in the buffer."""
+        """What was sent has been reduced."""
         if self._work is not None:
-            self._work.wait()
+            self._result = self._work.wait()
             self._work = None
 
     def ranks_taking_part(self) -> int:
         """How many ranks have not joined, after wait()."""
-        return round(float(self._wire[-1].real if self._wire.is_complex() else self._wire[-1]))
+        assert self._result is not None, "asked after wait()"
+        last = self._result.view(-1)[-1]
+        return round(float(last.real if last.is_complex() else last))
 
     @torch.no_grad()
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
@@ -157,27 +271,31 @@ class Bucket:
 
         Returns the members that are to be reduced apart, and whether as dense ones.
         """
+        reduced = self._done_flat()
         is_used_by_me = all(param.grad is not None and not param.grad.is_sparse for param in params)
         # Reading the flags makes the program wait for a GPU: not where this rank has all gradients, dense as usual.
-        told = None if is_used_by_me and not self.plan.apart and self.flat.is_cuda else self.told()
+        told = None if is_used_by_me and not self.plan.apart and reduced.values.is_cuda else self.told()
         targets, sources = [], []
-        for number, view in self._views.items():
+        for number, view in reduced.views.items():
             dense, sparse = (True, False) if told is None else told[number]
             param = params[number]
             if sparse and not dense and self.recipe.dense:
                 param.grad = view.to_sparse(_sparse_dim(param.grad))
             elif dense and (not sparse or self.recipe.dense):
-                if param.grad is None or param.grad.is_sparse:
-                    param.grad = torch.empty_like(param)
-                targets.append(param.grad)
-                sources.append(view)
+                if param.grad is view:
+                    continue
+                if param.grad is None or param.grad.is_sparse or not is_gradient_kept(param):
+                    param.grad = view
+                else:
+                    targets.append(param.grad)
+                    sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
         return [] if told is None else self.to_reduce_apart(told)
 
     def told(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""
-        flags = (self._tail[:-1].abs() > 0).tolist()
+        flags = (self._done_flat().tail[:-1].abs() > 0).tolist()
         return list(zip(flags[: len(flags) // 2], flags[len(flags) // 2 :], strict=True))
 
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
@@ -189,15 +307,17 @@ class Bucket:
         ]
 
     @torch.no_grad()
-    def reduce_apart(self, line: Backend, number: int, grad: torch.Tensor | None, *, as_dense: bool) -> torch.Tensor:
+    def reduce_apart(self, number: int, grad: torch.Tensor | None, *, as_dense: bool) -> torch.Tensor:
         """The reduction of a member that travels by itself, None counting as zero."""
-        name, shape, op = f"{self.plan.name}.{number}", self.plan.shapes[number], self.recipe.op
+        line, plan, op = self._line, self.plan, self.recipe.op
+        name, shape = f"{plan.name}.{number}", plan.shapes[number]
         if not as_dense:
             if grad is None:
-                rows = torch.empty(1, 0, dtype=torch.int64, device=self.plan.device)
-                grad = torch.sparse_coo_tensor(rows, self.flat.new_empty(0, *shape[1:]), shape, check_invariants=False)
+                rows = torch.empty(1, 0, dtype=torch.int64, device=plan.device)
+                values = torch.empty(0, *shape[1:], dtype=plan.dtype, device=plan.device)
+                grad = torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
             return sparse_sum(line, grad.detach(), op, name)
-        total = self.flat.new_zeros(shape)
+        total = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         if grad is not None:
             total.copy_(grad.to_dense() if grad.is_sparse else grad)
         allreduce_(line, total, "sum", name).wait()
@@ -205,46 +325,65 @@ class Bucket:
 
     def _flags(self, grads: Sequence[torch.Tensor | None], takes_part: bool) -> torch.Tensor:
         dense = [grad is not None and not grad.is_sparse for grad in grads]
+        if all(dense) and takes_part:
+            return self._all_dense
         sparse = [grad is not None and grad.is_sparse for grad in grads]
         return torch.tensor([*dense, *sparse, takes_part], dtype=torch.float32)
 
-    def _compressed(self) -> torch.Tensor:
-        """What goes over the wire: the buffer itself, or a smaller one."""
+    def _compressed(self, flat: Flat) -> torch.Tensor:
+        """What goes over the wire: the row itself, or smaller tensors."""
         compressor = self.recipe.compressor
-        if compressor is None:
-            return self.flat
-        if isinstance(compressor, Cast):
-            return compressor.compress(self.flat)[0]
-        pairs = [compressor.compress(view) for view in self._views.values()]
+        if compressor is None or isinstance(compressor, Cast):
+            return flat.values if compressor is None else compressor.compress(flat.values)[0]
+        pairs = [compressor.compress(view) for view in flat.views.values()]
         sent = [tensor for tensor, _ in pairs]
         self._contexts = [ctx for _, ctx in pairs]
         self._shapes = [tensor.shape for tensor in sent]
-        return torch.cat([*(tensor.reshape(-1) for tensor in sent), self._tail.to(sent[0].dtype if sent else None)])
+        return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])
 
     @torch.no_grad()
     def unpack(self, size: int) -> None:
         """The reduced gradients, divided where they shall be a mean, lie in their places, after wait()."""
+        sent, result = self._sent, self._result
+        assert sent is not None, "unpacked after launch()"
+        assert result is not None, "unpacked after wait()"
+        flat = self._reduced = self._row_for(result, sent)
+        is_mean = self.recipe.op == "mean"
         if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, Cast):
-            self._decompress_each(size, self.recipe.compressor)
+            self._decompress_each(flat, result, size, self.recipe.compressor)
+        elif result.data_ptr() == flat.values.data_ptr() or result.dtype != flat.values.dtype or not is_mean:
+            if result.data_ptr() != flat.values.data_ptr():
+                flat.values.copy_(result)
+            if is_mean:
+                divide_(flat.gradients, size)
         else:
-            if self._wire is not self.flat:
-                self.flat.copy_(self._wire)
-            if self.recipe.op == "mean":
-                divide_(self._gradients, size)
+            count = flat.gradients.numel()
+            divide(result[:count], size, flat.gradients)
+            flat.tail.copy_(result[count:])
         if self.recipe.predivide != 1.0:
-            self._gradients.mul_(self.recipe.predivide)
+            flat.gradients.mul_(self.recipe.predivide)
 
-    def _decompress_each(self, size: int, compressor: Compressor) -> None:
-        sums, tail = self._wire.tensor_split([self._wire.numel() - self._tail.numel()])
-        self._tail.copy_(tail)
+    def _row_for(self, result: torch.Tensor, sent: Flat) -> Flat:
+        """Where the result shall lie: where it was sent from, but for what lies there in memory that ranks share."""
+        if sent.buffer is None or result.data_ptr() == sent.values.data_ptr():
+            return sent
+        return self._free_row(self._reduced, self._own_row)
+
+    def _done_flat(self) -> Flat:
+        assert self._reduced is not None, "asked after unpack()"
+        return self._reduced
+
+    def _decompress_each(self, flat: Flat, result: torch.Tensor, size: int, compressor: Compressor) -> None:
+        sums, tail = result.tensor_split([result.numel() - flat.tail.numel()])
+        flat.tail.copy_(tail)
         is_mean, can_divide = self.recipe.op == "mean", sums.is_floating_point() or sums.is_complex()
         if is_mean and can_divide:
             divide_(sums, size)
         pieces = sums.split([shape.numel() for shape in self._shapes])
-        for view, piece, shape, ctx in zip(self._views.values(), pieces, self._shapes, self._contexts, strict=True):
+        for view, piece, shape, ctx in zip(flat.views.values(), pieces, self._shapes, self._contexts, strict=True):
             view.copy_(compressor.decompress(piece.view(shape), ctx))
         if is_mean and not can_divide:
-            divide_(self._gradients, size)
+            divide_(flat.gradients, size)
 
 
 def _sparse_dim(grad: torch.Tensor | None) -> int:

@@ -79,10 +79,10 @@ class Follower:
             bucket.unpack(self._group.size)
             apart = bucket.to_reduce_apart(bucket.told())
             for member, as_dense in apart:
-                bucket.reduce_apart(self._group.gradients, member, None, as_dense=as_dense)
+                bucket.reduce_apart(member, None, as_dense=as_dense)
             rounds.set_apart(place, [member for member, _ in apart])
 
     def _launched(self, rounds: Rounds, place: int) -> Bucket:
-        bucket = rounds.bucket(place)
-        bucket.launch(self._group.gradients, [None] * len(bucket.plan.shapes), takes_part=False)
+        bucket = rounds.bucket(place, self._group.gradients)
+        bucket.launch([None] * len(bucket.plan.shapes), takes_part=False)
         return bucket

@@ -6,12 +6,13 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
-from dualdist.buckets import Bucket, BucketPlan, Recipe, plan_buckets
+from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import check_same_tensors
 from dualdist.rounds import Rounds, launch_due
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Backend
     from dualdist.group import Group
 
+NOWHERE = -1
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 
 # Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in
@@ -68,7 +70,7 @@ class Reducer:
         self._next_group = next_group
         self.errors = errors
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a thread of its own
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, bool] = {}  # in the order in which they did
         self._next = 0  # the first bucket that has not been launched
         self._backwards_open: set[int] = set()  # autograd's numbers of the backwards whose end is awaited
         self._backwards = 0  # since the last reduction
@@ -85,6 +87,7 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._members: list[tuple[int, ...]] = []  # of each bucket
         self._bucket_of: list[int] = []
+        self._seat_of: list[int] = []  # its place in the bucket
         self._arrived.clear()
         self._backwards_open.clear()
         self._next = self._backwards = self._rounds_done = 0
@@ -115,11 +118,13 @@ class Reducer:
         numbers = {id(param): number for number, (_, param) in enumerate(fresh, start)}
         together = [[numbers[id(p)] for ref in refs if id(p := ref()) in numbers] for refs in self._together]
         words = f"{self._recipe.words} accumulate={self.accumulate}" + (f" groups={together}" if together else "")
+        laid_out = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in fresh]
         with self.errors():
-            check_same_tensors(self._line, fresh, 0, f"{self.name}.check", words)
+            check_same_tensors(self._line, laid_out, 0, f"{self.name}.check", words)
         self._numbers.update(numbers)
         self._references.extend(weakref.ref(param) for _, param in fresh)
         self._bucket_of.extend([-1] * len(fresh))
+        self._seat_of.extend([-1] * len(fresh))
         for _, param in fresh:
             self._own(param)
         params = self.params
@@ -143,15 +148,18 @@ class Reducer:
 
     def _add_bucket(self, members: tuple[int, ...], params: Sequence[torch.Tensor]) -> None:
         place = len(self._buckets)
-        for number in members:
-            self._bucket_of[number] = place
-        shapes = tuple(param.shape for param in params)
+        for seat, number in enumerate(members):
+            self._bucket_of[number], self._seat_of[number] = place, seat
+        dtype, device = params[0].dtype, params[0].device
         apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
-        self._rounds.buckets.append(
-            BucketPlan(f"{self.name}.{place}", shapes, params[0].dtype, params[0].device, apart)
-        )
+        shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
+        plan = BucketPlan(f"{self.name}.{place}", shapes, strides, dtype, device, NOWHERE, apart)
+        wire = wire_dtype(dtype, self._recipe)
+        if wire is not None and wire in self._line.reducible:
+            plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
+        self._rounds.buckets.append(plan)
         self._members.append(members)
-        self._buckets.append(self._rounds.bucket(place))
+        self._buckets.append(self._rounds.bucket(place, self._line))
 
     def synchronize(self) -> None:
         """The gradients are reduced, whatever the number of backwards since the last time."""
@@ -181,19 +189,22 @@ class Reducer:
             number = self._number_of(param)
             if number is None or self._backwards + 1 < self.accumulate or number in self._arrived:
                 return
-            self._arrived.add(number)
-            self._buckets[self._bucket_of[number]].waiting_for -= 1
-            if len(self.group.reducers) == 1:
+            self._arrived[number] = True
+            bucket = self._buckets[self._bucket_of[number]]
+            bucket.pack(self._seat_of[number], param.grad)
+            bucket.waiting_for -= 1
+            if bucket.waiting_for == 0 and len(self.group.reducers) == 1:
                 self._launch_full()
 
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting_for == 0:
             self._launch_next()
+        for bucket in self._buckets[: self._next]:
+            bucket.done()  # where transports go on only when they are looked at
 
     def _launch_next(self) -> None:
         params = [self._references[number]() for number in self._members[self._next]]
-        grads = [None if param is None else param.grad for param in params]
-        self._buckets[self._next].launch(self._line, grads)
+        self._buckets[self._next].launch([None if param is None else param.grad for param in params])
         self._next += 1
 
     def _begin_backward(self, backward: int) -> None:
@@ -263,7 +274,7 @@ class Reducer:
             apart = bucket.put_back(params)
             for member, as_dense in apart:
                 grad = params[member].grad
-                params[member].grad = bucket.reduce_apart(self._line, member, grad, as_dense=as_dense)
+                params[member].grad = bucket.reduce_apart(member, grad, as_dense=as_dense)
             self._rounds.set_apart(place, [member for member, _ in apart])
         self._forget()
 
@@ -274,7 +285,7 @@ class Reducer:
         for place, bucket in enumerate(self._buckets):
             bucket.waiting_for = len(bucket.plan.shapes)
             if bucket.plan is not self._rounds.buckets[place]:
-                self._buckets[place] = self._rounds.bucket(place)
+                self._buckets[place] = self._rounds.bucket(place, self._line)
 
     def _require_open(self) -> None:
         if self.group.is_open:

@@ -73,6 +73,11 @@ def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
     return total.div_(size)
 
 
+def divide(total: torch.Tensor, size: int, mean: torch.Tensor) -> None:
+    """divide_, with the result in another place."""
+    torch.div(total, size, out=mean)
+
+
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply in place: integers in float64 and cut off towards zero, 8 and 16-bit floats in float32, as Horovod."""
     if factor == 1.0:

@@ -13,7 +13,7 @@ from dualdist.buckets import Bucket, BucketPlan, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.backends.base import Work
+    from dualdist.backends.base import Backend, Work
     from dualdist.group import Group
     from dualdist.reducer import Reducer
 
@@ -26,8 +26,8 @@ class Rounds:
     reducer: weakref.ref[Reducer]
     buckets: list[BucketPlan] = field(default_factory=list)
 
-    def bucket(self, place: int) -> Bucket:
-        return (Notices if self.recipe.op == "adasum" else Bucket)(self.buckets[place], self.recipe)
+    def bucket(self, place: int, line: Backend) -> Bucket:
+        return (Notices if self.recipe.op == "adasum" else Bucket)(self.buckets[place], self.recipe, line)
 
     def set_apart(self, place: int, members: Sequence[int]) -> None:
         """From now on these members of a bucket travel by themselves: Note [sparse gradients]."""

@@ -8,8 +8,8 @@ Note [phases]: a round of a buffer has two. A rank has "posted" when its values 
 it will not read the slots again, having reduced its part into the result. A slot is written again after all have
 finished. The result is written again after all have posted anew, which they do when they have read it.
 
-Note [in turn]: values that every rank reads whole need no second phase where four buffers are used in turn, of which two
-at most are under way: whoever writes a fifth has seen that all posted the third, before which they had read the first.
+Note [in turn]: values that every rank reads whole need no second phase where four buffers are used in turn, and two at
+most are under way: whoever writes a fifth has seen that all posted the third, before which they had read the first.
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ class Shared:
         body = torch.frombuffer(memory, dtype=torch.uint8, offset=pages(self.size * LINE_BYTES))
         self.slots = [body[place * width : place * width + nbytes] for place in range(self.size)]
         self.result = body[self.size * width : self.size * width + nbytes]
-        self.round = self._words[self._mine]
 
     def post(self) -> int:
         """My values are in my slot; returns the number of the round."""
-        self.round += 1
-        self._words[self._mine + POSTED] = self.round
-        return self.round
+        number = self._words[self._mine + POSTED] + 1
+        self._words[self._mine + POSTED] = number
+        return number
 
     def say(self, word: int, value: int) -> None:
         """Set one of my words."""
