@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dualdist.compare import bench_allreduce, bench_step
+from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_step
+from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
 from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
 from dualdist.compare.report import check_json, record, show, write_json
+from dualdist.compare.scaling import Link
 from dualdist.errors import UsageError
 from dualdist.launchers.run import look
 
+RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 Done = list[tuple[Planned, list[dict[str, Any]]]]
 
 
@@ -47,6 +50,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=_size, default=256 << 20, metavar="N", help="the largest tensor, as 25M (default: 256M)")
     add("--sizes", metavar="N,N,...", help="these sizes in bytes alone, as 8,64K,25M")
     add("--block-s", type=float, default=0.03, metavar="S", help="seconds that a timing should take (default: 0.03)")
+    _part(parts, "startup", "from import to a first collective in fresh processes, beside the library below", rounds=7)
+    scale = _part(parts, "scale", "an alpha-beta model of allreduce, and what it predicts for many ranks", rounds=7)
+    add = scale.add_argument
+    add("--measure-up-to", type=int, default=8, metavar="N", help="launch no more ranks than these (default: 8)")
+    add("--max-bytes", type=_size, default=16 << 20, metavar="N", help="the sweep's largest tensor (default: 16M)")
+    add("--sizes", metavar="N,N,...", help="the sweep's sizes, as 8,64K,4M")
+    add("--block-s", type=float, default=0.03, metavar="S", help="seconds that a timing should take (default: 0.03)")
+    add("--alpha-us", type=float, metavar="US", help="the time to begin a message, with --beta-gb-s instead of a sweep")
+    add("--beta-gb-s", type=float, metavar="GB/S", help="the bandwidth of one link, each way")
+    add("--model", default="resnet18", metavar="NAME", help="whose step is measured on one rank (default: resnet18)")
+    add("--compute-ms", type=float, metavar="MS", help="a step without communication, with --bytes instead of a model")
+    add("--bytes", type=_size, metavar="N", help="the gradients of that step, as 100M")
 
 
 def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.ArgumentParser:
@@ -54,7 +69,10 @@ def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.Arg
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
     add = part.add_argument
-    add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
+    if name == "scale":
+        add("--ranks", default=RANKS, metavar="N,N,...", help=f"for which numbers of ranks (default: {RANKS})")
+    else:
+        add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
     add(
         "--backend",
         default=None,
@@ -134,6 +152,54 @@ def _allreduce(args: argparse.Namespace, folder: Path) -> Bench:
     return list(jobs), bench_allreduce.judge, bench_allreduce.tables
 
 
+def _startup(args: argparse.Namespace, folder: Path) -> Bench:
+    if args.launches != 1:
+        raise UsageError("bench startup launches every job anew anyway: say --rounds, not --launches")
+    found = places(_backends(args), args.transport, None)
+    where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
+    jobs = bench_startup.plan(where, _setting(args), look(), folder, rounds=args.rounds)
+    return list(jobs), bench_startup.judge, bench_startup.tables
+
+
+def _scale(args: argparse.Namespace, folder: Path) -> Bench:
+    if args.launches != 1:
+        raise UsageError("bench scale takes no --launches: say --rounds")
+    if args.model not in MODELS:
+        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    options = ScaleOptions(
+        _numbers(args.ranks),
+        args.measure_up_to,
+        args.model,
+        _link(args),
+        None if args.compute_ms is None else args.compute_ms / 1e3,
+        args.bytes,
+    )
+    where = places(args.backend or "native", args.transport, args.launcher)
+    if len(where) != 1:
+        raise UsageError(f"backends {args.backend!r}: bench scale fits one backend at a time")
+    sweep, setting = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _setting(args, ranks=1)
+    if len(sweep.sizes) < 2:
+        raise UsageError("bench scale needs two sizes or more to tell latency from bandwidth")
+    jobs = bench_scale.plan(where[0], options, sweep, setting, look(), folder)
+    return list(jobs), lambda done: bench_scale.judge(done, options), bench_scale.tables
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(f"--ranks {text}: expected whole numbers with commas between, as 2,4,8")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _link(args: argparse.Namespace) -> Link | None:
+    given = (args.alpha_us, args.beta_gb_s)
+    if given == (None, None):
+        return None
+    if None in given or args.alpha_us < 0 or args.beta_gb_s <= 0:
+        raise UsageError("--alpha-us and --beta-gb-s describe one link together: give both, as 2.5 and 12")
+    return Link(args.alpha_us / 1e6, 1 / (args.beta_gb_s * 1e9))
+
+
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     if args.sizes is None:
         return sizes_up_to(args.max_bytes)
@@ -143,15 +209,20 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
         raise UsageError(f"--sizes {args.sizes}: {error}") from error
 
 
-BENCHES: dict[str, Callable[[argparse.Namespace, Path], Bench]] = {"step": _step, "allreduce": _allreduce}
+BENCHES: dict[str, Callable[[argparse.Namespace, Path], Bench]] = {
+    "step": _step,
+    "allreduce": _allreduce,
+    "startup": _startup,
+    "scale": _scale,
+}
 
 
-def _setting(args: argparse.Namespace) -> Setting:
+def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
     for word in args.env:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+    return Setting(ranks or args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
 
 
 def _backends(args: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dualdist.compare.machine import CpuUse, foreign_cores, read_cpu
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import LAUNCHERS, Command, Job, Site, command
 from dualdist.launchers.run import run
@@ -19,6 +20,7 @@ SPAWNED = ("-m", "dualdist.compare.spawned")
 SPAWN = "spawn"
 CHOICES = (*LAUNCHERS, SPAWN)
 SHOWN_LINES = 30
+FOREIGN = "foreign_cores_of_job"  # in every report: what others did to the machine from the job's start to its end
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,12 @@ def program_command(place: Place, program: tuple[str, ...], setting: Setting, si
 
 def launched(planned: Planned, timeout_s: float) -> list[dict[str, Any]]:
     """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed."""
+    before = read_cpu(children=True)
     result = run(planned.command, timeout_s=timeout_s, what=planned.what)
+    foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
     missing = [path for path in planned.reports if not path.exists()]
     if result.code != 0 or missing:
         shown = "\n".join(result.output.strip().splitlines()[-SHOWN_LINES:])
         why = f"exit code {result.code}" if result.code else "it left no report"
         raise LaunchError(f"{planned.what} failed ({why}): {planned.line}\n{shown}")
-    return [json.loads(path.read_text()) for path in planned.reports]
+    return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]
