@@ -51,7 +51,7 @@ install:
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Some minutes each; a quiet machine is what makes the figures hold. BENCH adds options to the first two: BENCH='--launches 5'.
+# Takes long, and wants a quiet machine. BENCH adds options to the first two, e.g. BENCH='--launches 5'.
 bench: setup
 	$(BIN)/dualdist bench step $(BENCH)
 	$(BIN)/dualdist bench allreduce $(BENCH)

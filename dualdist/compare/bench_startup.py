@@ -22,7 +22,11 @@ SUMS = {
     "import and init": ("import", "init"),
     "all, to the first collective": ("torch", "import", "init", "first"),
 }
-EXPLAINED = "torch: import torch; import: of the library, beside torch (dualdist imports its backend's in init); init begins when all ranks have imported; first, second: allreduces of 8 bytes; each is the slowest rank's"
+EXPLAINED = (
+    "torch: import torch; import: of the library, beside torch (dualdist, which comes before torch, imports its "
+    "backend's in init); init begins when all ranks have imported; first, second: allreduces of 8 bytes; each is the "
+    "slowest rank's"
+)
 
 
 def where_raw_starts(places: Sequence[Place], *, launcher_was_named: bool) -> list[Place]:

@@ -30,8 +30,8 @@ class Sight:
 
 
 def order_of(names: Sequence[str], number: int) -> list[str]:
-    """Another contender begins every round, and every second round goes backwards, so that neighbours change too."""
-    shift = number % len(names)
+    """Each contender begins as often as the others, and every second round goes backwards: neighbours change too."""
+    shift = number // 2 % len(names)
     turned = [*names[shift:], *names[:shift]]
     return turned[::-1] if number % 2 else turned
 

@@ -23,7 +23,14 @@ RESERVED = {
     "mpi4py": {"mpi_world.py", "horovod_build/probe.py", *MEASURED},
 }
 # Modules that must stay quick and usable where torch is broken.
-WITHOUT_TORCH = ("dualdist", "dualdist.launchers", "dualdist.doctor", "dualdist.cli", "dualdist.horovod_build")
+WITHOUT_TORCH = (
+    "dualdist",
+    "dualdist.launchers",
+    "dualdist.doctor",
+    "dualdist.cli",
+    "dualdist.cli.bench",
+    "dualdist.horovod_build",
+)
 
 
 def imported(path: Path) -> Iterator[str]:

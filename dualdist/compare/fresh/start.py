@@ -1,7 +1,8 @@
 """Times, in a new process, the way to a first collective: python start.py raw|dualdist BACKEND SIZE FOLDER DEVICE.
 
-Every rank leaves FOLDER/RANK.json: seconds for `torch` (its import), `import` (the library's, beside torch), `init`, `first` and `second` (allreduces of 8 bytes). Ranks wait for each other in FOLDER before init, and that wait is
-not counted: how far apart their imports ended is the launcher's and the scheduler's doing. Needs no dualdist for "raw".
+Every rank leaves FOLDER/RANK.json: seconds for `torch` (its import), `import` (the library's, beside torch), `init`,
+`first` and `second` (allreduces of 8 bytes). Ranks wait for each other in FOLDER before init, and that wait is not
+counted: how far apart their imports ended is the launcher's and the scheduler's doing. "raw" needs no dualdist.
 """
 
 from __future__ import annotations
