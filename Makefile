@@ -1,4 +1,4 @@
-# Set-up, checks, tests and the demo; CI runs the same `make test` as a person.
+# Set-up, checks, tests, the demo and the measurements; CI runs the same `make test` as a person.
 
 # The interpreter that makes .venv: 3.10 or newer.
 PYTHON ?= python3
@@ -23,7 +23,7 @@ CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
 	"import hypothesis, PIL, mpi4py, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
-.PHONY: setup install demo test check clean
+.PHONY: setup install demo bench test check clean
 
 setup:
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
@@ -41,7 +41,7 @@ install:
 	@$(PIP) $(TORCH) $(BUILD_TOOLS)
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,examples,test]'
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,bench,examples,test]'
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
 	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
@@ -50,6 +50,13 @@ install:
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# Takes long, and wants a quiet machine. BENCH adds options to the first two, e.g. BENCH='--launches 5'.
+bench: setup
+	$(BIN)/dualdist bench step $(BENCH)
+	$(BIN)/dualdist bench allreduce $(BENCH)
+	$(BIN)/dualdist bench startup
+	$(BIN)/dualdist bench scale
 
 test: check
 	$(BIN)/python -m pytest

@@ -1,0 +1,278 @@
+"""`dualdist bench`: the options of its measurements, the jobs that they launch, and what is printed in the end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_step
+from dualdist.compare.bench_scale import ScaleOptions
+from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
+from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
+from dualdist.compare.report import check_json, record, show, write_json
+from dualdist.compare.scaling import Link
+from dualdist.errors import UsageError
+from dualdist.launchers.run import look
+
+RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
+Done = list[tuple[Planned, list[dict[str, Any]]]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of this sub-command."""
+    parts = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    step = _part(parts, "step", "one training step, beside DDP, raw Horovod and no communication at all")
+    add = step.add_argument
+    add(
+        "--model",
+        action="append",
+        metavar="NAME",
+        help=f"of {', '.join(MODELS)}; again for more (default: the first 3)",
+    )
+    add("--full", action="store_true", help="all models, ResNet-50 and a transformer of 126M parameters too")
+    add("--contenders", metavar="A,B,...", help=f"of {', '.join(CONTENDERS)} (default: what fits the backend)")
+    add("--steps", type=int, default=0, metavar="N", help="steps in a timing (default: as many as fill --block-s)")
+    add("--warmup", type=int, default=3, metavar="N", help="rounds of one step that are not counted (default: 3)")
+    add("--batch", type=int, default=0, metavar="N", help="of each rank (default: the model's own)")
+    add("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
+    add("--block-s", type=float, default=0.4, metavar="S", help="seconds that a timing should take (default: 0.4)")
+    add("--no-memory", action="store_true", help="leave out the jobs of one contender that measure peak memory")
+    allreduce = _part(parts, "allreduce", "latency and bandwidth of dd.allreduce, beside the library below it")
+    add = allreduce.add_argument
+    add("--max-bytes", type=_size, default=256 << 20, metavar="N", help="the largest tensor, as 25M (default: 256M)")
+    add("--sizes", metavar="N,N,...", help="these sizes in bytes alone, as 8,64K,25M")
+    add("--block-s", type=float, default=0.03, metavar="S", help="seconds that a timing should take (default: 0.03)")
+    _part(parts, "startup", "from import to a first collective in fresh processes, beside the library below", rounds=7)
+    scale = _part(parts, "scale", "an alpha-beta model of allreduce, and what it predicts for many ranks", rounds=7)
+    add = scale.add_argument
+    add("--measure-up-to", type=int, default=8, metavar="N", help="launch no more ranks than these (default: 8)")
+    add("--max-bytes", type=_size, default=16 << 20, metavar="N", help="the sweep's largest tensor (default: 16M)")
+    add("--sizes", metavar="N,N,...", help="the sweep's sizes, as 8,64K,4M")
+    add("--block-s", type=float, default=0.03, metavar="S", help="seconds that a timing should take (default: 0.03)")
+    add("--alpha-us", type=float, metavar="US", help="the time to begin a message, with --beta-gb-s instead of a sweep")
+    add("--beta-gb-s", type=float, metavar="GB/S", help="the bandwidth of one link, each way")
+    add("--model", default="resnet18", metavar="NAME", help="whose step is measured on one rank (default: resnet18)")
+    add("--compute-ms", type=float, metavar="MS", help="a step without communication, with --bytes instead of a model")
+    add("--bytes", type=_size, metavar="N", help="the gradients of that step, as 100M")
+
+
+def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.ArgumentParser:
+    part: argparse.ArgumentParser = parts.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    add = part.add_argument
+    if name == "scale":
+        add("--ranks", default=RANKS, metavar="N,N,...", help=f"for which numbers of ranks (default: {RANKS})")
+    else:
+        add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
+    add(
+        "--backend",
+        default=None,
+        metavar="B[:T],...",
+        help="backends, each a job of its own, with a transport if need be: native,horovod:mpi (default: all usable)",
+    )
+    add("--transport", metavar="T", help="for the backends that are named without one")
+    add("--launcher", metavar="L", help=f"of {', '.join(CHOICES)} (default: mpirun for MPI, else torchrun)")
+    add(
+        "--rounds",
+        type=int,
+        default=rounds,
+        metavar="N",
+        help=f"how often the contenders take turns (default: {rounds})",
+    )
+    add("--launches", type=int, default=1, metavar="N", help="how often the whole job is started anew (default: 1)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU where torch sees one")
+    add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1)")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank; again for more")
+    add("--timeout", type=float, default=1800.0, metavar="S", help="seconds that one job may take (default: 1800)")
+    add("--keep", metavar="DIR", help="leave what the ranks reported in this folder")
+    add("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
+    add("--dry-run", action="store_true", help="print the command lines and do nothing")
+    return part
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch the jobs, and print or write what they found."""
+    check_json(args.json)
+    for name in ("rounds", "launches"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
+    with _folder(args.keep) as folder:
+        jobs, judge, tables = BENCHES[args.what](args, folder)
+        if args.dry_run:
+            for planned in jobs:
+                print(planned.line)
+            return 0
+        done = list(_launch(jobs, args.timeout))
+    results = judge(done)
+    kept = record(
+        args.what, _command(), _settings(args), [_job(planned, reports) for planned, reports in done], results
+    )
+    if args.json is not None:
+        write_json(kept, args.json)
+    if args.json != "-":
+        show(kept, list(tables(results)), sys.stdout)
+    return 0
+
+
+Bench = tuple[list[Planned], Callable[[Done], Any], Callable[[Any], Any]]
+
+
+def _step(args: argparse.Namespace, folder: Path) -> Bench:
+    chosen = tuple(args.contenders.split(",")) if args.contenders else ()
+    names = args.model or [name for name, model in MODELS.items() if args.full or not model.full]
+    for name in names:
+        if name not in MODELS:
+            raise UsageError(f"model {name!r}: expected one of {', '.join(MODELS)}")
+    least = {"batch": 0, "steps": 0, "warmup": 1, "image_size": 32}
+    for option, value in least.items():
+        if getattr(args, option) < value:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {value} or more")
+    shared = {name: getattr(args, name) for name in ("rounds", "steps", "block_s", "warmup", "batch", "image_size")}
+    options = [StepOptions(name, chosen, **shared) for name in names]
+    where, setting = places(_backends(args), args.transport, args.launcher), _setting(args)
+    jobs = bench_step.plan(
+        where, options, setting, look(), folder, launches=args.launches, with_memory=not args.no_memory
+    )
+    return list(jobs), bench_step.judge, bench_step.tables
+
+
+def _allreduce(args: argparse.Namespace, folder: Path) -> Bench:
+    options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
+    where, setting = places(_backends(args), args.transport, args.launcher), _setting(args)
+    jobs = bench_allreduce.plan(where, options, setting, look(), folder, launches=args.launches)
+    return list(jobs), bench_allreduce.judge, bench_allreduce.tables
+
+
+def _startup(args: argparse.Namespace, folder: Path) -> Bench:
+    if args.launches != 1:
+        raise UsageError("bench startup launches every job anew anyway: say --rounds, not --launches")
+    found = places(_backends(args), args.transport, None)
+    where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
+    jobs = bench_startup.plan(where, _setting(args), look(), folder, rounds=args.rounds)
+    return list(jobs), bench_startup.judge, bench_startup.tables
+
+
+def _scale(args: argparse.Namespace, folder: Path) -> Bench:
+    if args.launches != 1:
+        raise UsageError("bench scale takes no --launches: say --rounds")
+    if args.model not in MODELS:
+        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    options = ScaleOptions(
+        _numbers(args.ranks),
+        args.measure_up_to,
+        args.model,
+        _link(args),
+        None if args.compute_ms is None else args.compute_ms / 1e3,
+        args.bytes,
+    )
+    where = places(args.backend or "native", args.transport, args.launcher)
+    if len(where) != 1:
+        raise UsageError(f"backends {args.backend!r}: bench scale fits one backend at a time")
+    sweep, setting = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _setting(args, ranks=1)
+    if len(sweep.sizes) < 2:
+        raise UsageError("bench scale needs two sizes or more to tell latency from bandwidth")
+    jobs = bench_scale.plan(where[0], options, sweep, setting, look(), folder)
+    return list(jobs), lambda done: bench_scale.judge(done, options), bench_scale.tables
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(f"--ranks {text}: expected whole numbers with commas between, as 2,4,8")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _link(args: argparse.Namespace) -> Link | None:
+    given = (args.alpha_us, args.beta_gb_s)
+    if given == (None, None):
+        return None
+    if None in given or args.alpha_us < 0 or args.beta_gb_s <= 0:
+        raise UsageError("--alpha-us and --beta-gb-s describe one link together: give both, as 2.5 and 12")
+    return Link(args.alpha_us / 1e6, 1 / (args.beta_gb_s * 1e9))
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    if args.sizes is None:
+        return sizes_up_to(args.max_bytes)
+    try:
+        return tuple(sorted({_size(word) for word in args.sizes.split(",")}))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--sizes {args.sizes}: {error}") from error
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Path], Bench]] = {
+    "step": _step,
+    "allreduce": _allreduce,
+    "startup": _startup,
+    "scale": _scale,
+}
+
+
+def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
+    for word in args.env:
+        if not word.partition("=")[1]:
+            raise UsageError(f"--env {word}: expected NAME=VALUE")
+    variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
+    return Setting(ranks or args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+
+
+def _backends(args: argparse.Namespace) -> str:
+    """What was named, else every backend that is installed here."""
+    if args.backend is not None:
+        return str(args.backend)
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    return "native,horovod" if has_horovod and args.transport is None else "native"
+
+
+def _launch(jobs: list[Planned], timeout_s: float) -> Iterator[tuple[Planned, list[dict[str, Any]]]]:
+    for number, planned in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
+        yield planned, launched(planned, timeout_s)
+
+
+def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"what": planned.what, "command": planned.line, "reports": reports}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("ranks", "threads", "device", "rounds", "launches", "env")
+    return {name: getattr(args, name) for name in names}
+
+
+def _command() -> str:
+    return shlex.join(["dualdist", *sys.argv[1:]])
+
+
+@contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    """Where the ranks leave their reports: new, so that no old report is taken for one of theirs."""
+    if keep is not None:
+        folder = Path(keep).resolve()
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"--keep {keep}: expected a new or empty folder, and something is in it")
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    made = tempfile.mkdtemp(prefix="dualdist-bench-")
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _size(text: str) -> int:
+    """Bytes: 8, 64K, 25M, 1G."""
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if scale > 1 else text
+    if not digits.isdecimal() or int(digits) * scale < 4:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size of 4 bytes or more, as 8, 64K or 25M")
+    return int(digits) * scale

@@ -1,0 +1,134 @@
+"""Tables for a person, with rich where it is installed, and the record that goes with every figure as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+from dualdist.compare.machine import machine, versions
+from dualdist.errors import UsageError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a first column of words and further ones of figures, and what must be said beside them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def record(
+    what: str, command: str, settings: dict[str, Any], jobs: list[dict[str, Any]], results: Any
+) -> dict[str, Any]:
+    """Everything that goes with the figures: `jobs` hold every command with what its ranks reported, round by round."""
+    return {
+        "schema": SCHEMA,
+        "what": what,
+        "command": command,
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": asdict(machine()),
+        "versions": versions(),
+        "settings": settings,
+        "results": results,
+        "jobs": jobs,
+    }
+
+
+def heading(kept: dict[str, Any]) -> str:
+    """The lines that every table needs above it."""
+    settings = kept["settings"]
+    shared = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in ({}, None))
+    return (
+        f"machine   {machine()}\n"
+        f"versions  {', '.join(f'{name} {release}' for name, release in kept['versions'].items())}\n"
+        f"settings  {shared}\n"
+        f"command   {kept['command']}\n"
+        f"at        {kept['at']}\n"
+    )
+
+
+def show(kept: dict[str, Any], tables: Sequence[Table], out: TextIO) -> None:
+    """Print the record's heading and the tables."""
+    out.write(heading(kept))
+    for table in tables:
+        out.write("\n")
+        if not _by_rich(table, out):
+            out.write(plain(table))
+        for note in table.notes:
+            out.write(f"  {note}\n")
+    out.flush()
+
+
+def plain(table: Table) -> str:
+    """The table in letters: words to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join([first, *others]).rstrip() + "\n"
+
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    return f"{table.title}\n{line(table.columns)}{rule}\n{''.join(map(line, table.rows))}"
+
+
+def _by_rich(table: Table, out: TextIO) -> bool:
+    """Print by rich, on a terminal; False where it is not installed, or nobody looks."""
+    if not out.isatty():
+        return False
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+    except ImportError:
+        return False
+    drawn = RichTable(title=escape(table.title), title_justify="left")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(escape(column), justify="right" if number else "left")
+    for row in table.rows:
+        drawn.add_row(*(escape(cell) for cell in row))
+    Console(file=out, highlight=False).print(drawn)
+    return True
+
+
+def write_json(kept: dict[str, Any], where: str) -> None:
+    """The record is in the file, or on standard output for -."""
+    text = json.dumps(kept, indent=1)
+    if where == "-":
+        sys.stdout.write(f"{text}\n")
+        return
+    try:
+        Path(where).write_text(f"{text}\n")
+    except OSError as error:
+        raise UsageError(
+            f"--json {where}: cannot write it ({error.strerror}); name another file, or - for stdout"
+        ) from error
+
+
+def check_json(where: str | None) -> None:
+    """UsageError now rather than after an hour of measuring, where the file could not be written."""
+    if where not in (None, "-") and not Path(str(where)).resolve().parent.is_dir():
+        raise UsageError(f"--json {where}: there is no folder {Path(str(where)).resolve().parent}; name another file")
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def size_words(nbytes: float) -> str:
+    """8 B, 64 KiB, 25 MiB."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes:.4g} B"

@@ -1,0 +1,230 @@
+"""`dualdist bench` on two real ranks: every sub-command measures, tells all that goes with a figure, and refuses nonsense."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.jobs import Launch
+from harness.mpi import OpenMPI
+
+from dualdist.compare.statistics import RESAMPLES
+
+BENCH = (sys.executable, "-m", "dualdist", "bench")
+QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
+ROUNDS = 2
+
+
+def record(launch: Launch, *words: str, timeout_s: float = 240.0) -> dict[str, Any]:
+    """What the command wrote as JSON on standard output."""
+    outcome = launch([*BENCH, *words, "--json", "-"], timeout_s=timeout_s)
+    kept: dict[str, Any] = json.loads(outcome.stdout)
+    return kept
+
+
+def check_record(kept: dict[str, Any], what: str, jobs: int) -> None:
+    """All that goes with every figure is there."""
+    assert set(kept) == {"schema", "what", "command", "at", "machine", "versions", "settings", "results", "jobs"}
+    assert (kept["schema"], kept["what"]) == (1, what)
+    assert kept["command"].startswith(f"dualdist bench {what}")
+    assert kept["machine"]["cores"] >= 1
+    assert kept["machine"]["processor"]
+    assert {"torch", "dualdist"} <= set(kept["versions"])
+    assert kept["settings"]["threads"] == 1
+    assert len(kept["jobs"]) == jobs
+    assert all(shlex.split(job["command"])[0] == "env" for job in kept["jobs"])
+
+
+def check_ratio(found: dict[str, Any], rounds: int) -> None:
+    assert found["median"]["low"] <= found["median"]["value"] <= found["median"]["high"]
+    assert 0 < found["minimum"] <= found["median"]["value"]
+    assert found["rounds"] == rounds
+    assert 0 <= found["loaded"] <= rounds
+
+
+def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
+    kept = record(launch, *QUICK_STEP, "--no-memory", "--launches", "2", "--backend", "native,horovod")
+    check_record(kept, "step", jobs=4)
+    native, horovod = kept["results"]
+    assert list(native["contenders"]) == ["none", "ddp", "ddp_view", "dualdist", "naive"]
+    assert list(horovod["contenders"]) == ["none", "ddp", "dualdist", "hvd"]
+    for result in (native, horovod):
+        assert (result["ranks"], result["launches"], result["rounds"], result["steps"]) == (2, 2, ROUNDS, [2, 2])
+        assert (result["transport"], result["launcher"], result["threads"]) == ("gloo", "torchrun", 1)
+        assert isinstance(result["noise"]["is_noisy"], bool)
+        for name, contender in result["contenders"].items():
+            assert contender["identical_across_ranks"] is (name != "none"), name
+            assert contender["distance"] == 0.0, name  # two ranks: the same bits, whoever added them up
+            assert contender["seconds"]["value"] > 0
+            assert contender["cpu_seconds"] > 0
+            for found in contender["over"].values():
+                check_ratio(found, 2 * ROUNDS)
+    assert set(native["contenders"]["dualdist"]["over"]) == {"ddp", "ddp_view", "none"}
+    assert set(horovod["contenders"]["dualdist"]["over"]) == {"ddp", "hvd", "none"}
+    report = kept["jobs"][0]["reports"][0]
+    assert len(report["foreign_cores"]) == len(report["seconds"]["ddp"]) == ROUNDS
+
+
+def test_step_measures_memory_of_each_contender_alone(launch: Launch, tmp_path: Path) -> None:
+    words = (*QUICK_STEP, "--model", "transformer", "--backend", "native", "--contenders", "none,ddp,dualdist")
+    outcome = launch([*BENCH, *words[:1], *words[3:], "--json", str(tmp_path / "kept.json")], timeout_s=240)
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    check_record(kept, "step", jobs=4)
+    peaks = {name: contender["peak_bytes"] for name, contender in kept["results"][0]["contenders"].items()}
+    held = 3 * kept["results"][0]["gradient_bytes"]  # parameters, gradients, momentum
+    assert held < peaks["none"] < 4 * held
+    assert peaks["ddp"] > peaks["none"]  # its buckets
+    assert "DDP default" in outcome.stdout  # the tables too
+    assert "dualdist native / DDP default" in outcome.stdout
+
+
+def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> None:
+    for launcher, backend in (("mpirun", "horovod:mpi"), ("spawn", "native")):
+        words = ("--launcher", launcher, "--backend", backend, "--contenders", "none,dualdist", "--no-memory")
+        result = record(launch, *QUICK_STEP, *words)["results"][0]
+        assert (result["launcher"], result["ranks"]) == (launcher, 2)
+        check_ratio(result["contenders"]["dualdist"]["over"]["none"], ROUNDS)
+
+
+def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> None:
+    words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
+    kept = record(launch, "allreduce", *words)
+    check_record(kept, "allreduce", jobs=2)
+    assert [result["library"] for result in kept["results"]] == ["torch.distributed", "horovod"]
+    for result in kept["results"]:
+        assert [size["bytes"] for size in result["sizes"]] == [8, 65536]
+        for size in result["sizes"]:
+            assert set(size["calls"]) == {"dualdist_", "dualdist", "raw_", "raw"}
+            for call in size["calls"].values():
+                seconds = call["seconds"]["value"]
+                assert call["algorithm_gb_s"] == pytest.approx(size["bytes"] / seconds / 1e9)
+                assert call["bus_gb_s"] == pytest.approx(call["algorithm_gb_s"])  # 2 (n - 1) / n is 1 for two ranks
+            for name in ("dualdist_", "dualdist"):
+                check_ratio(size["over_raw"][name], ROUNDS)
+                above = size["above_raw_s"][name]
+                assert above["low"] <= above["value"] <= above["high"]
+
+
+def test_startup_times_fresh_processes_of_every_backend(launch: Launch) -> None:
+    kept = record(launch, "startup", "--rounds", "1", "--backend", "native,horovod:mpi")
+    check_record(kept, "startup", jobs=4)
+    assert [result["launcher"] for result in kept["results"]] == ["torchrun", "mpirun"]
+    for result in kept["results"]:
+        parts = result["parts"]
+        phases = {name: parts[name]["dualdist"]["value"] for name in ("torch", "import", "init", "first")}
+        assert parts["torch"]["raw"]["value"] > 0.2
+        assert 0 < phases["import"] < phases["torch"]
+        assert 0 < phases["init"] < 60
+        whole = parts["all, to the first collective"]["dualdist"]["value"]
+        assert max(phases.values()) < whole <= sum(phases.values()) + 1e-9
+
+
+def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
+    words = ("--ranks", "2,3,64,4096", "--measure-up-to", "3", "--sizes", "8,64K,1M", "--rounds", "2", "--model", "mlp")
+    kept = record(launch, "scale", *words)
+    check_record(kept, "scale", jobs=3)  # 2 ranks, 3 ranks, and a step
+    found = kept["results"]
+    assert found["fitted_on"] == 2
+    assert {(fit["algorithm"], fit["ranks"]) for fit in found["fits"]} == {
+        (name, ranks) for name in ("ring", "tree", "halving-doubling") for ranks in (2, 3)
+    }
+    assert all(len(fit["residuals"]) == 3 and fit["typical_residual"] <= fit["worst_residual"] for fit in found["fits"])
+    assert {check["ranks"] for check in found["checks"]} == {3}
+    assert [each["ranks"] for each in found["outlook"][::3]] == [2, 3, 64, 4096]
+    for each in found["outlook"]:
+        assert each["limit_s"] == max(found["step"]["compute_s"], each["communication_s"])
+    assert found["step"]["gradient_bytes"] == 4 * 416000
+
+
+def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot_know(launch: Launch) -> None:
+    words = ("--alpha-us", "2", "--beta-gb-s", "12", "--compute-ms", "100", "--bytes", "100M", "--ranks", "8,4096")
+    outcome = launch([*BENCH, "scale", *words])
+    assert outcome.stderr == ""
+    # A ring of 8: 14 messages of 2 us and 14/8 of the bytes, for each of 4 buckets.
+    assert f"{(4 * 14 * 2e-6 + 14 / 8 * (100 << 20) / 12e9) * 1e3:.2f}, 100.00, 100%" in outcome.stdout
+    assert "what this cannot know: a network" in outcome.stdout
+
+
+@pytest.mark.parametrize("what", ["step", "allreduce", "startup", "scale"])
+def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, what: str, tmp_path: Path) -> None:
+    words = ("--dry-run", "--backend", "native", "--rounds", "3", "--keep", str(tmp_path / "kept"))
+    outcome = launch([*BENCH, what, *words, *(("--ranks", "2,4") if what == "scale" else ("-np", "4"))])
+    lines = outcome.stdout.splitlines()
+    assert lines
+    for line in lines:
+        argv = shlex.split(line)
+        assert argv[:3] == ["env", "OMP_NUM_THREADS=1", "DUALDIST_BACKEND=native"]
+        assert any(word.endswith("/torchrun") for word in argv)
+    assert outcome.stderr == ""
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path) -> None:
+    words = (
+        *QUICK_STEP,
+        "--no-memory",
+        "--backend",
+        "native",
+        "--contenders",
+        "none",
+        "--keep",
+        str(tmp_path / "kept"),
+    )
+    (line,) = launch([*BENCH, *words, "--dry-run"]).stdout.splitlines()
+    launch(shlex.split(line))
+    (report,) = (tmp_path / "kept").iterdir()
+    assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("step", "--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
+        (("step", "--contenders", "ddp,dpd"), "contenders 'ddp,dpd': expected different ones of"),
+        (("step", "--contenders", "hvd", "--backend", "native"), "'hvd' is raw Horovod"),
+        (("step", "--rounds", "0"), "--rounds 0: expected 1 or more"),
+        (("step", "--image-size", "8"), "--image-size 8: expected 32 or more"),
+        (("step", "--backend", "nccl"), "backend 'nccl': expected native"),
+        (("step", "-np", "0"), "ranks=0"),
+        (("step", "--env", "A"), "--env A: expected NAME=VALUE"),
+        (("step", "--json", "/nowhere/x.json"), "there is no folder /nowhere"),
+        (("step", "--keep", "."), "--keep .: expected a new or empty folder"),
+        (("allreduce", "--sizes", "8,x"), "--sizes 8,x: 'x': expected a size"),
+        (("startup", "--launcher", "spawn"), "takes no --launcher"),
+        (("scale", "--ranks", "1"), "ranks [1]: expected numbers of 2 or more"),
+        (("scale", "--alpha-us", "3"), "give both"),
+        (("scale", "--compute-ms", "3"), "give both, or neither"),
+        (("scale", "--ranks", "64"), "nothing to fit"),
+        (("scale", "--backend", "native,horovod"), "one backend at a time"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], told: str) -> None:
+    outcome = launch([*BENCH, *words], check=False)
+    assert outcome.rc == 1, str(outcome)
+    assert told in outcome.stderr
+    assert outcome.stderr.startswith("dualdist bench: ")
+    assert len(outcome.stderr.splitlines()) == 1
+    assert outcome.stdout == ""
+
+
+def test_a_job_that_fails_names_its_command_and_its_last_words(launch: Launch) -> None:
+    words = (*QUICK_STEP, "--no-memory", "--backend", "native", "--launcher", "mpirun", "--env", "DUALDIST_SIZE=7")
+    outcome = launch([*BENCH, *words], check=False)
+    assert outcome.rc == 1
+    assert "step of mlp, native, mpirun failed (exit code" in outcome.stderr
+    assert "DUALDIST_SIZE" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_job_that_takes_too_long_is_ended(launch: Launch) -> None:
+    outcome = launch([*BENCH, *QUICK_STEP, "--no-memory", "--backend", "native", "--timeout", "1"], check=False)
+    assert outcome.rc == 1
+    assert "was not done after 1 s and was ended" in outcome.stderr
+
+
+def test_resamples_are_enough_for_the_edges_of_an_interval() -> None:
+    assert RESAMPLES * 0.025 >= 50

@@ -1,0 +1,179 @@
+"""Taking turns, naming places, and showing results: what needs no ranks."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualdist.cli.bench import _numbers, _size
+from dualdist.compare.bench_startup import where_raw_starts
+from dualdist.compare.bench_step import check
+from dualdist.compare.cases import CONTENDERS, MODELS, StepOptions
+from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
+from dualdist.compare.jobs import Place, Setting, places, worker_command
+from dualdist.compare.machine import CpuUse
+from dualdist.compare.models import case_of
+from dualdist.compare.report import Table, plain, size_words
+from dualdist.errors import UsageError
+from dualdist.launchers import Site
+
+SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_everybody_is_first_and_last_equally_often(count: int) -> None:
+    names = list("abcde"[:count])
+    orders = [order_of(names, number) for number in range(2 * count)]
+    assert all(sorted(order) == names for order in orders)
+    assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
+    assert Counter(order[-1] for order in orders) == dict.fromkeys(names, 2)
+
+
+def test_neighbours_change() -> None:
+    after: dict[str, set[str]] = {name: set() for name in "abcd"}
+    for number in range(8):
+        for first, second in itertools.pairwise(order_of(list("abcd"), number)):
+            after[first].add(second)
+    assert all(len(followers) >= 2 for followers in after.values())
+
+
+def test_every_contender_is_timed_in_every_round_after_an_untimed_lead() -> None:
+    calls: list[str] = []
+    turns = [Turn(name, lambda n=name: calls.append(f"lead {n}"), lambda n=name: calls.append(n)) for name in "ab"]
+    met: list[int] = []
+    sight = interleave(turns, 3, 2, meet=lambda: met.append(len(calls)), synchronize=lambda: None, node=0)
+    assert calls == ["lead a", *"aaa", "lead b", *"bbb", "lead b", *"bbb", "lead a", *"aaa"]
+    assert met == [1, 5, 9, 13]  # after each lead
+    assert {name: len(rounds) for name, rounds in sight.seconds.items()} == {"a": 2, "b": 2}
+    assert len(sight.rounds) == 2
+
+
+def test_a_call_takes_as_long_as_on_its_slowest_rank_and_costs_what_all_spend() -> None:
+    def sight(node: int, seconds: float, cpu_s: float) -> Sight:
+        return Sight(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
+
+    found = together([sight(0, 1.0, 0.25), sight(0, 3.0, 0.5), sight(1, 2.0, 0.125)])
+    assert found == {"seconds": {"a": [3.0]}, "cpu_s": {"a": [0.875]}, "foreign_cores": [1.875]}
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.1, 4), (10.0, 3), (1e-6, 50), (0.0, 50)])
+def test_repeats_fill_a_block_within_bounds(seconds: float, repeats: int) -> None:
+    assert repeats_to_fill(0.4, seconds, 3, 50) == repeats
+
+
+def test_places_take_their_own_transport_before_the_common_one() -> None:
+    assert places("native,horovod:mpi", None, None) == [
+        Place("native", None, "torchrun"),
+        Place("horovod", "mpi", "mpirun"),
+    ]
+    assert places("native,horovod", "gloo", "mpirun") == [
+        Place("native", "gloo", "mpirun"),
+        Place("horovod", "gloo", "mpirun"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backends", "transport", "launcher", "told"),
+    [
+        ("nativ", None, None, "backend 'nativ': expected native"),
+        ("auto", None, None, "backend 'auto'"),
+        ("native:tcp", None, None, "transport 'tcp': expected one of"),
+        ("native,native", None, None, "name each once"),
+        ("native", None, "mpirunn", "launcher 'mpirunn': expected one of"),
+    ],
+)
+def test_places_that_are_none_are_refused(
+    backends: str, transport: str | None, launcher: str | None, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        places(backends, transport, launcher)
+
+
+def test_worker_is_started_by_the_places_launcher_with_the_places_variables() -> None:
+    built = worker_command(Place("horovod", "gloo", "torchrun"), ["step"], Setting(2, env={"A": "b"}), SITE)
+    assert built.env == {
+        "OMP_NUM_THREADS": "1",
+        "A": "b",
+        "DUALDIST_BACKEND": "horovod",
+        "DUALDIST_TRANSPORT": "gloo",
+    }
+    assert built.argv[-5:] == ("-m", "dualdist.compare.worker", "step", "--device=auto", "--timeout-s=300")
+
+
+def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:
+    built = worker_command(Place("native", None, "spawn"), ["step"], Setting(3, device="cpu"), SITE)
+    assert built.argv[:4] == ("/v/python", "-m", "dualdist.compare.spawned", "3")
+    assert built.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_raw_horovod_runs_only_in_horovods_jobs() -> None:
+    check(["hvd"], Place("horovod", None, "torchrun"))
+    with pytest.raises(UsageError, match="--backend horovod"):
+        check(["hvd"], Place("native", None, "torchrun"))
+    with pytest.raises(UsageError, match="expected different ones of none, ddp"):
+        check(["ddp", "ddp"], Place("native", None, "torchrun"))
+
+
+def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
+    found = where_raw_starts(places("native,horovod,horovod:mpi", None, None), launcher_was_named=False)
+    assert [place.launcher for place in found] == ["torchrun", "horovodrun", "mpirun"]
+    with pytest.raises(UsageError, match="takes no --launcher"):
+        where_raw_starts(found, launcher_was_named=True)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])
+def test_a_case_builds_the_same_model_every_time_and_a_batch_for_each_rank(name: str) -> None:
+    options = StepOptions(name, tuple(CONTENDERS), batch=2, image_size=32)
+    case, others = (case_of(options, torch.device("cpu"), rank) for rank in (0, 1))
+    torch.manual_seed(77)
+    before = torch.random.get_rng_state()
+    first, second = case.build(), case.build()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(case.inputs, others.inputs)
+    case.loss(first).backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad is not None for parameter in first.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "millions"), [("mlp", 200, 0.42), ("transformer", 63, 9.6), ("resnet18", 62, 11.7)]
+)
+def test_models_are_as_large_as_they_say(name: str, tensors: int, millions: float) -> None:
+    model = case_of(StepOptions(name, ()), torch.device("cpu"), 0).build()
+    parameters = list(model.parameters())
+    assert len(parameters) == tensors
+    assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_plain_table_aligns_words_left_and_figures_right() -> None:
+    table = Table("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
+    assert plain(table) == "title\nname      ms\n------------\na        1.0\nlonger  10.0\n"
+
+
+@pytest.mark.parametrize(("nbytes", "words"), [(8, "8 B"), (65536, "64 KiB"), (25 << 20, "25 MiB"), (1 << 30, "1 GiB")])
+def test_sizes_read_as_people_write_them(nbytes: int, words: str) -> None:
+    assert size_words(nbytes) == words
+    assert _size(words.replace(" B", "").replace(" ", "").replace("iB", "")) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "x", "3", "1.5M", "-8", "M"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="as 8, 64K or 25M"):
+        _size(text)
+
+
+def test_ranks_are_numbers_with_commas() -> None:
+    assert _numbers("8,2,4,2") == (2, 4, 8)
+    with pytest.raises(UsageError, match="as 2,4,8"):
+        _numbers("2,four")
+
+
+def test_only_the_ranks_side_imports_torch() -> None:
+    folder = Path(__file__).parents[2] / "dualdist" / "compare"
+    importing = {path.name for path in folder.glob("*.py") if "\nimport torch\n" in path.read_text()}
+    assert importing == {"allreduces.py", "models.py", "raw.py", "steps.py", "worker.py"}
