@@ -189,6 +189,8 @@ def wrap_optimizer(
     compression: Literal["fp16", "bf16"] | Compressor | None = None,
     predivide: float = 1.0,
     sparse_as_dense: bool = False,
+    bucket_mb: float = 25,
+    first_bucket_mb: float = 1,
     group: Group | None = None,
 ) -> OptimizerT:
     """The same optimizer, whose parameters' gradients are reduced over all ranks whenever a backward() returns.
@@ -202,7 +204,9 @@ def wrap_optimizer(
 
     `compression` is what floats become on the wire: "fp16", "bf16", or an object with compress(tensor) -> (tensor, ctx)
     and decompress(tensor, ctx). `predivide` divides before the sum, and multiplies after it, where a sum could
-    overflow. Of sparse gradients only what is stored travels, unless `sparse_as_dense`.
+    overflow. Of sparse gradients only what is stored travels, unless `sparse_as_dense`. Gradients travel in buckets of
+    `bucket_mb` MiB, so that the first ones are on their way while backward() goes on; the first is `first_bucket_mb`.
+    Afterwards they are views of the buckets, unless the program keeps the tensor that was .grad before.
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
     divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose
@@ -214,8 +218,9 @@ def wrap_optimizer(
     `named_parameters` (model.named_parameters()) gives errors their names.
     """
     from dualdist import gradients
-    from dualdist.buckets import Recipe
+    from dualdist.buckets import Recipe, bucket_bytes
     from dualdist.compression import compressor_of
 
-    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense)
+    sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
+    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes)
     return gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)

@@ -10,6 +10,7 @@ import torch
 
 from dualdist.backends.base import Backend, Buffer, Work
 from dualdist.compression import Cast, Compressor
+from dualdist.errors import UsageError
 from dualdist.holders import is_gradient_kept, references, uses
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
@@ -44,6 +45,8 @@ class Recipe:
     compressor: Compressor | None = None
     predivide: float = 1.0
     dense: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
 
     @property
     def words(self) -> str:
@@ -51,7 +54,15 @@ class Recipe:
         wire = self.compressor and (
             self.compressor.dtype if isinstance(self.compressor, Cast) else _name_of(self.compressor)
         )
-        return f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense}"
+        sizes = f"{self.first_bucket_bytes}, {self.bucket_bytes}"
+        return f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense} bytes={sizes}"
+
+
+def bucket_bytes(name: str, mebibytes: float) -> int:
+    """The size of a bucket, as a caller gives it."""
+    if not 0 < mebibytes < float("inf"):
+        raise UsageError(f"{name}={mebibytes}: expected a size in MiB, above 0")
+    return max(1, int(mebibytes * 2**20))
 
 
 def wire_dtype(dtype: torch.dtype, recipe: Recipe) -> torch.dtype | None:
@@ -74,34 +85,36 @@ def _name_of(compressor: Compressor) -> str:
 
 
 def plan_buckets(
-    params: Sequence[torch.Tensor], numbers: Sequence[int], groups: Sequence[Sequence[int]] = ()
+    params: Sequence[torch.Tensor], order: Sequence[int], recipe: Recipe, groups: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
-    """Which of the numbered parameters travel together, last ones first: autograd finishes the last layers first.
+    """Which of the numbered parameters travel together, given the order in which autograd finishes them.
 
     A bucket holds one device and one dtype, and is closed by the parameter that fills it. Of the given groups, each
     travels in buckets of its own, one for each device and dtype.
     """
+    limits = recipe.first_bucket_bytes, recipe.bucket_bytes
     if not groups:
-        return _split(params, numbers, FIRST_BUCKET_BYTES)
-    fresh, grouped = set(numbers), {number for group in groups for number in group}
-    buckets = _split(params, [number for number in numbers if number not in grouped], FIRST_BUCKET_BYTES)
+        return _split(params, order, limits)
+    fresh, grouped = set(order), {number for group in groups for number in group}
+    buckets = _split(params, [number for number in order if number not in grouped], limits)
     for group in groups:
-        buckets += _split(params, sorted(fresh.intersection(group)), None)
+        buckets += _split(params, sorted(fresh.intersection(group), reverse=True), None)
     return sorted(buckets, key=max, reverse=True)
 
 
-def _split(params: Sequence[torch.Tensor], numbers: Sequence[int], limit: int | None) -> list[tuple[int, ...]]:
+def _split(
+    params: Sequence[torch.Tensor], order: Sequence[int], limits: tuple[int, int] | None
+) -> list[tuple[int, ...]]:
     buckets: list[tuple[int, ...]] = []
     open_members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     open_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for number in reversed(numbers):
+    for number in order:
         kind = (params[number].device, params[number].dtype)
         open_members.setdefault(kind, []).append(number)
         open_bytes[kind] = open_bytes.get(kind, 0) + params[number].nbytes
-        if limit is not None and open_bytes[kind] >= limit:
+        if limits is not None and open_bytes[kind] >= limits[bool(buckets)]:
             buckets.append(tuple(open_members.pop(kind)))
             del open_bytes[kind]
-            limit = BUCKET_BYTES
     return buckets + [tuple(members) for members in open_members.values()]
 
 
@@ -258,6 +271,13 @@ class Bucket:
         if self._work is not None:
             self._result = self._work.wait()
             self._work = None
+
+    def drop(self) -> None:
+        """This rank will not use the bucket again."""
+        rows = [row.buffer for row in (self._sent, self._spare) if row is not None]
+        for buffer in (*rows, self._cast):
+            if buffer is not None:
+                buffer.drop()
 
     def ranks_taking_part(self) -> int:
         """How many ranks have not joined, after wait()."""

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
-from dualdist.moves import check_same_tensors
+from dualdist.moves import broadcast_object, check_same_tensors
 from dualdist.rounds import Rounds, launch_due
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Reducer:
         self._numbers: dict[int, int] = {}  # id of a parameter -> its place among them
         self._buckets: list[Bucket] = []
         self._members: list[tuple[int, ...]] = []  # of each bucket
+        self._plans = 1
+        weakref.finalize(self, drop, self._buckets).atexit = False
         self._bucket_of: list[int] = []
         self._seat_of: list[int] = []  # its place in the bucket
         self._arrived.clear()
@@ -128,8 +130,9 @@ class Reducer:
         for _, param in fresh:
             self._own(param)
         params = self.params
-        for members in plan_buckets(params, range(start, len(params)), together):
-            self._add_bucket(members, [params[number] for number in members])
+        # Autograd finishes the last layers first.
+        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._recipe, together):
+            self._add_bucket(members, params)
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -146,20 +149,50 @@ class Reducer:
         number = self._numbers.get(id(param))
         return number if number is not None and self._references[number]() is param else None
 
-    def _add_bucket(self, members: tuple[int, ...], params: Sequence[torch.Tensor]) -> None:
-        place = len(self._buckets)
+    def _add_bucket(self, members: tuple[int, ...], all_params: Sequence[torch.Tensor]) -> None:
+        place, params = len(self._buckets), [all_params[number] for number in members]
         for seat, number in enumerate(members):
             self._bucket_of[number], self._seat_of[number] = place, seat
         dtype, device = params[0].dtype, params[0].device
         apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
         shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
-        plan = BucketPlan(f"{self.name}.{place}", shapes, strides, dtype, device, NOWHERE, apart)
+        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NOWHERE, apart)
         wire = wire_dtype(dtype, self._recipe)
         if wire is not None and wire in self._line.reducible:
             plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
         self._rounds.buckets.append(plan)
         self._members.append(members)
         self._buckets.append(self._rounds.bucket(place, self._line))
+
+    def _shall_plan_anew(self) -> bool:
+        """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
+        if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
+            return False
+        return self._buckets[0].ranks_taking_part() == self.group.size
+
+    def _plan_anew(self, arrived: Sequence[int]) -> None:
+        """Once, after the first round: the order in which gradients arrived on the first rank is that of all ranks."""
+        planned = [number for members in self._members for number in members]
+        mine = [*arrived, *(number for number in planned if number not in set(arrived))]
+        order = broadcast_object(self._line, mine, 0, f"{self.name}.order")
+        self._plans += 1
+        params = self.params
+        all_members = plan_buckets(params, order, self._recipe)
+        if all_members == self._members:
+            return
+        apart = {
+            members[seat]
+            for members, plan in zip(self._members, self._rounds.buckets, strict=True)
+            for seat in plan.apart
+        }
+        drop(self._buckets)
+        self._buckets.clear()
+        self._members.clear()
+        self._rounds.buckets.clear()
+        for place, members in enumerate(all_members):
+            self._add_bucket(members, params)
+            self._rounds.set_apart(place, [seat for seat, number in enumerate(members) if number in apart])
+        self._forget()
 
     def synchronize(self) -> None:
         """The gradients are reduced, whatever the number of backwards since the last time."""
@@ -226,7 +259,10 @@ class Reducer:
         """Complete a round that a backward began before it raised, and drop it: Note [interrupted backward]."""
         if self._next == 0:
             return
-        self._complete()
+        self._finish_round(self._put_nothing_back)
+
+    def _put_nothing_back(self) -> None:
+        """Take part in what belongs to the round, and leave the gradients as they are."""
         params = self.params
         kept = [param.grad for param in params]
         for param in params:
@@ -252,11 +288,19 @@ class Reducer:
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
             )
         with self._lock:
-            self._complete()
-            self._put_back()
+            self._finish_round(self._put_back)
             self._backwards = 0
             self._rounds_done += 1
             self.group.rounds += 1
+
+    def _finish_round(self, put_back: Callable[[], None]) -> None:
+        """Everything has been reduced and put back, and after the first time planned anew."""
+        arrived = list(self._arrived)
+        self._complete()
+        shall_plan = self._shall_plan_anew()
+        put_back()
+        if shall_plan:
+            self._plan_anew(arrived)
 
     def _complete(self) -> None:
         """Launch what has not left yet, and wait for everything."""
@@ -296,6 +340,12 @@ class Reducer:
                 "dd.wrap_optimizer again"
             )
         self._enter(self._next_group())
+
+
+def drop(buckets: Sequence[Bucket]) -> None:
+    """This rank will not use them again."""
+    for bucket in buckets:
+        bucket.drop()
 
 
 class _Hook:
