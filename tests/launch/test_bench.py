@@ -1,4 +1,4 @@
-"""`dualdist bench` on two real ranks: every sub-command measures, tells all that goes with a figure, and refuses nonsense."""
+"""`dualdist bench` on two real ranks: each sub-command measures, tells all that goes with it, and refuses nonsense."""
 
 from __future__ import annotations
 
