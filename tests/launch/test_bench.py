@@ -1,4 +1,4 @@
-"""`dualdist bench` on two real ranks: every sub-command measures, and refuses nonsense."""
+"""`dualdist bench` on two real ranks: each sub-command measures, tells all that goes with it, and refuses nonsense."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_step_measures_memory_of_each_contender_alone(launch: Launch, tmp_path: 
     check_record(kept, "step", jobs=4)
     peaks = {name: contender["peak_bytes"] for name, contender in kept["results"][0]["contenders"].items()}
     held = 3 * kept["results"][0]["gradient_bytes"]  # parameters, gradients, momentum
-    assert held < peaks["none"] < 4 * held
+    assert held < peaks["none"] < 3 * held  # activations too, but not what was imported
     assert peaks["ddp"] > peaks["none"]  # its buckets
     assert "DDP default" in outcome.stdout  # the tables too
     assert "dualdist native / DDP default" in outcome.stdout
@@ -138,6 +139,7 @@ def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
     for each in found["outlook"]:
         assert each["limit_s"] == max(found["step"]["compute_s"], each["communication_s"])
     assert found["step"]["gradient_bytes"] == 4 * 416000
+    assert found["step"]["compute_s"] == median(kept["jobs"][-1]["reports"][0]["seconds"]["none"])
 
 
 def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot_know(launch: Launch) -> None:
