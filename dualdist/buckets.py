@@ -155,6 +155,7 @@ class Flat:
             for number, piece in enumerate(pieces)
             if number not in plan.apart
         }
+        del pieces  # which would count as kept
         self._unkept = self._looks()
 
     def is_kept(self) -> bool:

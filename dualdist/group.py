@@ -24,7 +24,14 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.compiling import uncompiled
-from dualdist.errors import CollectiveError, MismatchError, NotInitializedError, UsageError
+from dualdist.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    MismatchError,
+    NotInitializedError,
+    UnsupportedError,
+    UsageError,
+)
 from dualdist.mailbox import Letters, Mailbox
 from dualdist.moves import Exchange
 from dualdist.negotiation import Decision, Offer, Row, decide
@@ -38,6 +45,12 @@ PAUSE_S = 0.001
 DRAIN_S = 2.0
 # For a rank that has joined: it waits for as long as the others go on.
 PATIENCE_S = 7 * 24 * 3600.0
+# Seconds after which a wait counts as one that cannot end by itself where a program has several threads: until then
+# another one may begin what the other ranks wait for.
+THREADS_S = 2.0
+OUR_THREADS = "dualdist-"
+# Errors that are alike on all ranks, and leave them where they were.
+HARMLESS = (MismatchError, UnsupportedError, UsageError)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,7 @@ class Handle(Generic[T]):
         self._operation: Operation[T] | None = operation
         self.what = operation.offer.what
         self._streams = operation.streams()
+        self._is_inference = torch.is_inference_mode_enabled()
         self._result: T
         self._error: BaseException | None = None
         self._is_done = False
@@ -100,7 +114,7 @@ class Handle(Generic[T]):
     def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
         assert self._operation is not None, "an operation is performed once"
         try:
-            with watch.over(self.what), self._streams:
+            with watch.over(self.what), self._streams, _inference_mode(self._is_inference):
                 result = self._operation.perform(backend, own)
         except Exception as error:  # whoever waits for it shall see it, whatever it is
             self._fail(error)
@@ -112,9 +126,28 @@ class Handle(Generic[T]):
         self._error = error
         self._end()
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, if it did."""
+        return self._error
+
     def _end(self) -> None:
         self._operation = None  # and the tensors that it holds
         self._is_done = True
+
+
+class Breaking:
+    """A block after whose failure nothing more is done in the group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, CollectiveError):
+            self._group.fail(error)
 
 
 class Group:
@@ -138,11 +171,15 @@ class Group:
         self._gradients: WatchedBackend | None = None
         self.named = 0  # operations that were given a number
         self.exchanges = 0
+        self._others: Sequence[Row] = ()  # what all ranks said when nothing could be done
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for programs that wait
         self._left_alone = threading.Condition(lock)  # for our thread: there is something that nobody drives
         self._pending: dict[str, Handle[Any]] = {}
-        self._waiting = ""
+        self._waiting: dict[str, float] = {}  # what programs wait for, each with the time when it began
+        self._moved_at = 0.0
+        self._failure: BaseException | None = None
+        self._breaking = Breaking(self)
         self._is_driven = False
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -160,6 +197,8 @@ class Group:
     @property
     def gradients(self) -> Backend:
         """The line on which gradients travel, whose operations are agreed on once; every member asks for it first."""
+        if self._failure is not None:
+            self.require_usable()
         if self._gradients is None:
             self._gradients = WatchedBackend(self._parent.channel("gradients"), self.watch)
         return self._gradients
@@ -177,10 +216,7 @@ class Group:
 
     def enter(self, operation: Operation[T]) -> Handle[T]:
         """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
-        if self._is_closed:
-            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
-        if not self.is_member:
-            raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
+        self.require_usable()
         handle = Handle(self, operation)
         if self.size == 1:
             self._tell("entered", operation.offer)
@@ -196,10 +232,33 @@ class Group:
         self._tell("entered", operation.offer)
         return handle
 
+    def require_usable(self) -> None:
+        """NotInitializedError, UsageError or CollectiveError unless this rank can do something with the others."""
+        if self._is_closed:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+        if not self.is_member:
+            raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
+        if self._failure is not None:
+            raise CollectiveError(
+                "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
+                f"or start the job again. It was: {self._failure}"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """After this error the ranks may be at different places: nothing more is done with them."""
+        if self._failure is None and not isinstance(error, HARMLESS):
+            self._failure = error
+
+    def breaking(self) -> Breaking:
+        """A block whose failure is that of the group."""
+        return self._breaking
+
     def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
         offer = handle.offer
         self._tell("agreed", offer)
         handle._perform(self.backend, own, self.watch)
+        if handle.error is not None:
+            self.fail(handle.error)
         self._tell("done", offer)
 
     def _tell(self, event: str, offer: Offer | None) -> None:
@@ -218,15 +277,19 @@ class Group:
     def _carry_on_until(self, handle: Handle[Any]) -> None:
         """Drive, or let drive, until the handle is done; rounds without a result leave the others time."""
         with self._changed:
-            self._waiting = handle.name
-            while not handle.done():
-                if self._is_driven:
-                    self._changed.wait()
-                    continue
-                self._drive_one_round()
-            self._waiting = ""
-            if self._pending:
-                self._left_alone.notify_all()
+            now = time.monotonic()
+            self._moved_at = now if not self._waiting else self._moved_at
+            self._waiting[handle.name] = now
+            try:
+                while not handle.done():
+                    if self._is_driven:
+                        self._changed.wait()
+                    else:
+                        self._drive_one_round()
+            finally:
+                self._waiting.pop(handle.name, None)
+                if self._pending:
+                    self._left_alone.notify_all()
 
     def _drive(self) -> None:
         """What the thread does: carry on whatever is pending and not driven by a waiting program."""
@@ -241,11 +304,12 @@ class Group:
         """One exchange, and what it decides; called with the lock held, which is free meanwhile."""
         self._is_driven = True
         offered = list(self._pending.values())
-        row = Row(tuple(handle.offer for handle in offered), self._waiting)
+        row = Row(tuple(handle.offer for handle in offered), self._waits_for())
         self._changed.release()
         try:
             moved = self._round(offered, row)
             if not moved:
+                self._expire(offered)
                 time.sleep(PAUSE_S)
         finally:
             self._changed.acquire()
@@ -259,14 +323,13 @@ class Group:
 
     def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
-        mine = row.dumps()
         self._tell("cycle", None)
         try:
+            mine = row.dumps()
             with self.watch.over(offered[0].offer.what):
                 said = self.exchange(mine).wait()
         except Exception as error:  # whatever it is, those who wait shall see it
-            for handle in offered:
-                handle._fail(error)
+            self._fail_all(offered, error)
             return True
         if len(offered) == 1 and all(other == mine for other in said):
             self._settle(Decision(agreed=(offered[0].name,)), offered, [row] * self.size)
@@ -274,7 +337,37 @@ class Group:
         rows = [Row.loads(data) for data in said]
         decision = decide(rows, self.ranks)
         self._settle(decision, offered, rows)
-        return bool(decision.agreed or decision.refused)
+        has_moved = bool(decision.agreed or decision.refused)
+        if has_moved:
+            self._moved_at = time.monotonic()
+        else:
+            self._others = rows
+        return has_moved
+
+    def _waits_for(self) -> str:
+        """What this rank's program does not go on without, as far as can be known."""
+        if not self._waiting:
+            return ""
+        name, since = next(iter(self._waiting.items()))
+        return name if _is_only_thread() or time.monotonic() - since > THREADS_S else ""
+
+    def _expire(self, offered: Sequence[Handle[Any]]) -> None:
+        """Give up where a program has waited for as long as it may: the others may go on exchanging for ever."""
+        timeout_s = self.backend.timeout_s
+        if not self._waiting or time.monotonic() - self._moved_at < timeout_s:
+            return
+        what = next((handle.what for handle in offered if handle.name in self._waiting), "")
+        said = "; ".join(
+            f"rank {rank} is ready for {row.words}" for rank, row in zip(self.ranks, self._others, strict=True)
+        )
+        self._fail_all(
+            offered, CollectiveTimeoutError(f"{what}: not all ranks began it within {timeout_s:g} s: {said}")
+        )
+
+    def _fail_all(self, offered: Sequence[Handle[Any]], error: BaseException) -> None:
+        self.fail(error)
+        for handle in offered:
+            handle._fail(error)
 
     def _settle(self, decision: Decision, offered: Sequence[Handle[Any]], rows: Sequence[Row]) -> None:
         handles = {handle.name: handle for handle in offered}
@@ -294,6 +387,7 @@ class Group:
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:
         """For the block the caller alone drives, as patiently as can be; UsageError where operations are under way."""
+        self.require_usable()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_driven)
             if self._pending:
@@ -339,6 +433,18 @@ class Group:
             self._thread.join(DRAIN_S)
         for handle in self._pending.values():
             handle._fail(CollectiveError(f"{handle.what}: the session ended before all ranks were ready"))
+
+
+def _is_only_thread() -> bool:
+    """Whether the program has no other thread than the one that waits."""
+    return sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
+
+
+def _inference_mode(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """A block in the mode in which the operation was begun, whichever thread performs it."""
+    if torch.is_inference_mode_enabled() == wanted:
+        return contextlib.nullcontext()
+    return torch.inference_mode(wanted)
 
 
 def own_parts(rows: Sequence[Row], name: str) -> list[Any]:

@@ -60,6 +60,13 @@ class Row:
     waiting: str = ""
     joined: Joined | None = None
 
+    @property
+    def words(self) -> str:
+        """What it is ready for, in the words of an error."""
+        if self.joined:
+            return "join"
+        return ", ".join(offer.what for offer in self.offers[:SHOWN]) or "nothing"
+
     def dumps(self) -> bytes:
         offers = [[offer.kind, offer.name, offer.terms, offer.own] for offer in self.offers]
         joined = None if self.joined is None else astuple(self.joined)

@@ -75,6 +75,7 @@ class Reducer:
         self._backwards_open: set[int] = set()  # autograd's numbers of the backwards whose end is awaited
         self._backwards = 0  # since the last reduction
         self._rounds_done = 0  # since the last step
+        self._sums: list[weakref.ref[torch.Tensor]] = []  # the gradients that were put back last
         self._enter(group)
 
     def _enter(self, group: Group) -> None:
@@ -82,7 +83,7 @@ class Reducer:
         self.group = group
         self._line: Backend = group.gradients
         self.name = group.next_name("gradients")
-        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._references: list[Callable[[], torch.Tensor | None]] = []
         self._numbers: dict[int, int] = {}  # id of a parameter -> its place among them
         self._buckets: list[Bucket] = []
         self._members: list[tuple[int, ...]] = []  # of each bucket
@@ -110,7 +111,7 @@ class Reducer:
         MismatchError on every rank where the ranks' parameters, or what shall happen to their gradients, differ.
         """
         self._require_open()
-        fresh = [(name, p) for name, p in self._parameters() if p.requires_grad and self._number_of(p) is None]
+        fresh = [(name, param) for name, param in self._parameters() if self._lacks(param)]
         if not fresh:
             return
         for name, param in fresh:
@@ -144,6 +145,13 @@ class Reducer:
                 if params[number] is None:
                     params[number] = torch.empty(shape, dtype=plan.dtype, device=plan.device)
         return [param for param in params if param is not None]
+
+    def _lacks(self, param: torch.Tensor) -> bool:
+        """Whether the parameter wants gradients that neither this reducer nor a newer one reduces."""
+        if not param.requires_grad or self._number_of(param) is not None:
+            return False
+        owner = _owner_of(param)
+        return owner in (None, self) or owner.group is not self.group or owner._number < self._number
 
     def _number_of(self, param: torch.Tensor) -> int | None:
         number = self._numbers.get(id(param))
@@ -198,8 +206,7 @@ class Reducer:
         """The gradients are reduced, whatever the number of backwards since the last time."""
         self._require_open()
         if self._rounds_done == 0 or self._backwards:
-            self.update()
-            with self.errors():
+            with self.errors(), self.group.breaking():
                 _run_round(self.group, [self])
 
     def start_anew(self) -> None:
@@ -207,13 +214,23 @@ class Reducer:
         self._rounds_done = self._backwards = 0
 
     def _own(self, param: torch.Tensor) -> None:
-        """Hear of this parameter's gradients; an optimizer that had it before hears no more."""
+        """Hear of this parameter's gradients; an optimizer that had it before hears no more, and reduces it no more."""
+        former = _owner_of(param)
+        if former not in (None, self):
+            former._give_up(param)
         _remove_hooks(param)
         param.register_post_accumulate_grad_hook(_Hook(self))
 
+    def _give_up(self, param: torch.Tensor) -> None:
+        number = self._number_of(param)
+        if number is not None:
+            self._references[number] = _nobody
+            del self._numbers[id(param)]
+            self._buckets[self._bucket_of[number]].waiting_for -= 1
+
     def _mark(self, param: torch.Tensor) -> None:
         """Autograd has finished this parameter's gradient."""
-        with self._lock, self.errors():
+        with self._lock, self.errors(), self.group.breaking():
             if self.is_suspended:
                 return
             backward = torch._C._current_graph_task_id()
@@ -244,7 +261,8 @@ class Reducer:
         self._require_open()
         self.drop_interrupted()
         self._forget()
-        self.update()
+        if len(self.group.reducers) == 1:  # else the ranks do so when they know which ones are due
+            self.update()
         self._backwards_open.add(backward)
         Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
 
@@ -252,7 +270,7 @@ class Reducer:
         """Reduce what is due. Every reducer that the backward touched is asked to; the first one does it for all."""
         due = [reducer for reducer in _live(self.group) if reducer._has_ended(backward)]
         if due:
-            with self.errors():
+            with self.errors(), self.group.breaking():
                 _run_round(self.group, due)
 
     def drop_interrupted(self) -> None:
@@ -282,7 +300,7 @@ class Reducer:
 
     def _reduce(self) -> None:
         """Reduce all gradients, and put them back."""
-        if self._recipe.op == "sum" and self._rounds_done:
+        if self._recipe.op == "sum" and self._rounds_done and self._adds_up():
             raise UsageError(
                 "a second backward before step() would add up again what is the sum over all ranks already: call "
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
@@ -292,6 +310,11 @@ class Reducer:
             self._backwards = 0
             self._rounds_done += 1
             self.group.rounds += 1
+
+    def _adds_up(self) -> bool:
+        """Whether a parameter's gradient is the tensor that holds the last sum, and what was added since."""
+        sums = {id(grad) for reference in self._sums if (grad := reference()) is not None}
+        return any(id(param.grad) in sums for param in self.params)
 
     def _finish_round(self, put_back: Callable[[], None]) -> None:
         """Everything has been reduced and put back, and after the first time planned anew."""
@@ -320,6 +343,8 @@ class Reducer:
                 grad = params[member].grad
                 params[member].grad = bucket.reduce_apart(member, grad, as_dense=as_dense)
             self._rounds.set_apart(place, [member for member, _ in apart])
+        if self._recipe.op == "sum":
+            self._sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
         self._forget()
 
     def _forget(self) -> None:
@@ -327,7 +352,7 @@ class Reducer:
         self._next = 0
         self._arrived.clear()
         for place, bucket in enumerate(self._buckets):
-            bucket.waiting_for = len(bucket.plan.shapes)
+            bucket.waiting_for = sum(self._references[number]() is not None for number in self._members[place])
             if bucket.plan is not self._rounds.buckets[place]:
                 self._buckets[place] = self._rounds.bucket(place, self._line)
 
@@ -358,6 +383,16 @@ class _Hook:
         self.reducer._mark(param)
 
 
+def _nobody() -> None:
+    """In place of a reference to a parameter that is somebody else's now."""
+
+
+def _owner_of(param: torch.Tensor) -> Reducer | None:
+    """Who reduces the parameter's gradients."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return next((hook.reducer for hook in hooks if isinstance(hook, _Hook)), None)
+
+
 def _remove_hooks(param: torch.Tensor, reducer: Reducer | None = None) -> None:
     """No reducer, or not this one, hears of the parameter's gradients."""
     hooks = param._post_accumulate_grad_hooks or {}
@@ -380,4 +415,5 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         launch_due(group, flags).wait()
         due = [reducer for reducer in _live(group) if flags[reducer._number]]
     for reducer in due:
+        reducer.update()
         reducer._reduce()

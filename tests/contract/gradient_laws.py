@@ -447,6 +447,93 @@ def two_optimizers_and_shared_graphs_do_not_mix() -> None:
 
 
 @law
+def a_parameter_of_two_optimizers_is_reduced_once() -> None:
+    shared, one, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    older = dd.wrap_optimizer(torch.optim.SGD([shared, one], lr=0.1), op="sum")
+    newer = dd.wrap_optimizer(torch.optim.SGD([shared, other], lr=0.1), op="sum")
+    for _ in range(2):
+        older.zero_grad()
+        newer.zero_grad()
+        (shared + one + other).sum().backward()
+        for param in (shared, one, other):
+            assert param.grad.tolist() == [dd.size()] * 2
+        older.step()
+        newer.step()
+
+
+@law
+def a_parameter_that_is_unfrozen_waits_for_nobody() -> None:
+    """A rank whose loss does not touch an optimizer hears of its new parameters when the others reduce it."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    first.bias.requires_grad_(False)
+    dd.broadcast_parameters(first)
+    optimizers = [dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)) for model in (first, second)]
+    x = torch.ones(1, 2)
+    for step in range(3):
+        first.bias.requires_grad_(step > 0)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (second(first(x)) if dd.rank() == 0 else second(x)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_everywhere(first)
+    assert first.bias.grad is not None
+
+
+@law
+def sums_begin_anew_however_gradients_were_dropped() -> None:
+    for drop in ("optimizer", "model", "by hand"):
+        model = nn.Linear(2, 2)
+        dd.broadcast_parameters(model)
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
+        for _ in range(2):  # no step: as after an overflow
+            if drop == "by hand":
+                for param in model.parameters():
+                    param.grad = None
+            else:
+                (optimizer if drop == "optimizer" else model).zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            assert model.bias.grad.tolist() == [dd.size()] * 2, drop
+
+
+@law
+def gradients_that_a_program_keeps_are_left_alone() -> None:
+    """As in one process: a tensor that was .grad keeps its values when the next backward makes new ones."""
+    weight = nn.Parameter(torch.ones(1 << 16))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    kept = []
+    for step in range(4):
+        optimizer.zero_grad()
+        (weight.sum() * (dd.rank() + 1) * 10**step).backward()
+        kept.append(weight.grad if step % 2 else weight.grad[:5])
+    for step, grad in enumerate(kept):
+        assert torch.allclose(grad, torch.full_like(grad, mean * 10**step)), step
+    del kept, grad
+    mine = torch.zeros_like(weight)
+    for step in range(3):
+        weight.grad = mine.zero_()
+        (weight.sum() * (dd.rank() + 1)).backward()
+        assert weight.grad is mine, "what the program keeps stays the gradient"
+        assert torch.allclose(mine, torch.full_like(mine, mean)), step
+
+
+@law
+def a_gradient_that_another_hook_changes_is_reduced_as_it_became() -> None:
+    weight, last = nn.Parameter(torch.ones(1 << 16)), nn.Parameter(torch.ones(1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([last, weight], lr=0.1))
+
+    def clamp(param: torch.Tensor) -> None:
+        param.grad.clamp_(max=1.0)
+
+    weight.register_post_accumulate_grad_hook(clamp)
+    finished_last = last.sum()  # autograd goes backwards
+    (weight.sum() * 5 * (dd.rank() + 1) + finished_last).backward()
+    assert torch.equal(weight.grad, torch.ones(1 << 16))
+    optimizer.step()
+
+
+@law
 def parameters_of_several_dtypes_and_layouts_are_reduced() -> None:
     half = nn.Parameter(torch.ones(3, dtype=torch.float16))
     double = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
