@@ -72,15 +72,20 @@ class Handle(Generic[T]):
     """An operation under way; wait() finishes it and returns its result, every time it is called."""
 
     def __init__(self, group: Group, operation: Operation[T]) -> None:
+        self._offer = operation.offer
         self.name = operation.offer.name
         self._group = group
         self._operation: Operation[T] | None = operation
-        self.what = operation.offer.what
         self._streams = operation.streams()
         self._is_inference = torch.is_inference_mode_enabled()
         self._result: T
         self._error: BaseException | None = None
         self._is_done = False
+
+    @property
+    def what(self) -> str:
+        """In the words of an error."""
+        return self._offer.what
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
@@ -108,13 +113,12 @@ class Handle(Generic[T]):
 
     @property
     def offer(self) -> Offer:
-        assert self._operation is not None, "what is done is offered no more"
-        return self._operation.offer
+        return self._offer
 
     def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
         assert self._operation is not None, "an operation is performed once"
         try:
-            with watch.over(self.what), self._streams, _inference_mode(self._is_inference):
+            with watch.over(self._offer), self._streams, _inference_mode(self._is_inference):
                 result = self._operation.perform(backend, own)
         except Exception as error:  # whoever waits for it shall see it, whatever it is
             self._fail(error)
@@ -217,6 +221,7 @@ class Group:
     def enter(self, operation: Operation[T]) -> Handle[T]:
         """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
         self.require_usable()
+        operation.offer.encoded  # noqa: B018  raises here what cannot be told to the others
         handle = Handle(self, operation)
         if self.size == 1:
             self._tell("entered", operation.offer)
@@ -326,13 +331,16 @@ class Group:
         self._tell("cycle", None)
         try:
             mine = row.dumps()
-            with self.watch.over(offered[0].offer.what):
-                said = self.exchange(mine).wait()
+            with self.watch.over(offered[0].offer):
+                exchange = self.exchange(mine)
+                are_alike = len(offered) == 1 and exchange.are_alike()
+                said = [] if are_alike else exchange.wait()
         except Exception as error:  # whatever it is, those who wait shall see it
             self._fail_all(offered, error)
             return True
-        if len(offered) == 1 and all(other == mine for other in said):
-            self._settle(Decision(agreed=(offered[0].name,)), offered, [row] * self.size)
+        if are_alike:
+            self._perform(offered[0], [offered[0].offer.own] * self.size)
+            self._moved_at = time.monotonic()
             return True
         rows = [Row.loads(data) for data in said]
         decision = decide(rows, self.ranks)

@@ -27,6 +27,7 @@ class Exchange:
         self._backend = backend
         self._payload = payload
         self._name = name
+        self._said: list[bytes] | None = None
         row = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
         self._work: Work = backend.allgather(_tensor(row), name)
 
@@ -34,8 +35,17 @@ class Exchange:
         """Whether the first message, mostly the only one, has arrived from every rank."""
         return self._work.done()
 
+    def are_alike(self) -> bool:
+        """Whether all ranks are known to have passed the same."""
+        return all(payload == self._payload for payload in self.wait())
+
     def wait(self) -> list[bytes]:
         """What the ranks passed, in rank order."""
+        if self._said is None:
+            self._said = self._read()
+        return self._said
+
+    def _read(self) -> list[bytes]:
         data = self._work.wait().numpy().tobytes()
         rows = [data[start : start + ROW_BYTES] for start in range(0, len(data), ROW_BYTES)]
         lengths = [int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]

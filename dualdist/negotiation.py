@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from dualdist.errors import UsageError
+
+ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 SHOWN = 8  # tensors, or ranks, at most, in an error
 # What the ranks that go on may still do when others have joined, who take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
@@ -21,10 +25,21 @@ class Offer:
     terms: dict[str, Any]
     own: Any = None
 
-    @property
+    def __str__(self) -> str:
+        return self.what
+
+    @functools.cached_property
     def what(self) -> str:
         """In the words of an error."""
         return f"{self.kind} {self.name!r}{self._tensors}"
+
+    @functools.cached_property
+    def encoded(self) -> str:
+        """As JSON; UsageError where it holds something else than texts, numbers, and lists of them."""
+        try:
+            return ENCODE([self.kind, self.name, self.terms, self.own])
+        except TypeError as error:
+            raise UsageError(f"{self.kind} {self.name!r}: {error}: pass plain numbers and texts") from error
 
     @property
     def words(self) -> str:
@@ -68,9 +83,9 @@ class Row:
         return ", ".join(offer.what for offer in self.offers[:SHOWN]) or "nothing"
 
     def dumps(self) -> bytes:
-        offers = [[offer.kind, offer.name, offer.terms, offer.own] for offer in self.offers]
+        offers = ",".join(offer.encoded for offer in self.offers)
         joined = None if self.joined is None else astuple(self.joined)
-        return json.dumps([offers, self.waiting, joined], separators=(",", ":")).encode()
+        return f"[[{offers}],{ENCODE(self.waiting)},{ENCODE(joined)}]".encode()
 
     @staticmethod
     def loads(data: bytes) -> Row:

@@ -6,13 +6,12 @@ Every rank's thread looks once a second whether somebody asks; operations that s
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, Buffer, ReduceOp, Store, Work, describe
+from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Store, Work
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RendezvousError, UnsupportedError
 
@@ -32,7 +31,7 @@ class RollCall:
         self.rank = rank
         self._store = store
         self._key = key
-        self._places: dict[int, tuple[str, float]] = {}  # by thread; the last one entered is told
+        self._places: dict[int, tuple[object, float]] = {}  # by thread; the last one entered is told
         self._back_since = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="dualdist-roll-call", daemon=True)
@@ -40,9 +39,9 @@ class RollCall:
         # A thread that the interpreter ends inside the store's C++ code aborts the process, so it must be out before.
         atexit.register(self.close)
 
-    def enter(self, place: str) -> None:
+    def enter(self, operation: object) -> None:
         """This thread waits in an operation from now on."""
-        self._places[threading.get_ident()] = f"in {place}", time.monotonic()
+        self._places[threading.get_ident()] = operation, time.monotonic()
 
     def leave(self) -> None:
         """This thread is back in the program."""
@@ -73,7 +72,8 @@ class RollCall:
         while not self._stop.wait(LOOK_S):
             try:
                 while self._store.has(self._question(number)):
-                    place, since = next(reversed(self._places.values()), (IN_PROGRAM, self._back_since))
+                    operation, since = next(reversed(self._places.values()), (None, self._back_since))
+                    place = IN_PROGRAM if operation is None else f"in {operation}"
                     self._store.set(self._reply(number, self.rank), f"{place}, for {time.monotonic() - since:.0f} s")
                     number += 1
             except (RendezvousError, TimeoutError):
@@ -93,21 +93,33 @@ class Watch:
         self.roll = roll  # None in a job of one rank
         self.ranks = ranks
 
-    @contextlib.contextmanager
-    def over(self, what: str) -> Iterator[None]:
-        """For the block, this rank is in the operation `what`."""
-        if self.roll is not None:
-            self.roll.enter(what)
+    def over(self, what: object) -> _Over:
+        """A block in which this rank is in the operation `what`."""
+        return _Over(self, what)
+
+
+class _Over:
+    """Says where this rank is while it lasts, and which operation it was when it fails."""
+
+    def __init__(self, watch: Watch, what: object) -> None:
+        self._watch = watch
+        self._what = what
+
+    def __enter__(self) -> None:
+        if self._watch.roll is not None:
+            self._watch.roll.enter(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        roll, what = self._watch.roll, self._what
         try:
-            yield
-        except CollectiveTimeoutError as error:
-            where = "" if self.roll is None else f". {whereabouts(self.roll, self.ranks, what)}"
-            raise CollectiveTimeoutError(f"{what}: {error}{where}") from error.__cause__
-        except (CollectiveError, UnsupportedError) as error:
-            raise type(error)(f"{what}: {error}") from error.__cause__
+            if isinstance(error, CollectiveTimeoutError):
+                where = "" if roll is None else f". {whereabouts(roll, self._watch.ranks, str(what))}"
+                raise CollectiveTimeoutError(f"{what}: {error}{where}") from error.__cause__
+            if isinstance(error, (CollectiveError, UnsupportedError)):
+                raise type(error)(f"{what}: {error}") from error.__cause__
         finally:
-            if self.roll is not None:
-                self.roll.leave()
+            if roll is not None:
+                roll.leave()
 
 
 def require_answers(watch: Watch, what: str) -> None:
@@ -139,7 +151,7 @@ def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
 class WatchedWork:
     """Work whose errors say which operation it is."""
 
-    def __init__(self, work: Work, what: str, watch: Watch) -> None:
+    def __init__(self, work: Work, what: object, watch: Watch) -> None:
         self._work = work
         self._what = what
         self._watch = watch
@@ -162,7 +174,7 @@ class _WatchedBuffer:
 
     def allreduce(self, op: ReduceOp, name: str) -> WatchedWork:
         return self._backend._watched(
-            describe("allreduce", name, self.values), lambda: self._buffer.allreduce(op, name)
+            Described("allreduce", name, self.values), lambda: self._buffer.allreduce(op, name)
         )
 
     def drop(self) -> None:
@@ -196,17 +208,17 @@ class WatchedBackend:
         return self._backend.is_open
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> WatchedWork:
-        return self._watched(describe("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
+        return self._watched(Described("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> WatchedWork:
-        return self._watched(describe("allgather", name, tensor), lambda: self._backend.allgather(tensor, name))
+        return self._watched(Described("allgather", name, tensor), lambda: self._backend.allgather(tensor, name))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> WatchedWork:
-        return self._watched(describe("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
+        return self._watched(Described("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> WatchedWork:
         return self._watched(
-            describe("alltoall", name, tensor), lambda: self._backend.alltoall(tensor, sent, received, name)
+            Described("alltoall", name, tensor), lambda: self._backend.alltoall(tensor, sent, received, name)
         )
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
@@ -231,6 +243,6 @@ class WatchedBackend:
     def close(self) -> None:
         self._backend.close()
 
-    def _watched(self, what: str, start: Callable[[], Work]) -> WatchedWork:
+    def _watched(self, what: object, start: Callable[[], Work]) -> WatchedWork:
         with self._watch.over(what):
             return WatchedWork(start(), what, self._watch)

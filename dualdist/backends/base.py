@@ -53,9 +53,15 @@ class Buffer(Protocol):
         """This rank will not use the buffer again."""
 
 
-def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
-    """An operation in the words of an error."""
-    return f"{kind} {name!r} of {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+class Described:
+    """An operation in the words of an error, which are found when somebody asks."""
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        self._said = kind, name, tensor
+
+    def __str__(self) -> str:
+        kind, name, tensor = self._said
+        return f"{kind} {name!r} of {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
 class Backend(Protocol):
