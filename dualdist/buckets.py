@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from dualdist.backends.base import Backend, Buffer, Work
 from dualdist.compression import Cast, Compressor
 from dualdist.errors import UsageError
-from dualdist.holders import is_gradient_kept, references, uses
+from dualdist.holders import is_kept, references, uses
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
@@ -160,7 +161,7 @@ class Flat:
 
     def is_kept(self) -> bool:
         """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
-        return any(now > before for now, before in zip(self._looks(), self._unkept, strict=True))
+        return any(map(operator.gt, self._looks(), self._unkept))
 
     def _looks(self) -> list[int]:
         return [uses(self.values), *map(references, self.views.values())]
@@ -189,6 +190,11 @@ class Bucket:
         self._result: torch.Tensor | None = None
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
+        self._large = {
+            number
+            for number, shape in enumerate(plan.shapes)
+            if shape.numel() * plan.dtype.itemsize >= LARGE_BYTES and plan.device.type == "cpu"
+        }
         self._all_dense = torch.tensor([1.0] * len(plan.shapes) + [0.0] * len(plan.shapes) + [1.0])
 
     def _begin(self) -> Flat:
@@ -216,41 +222,38 @@ class Bucket:
     def _own_row(self) -> Flat:
         return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan)
 
-    @torch.no_grad()
     def pack(self, number: int, grad: torch.Tensor | None) -> None:
         """Take in a large gradient as soon as it is finished, while it is in the processor's cache."""
-        if grad is None or grad.is_sparse or grad.nbytes < LARGE_BYTES or grad.is_cuda:
+        if number not in self._large or grad is None or grad.is_sparse:
             return
         view = self._begin().views.get(number)
         if view is not None:
-            view.copy_(grad)
+            view.copy_(grad.detach())
             self._packed[number] = grad, grad._version
 
     @torch.no_grad()
     def launch(self, grads: Sequence[torch.Tensor | None], *, takes_part: bool = True) -> None:
         """Gather what is not there yet and send it off; a rank that has joined sends zeros, and does not take part."""
-        flat = self._begin()
-        present = {
-            number: grad.to_dense() if grad.is_sparse else grad
-            for number, grad in enumerate(grads)
-            if grad is not None and number in flat.views and (self.recipe.dense or not grad.is_sparse)
-        }
-        for number in flat.views.keys() - present.keys():
-            flat.views[number].zero_()
-        late = {number: grad for number, grad in present.items() if not self._has_packed(number, grad)}
+        flat, packed = self._begin(), self._packed
+        views, late = [], []
+        for number, view in flat.views.items():
+            grad = grads[number]
+            if grad is None or (grad.is_sparse and not self.recipe.dense):
+                view.zero_()
+                continue
+            taken = packed.get(number)
+            # A program's own hook may have changed it since it was taken in.
+            if taken is None or taken[0] is not grad or taken[1] != grad._version:
+                views.append(view)
+                late.append(grad.to_dense() if grad.is_sparse else grad)
         if late:
-            torch._foreach_copy_([flat.views[number] for number in late], list(late.values()))
+            torch._foreach_copy_(views, late)
         if self.recipe.predivide != 1.0:
             flat.gradients.div_(self.recipe.predivide)
         flat.tail.copy_(self._flags(grads, takes_part))
         self._packed.clear()
         self._is_begun = False
         self._send(flat)
-
-    def _has_packed(self, number: int, grad: torch.Tensor) -> bool:
-        """Whether the gradient was taken in already, as it is now: a program's own hook may have changed it since."""
-        taken = self._packed.get(number)
-        return taken is not None and taken[0] is grad and taken[1] == grad._version
 
     def _send(self, flat: Flat) -> None:
         name = self.plan.name
@@ -303,13 +306,15 @@ class Bucket:
             if sparse and not dense and self.recipe.dense:
                 param.grad = view.to_sparse(_sparse_dim(param.grad))
             elif dense and (not sparse or self.recipe.dense):
-                if param.grad is view:
+                grad = param.grad
+                if grad is view:
                     continue
-                if param.grad is None or param.grad.is_sparse or not is_gradient_kept(param):
+                if grad is None or grad.is_sparse or not is_kept(grad):
                     param.grad = view
                 else:
-                    targets.append(param.grad)
+                    targets.append(grad)
                     sources.append(view)
+            grad = None  # which would count as kept
         if targets:
             torch._foreach_copy_(targets, sources)
         return [] if told is None else self.to_reduce_apart(told)
@@ -345,8 +350,8 @@ class Bucket:
         return divide_(total, line.size) if op == "mean" else total
 
     def _flags(self, grads: Sequence[torch.Tensor | None], takes_part: bool) -> torch.Tensor:
-        dense = [grad is not None and not grad.is_sparse for grad in grads]
-        if all(dense) and takes_part:
+        dense = [not (grad is None or grad.is_sparse) for grad in grads]
+        if takes_part and all(dense):
             return self._all_dense
         sparse = [grad is not None and grad.is_sparse for grad in grads]
         return torch.tensor([*dense, *sparse, takes_part], dtype=torch.float32)

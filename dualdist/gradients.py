@@ -63,6 +63,7 @@ def wrap_optimizer(
     reference = weakref.ref(optimizer)  # Note [who keeps whom]
     reducer = Reducer(
         group,
+        lambda: parameters_of(reference()),
         lambda: with_names(reference(), given),
         recipe,
         accumulate,
@@ -201,6 +202,11 @@ def given_names(
             "pass model.named_parameters() of the whole model, or leave it out"
         )
     return given
+
+
+def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The optimizer's parameters; none where it was dropped."""
+    return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def with_names(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:

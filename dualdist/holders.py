@@ -20,21 +20,20 @@ def uses(tensor: torch.Tensor) -> int:
     return count
 
 
-def is_gradient_kept(param: torch.Tensor) -> bool:
-    """Whether anybody but the parameter itself refers to its gradient, or to its memory."""
-    held, alone = _gradient(param), _alone()
-    return held[0] > alone[0] or held[1] > alone[1]
-
-
-def _gradient(param: torch.Tensor) -> tuple[int, int]:
-    grad = param.grad
-    assert grad is not None, "asked of parameters that have a gradient"
-    return references(grad), uses(grad)
+def is_kept(grad: torch.Tensor) -> bool:
+    """Whether anybody refers to a gradient, or to its memory, but its parameter and one variable of the caller's."""
+    alone = _alone()
+    return references(grad) > alone[0] or uses(grad) > alone[1]
 
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """The counts of a gradient that nobody keeps."""
+    """The counts of a gradient that nobody keeps, taken as is_kept() takes them."""
     param = torch.zeros(1, requires_grad=True)
     param.grad = torch.zeros(1)
-    return _gradient(param)
+    grad = param.grad
+    return _counts(grad)
+
+
+def _counts(grad: torch.Tensor) -> tuple[int, int]:
+    return references(grad), uses(grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -54,7 +55,8 @@ class Reducer:
     def __init__(
         self,
         group: Group,
-        parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
         recipe: Recipe,
         accumulate: int,
         *,
@@ -65,6 +67,7 @@ class Reducer:
         self.accumulate = accumulate
         self.is_suspended = False  # backwards are none of the other ranks' business
         self._parameters = parameters
+        self._named_parameters = named_parameters
         self._recipe = recipe
         self._together = [[weakref.ref(param) for param in members] for members in together]
         self._next_group = next_group
@@ -83,6 +86,8 @@ class Reducer:
         self.group = group
         self._line: Backend = group.gradients
         self.name = group.next_name("gradients")
+        self._seen: list[weakref.ref[torch.Tensor]] = []  # the parameters at the last look
+        self._seen_wants: list[bool] = []
         self._references: list[Callable[[], torch.Tensor | None]] = []
         self._numbers: dict[int, int] = {}  # id of a parameter -> its place among them
         self._buckets: list[Bucket] = []
@@ -111,9 +116,16 @@ class Reducer:
         MismatchError on every rank where the ranks' parameters, or what shall happen to their gradients, differ.
         """
         self._require_open()
-        fresh = [(name, param) for name, param in self._parameters() if self._lacks(param)]
-        if not fresh:
+        params = self._parameters()
+        wants = [param.requires_grad for param in params]
+        if wants == self._seen_wants and all(map(operator.is_, [see() for see in self._seen], params)):
             return
+        self._seen, self._seen_wants = [weakref.ref(param) for param in params], wants
+        fresh = [(name, param) for name, param in self._named_parameters() if self._lacks(param)]
+        if fresh:
+            self._take_in(fresh)
+
+    def _take_in(self, fresh: Sequence[tuple[str, torch.Tensor]]) -> None:
         for name, param in fresh:
             if param.layout is not torch.strided:
                 raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
@@ -129,7 +141,7 @@ class Reducer:
         self._bucket_of.extend([-1] * len(fresh))
         self._seat_of.extend([-1] * len(fresh))
         for _, param in fresh:
-            self._own(param)
+            self._own(param, numbers[id(param)])
         params = self.params
         # Autograd finishes the last layers first.
         for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._recipe, together):
@@ -213,13 +225,13 @@ class Reducer:
         """The gradients have been used, or dropped."""
         self._rounds_done = self._backwards = 0
 
-    def _own(self, param: torch.Tensor) -> None:
+    def _own(self, param: torch.Tensor, number: int) -> None:
         """Hear of this parameter's gradients; an optimizer that had it before hears no more, and reduces it no more."""
         former = _owner_of(param)
         if former not in (None, self):
             former._give_up(param)
         _remove_hooks(param)
-        param.register_post_accumulate_grad_hook(_Hook(self))
+        param.register_post_accumulate_grad_hook(_Hook(self, number))
 
     def _give_up(self, param: torch.Tensor) -> None:
         number = self._number_of(param)
@@ -228,23 +240,25 @@ class Reducer:
             del self._numbers[id(param)]
             self._buckets[self._bucket_of[number]].waiting_for -= 1
 
-    def _mark(self, param: torch.Tensor) -> None:
-        """Autograd has finished this parameter's gradient."""
-        with self._lock, self.errors(), self.group.breaking():
+    def _mark(self, param: torch.Tensor, number: int) -> None:
+        """Autograd has finished the gradient of this parameter, which has this number here."""
+        with self._lock:
             if self.is_suspended:
                 return
             backward = torch._C._current_graph_task_id()
             if backward not in self._backwards_open:
-                self._begin_backward(backward)
-            number = self._number_of(param)
-            if number is None or self._backwards + 1 < self.accumulate or number in self._arrived:
+                with self.errors(), self.group.breaking():
+                    self._begin_backward(backward)
+                number = self._numbers.get(id(param), number)  # a new group numbers anew
+            if self._backwards + 1 < self.accumulate or number in self._arrived:
                 return
             self._arrived[number] = True
             bucket = self._buckets[self._bucket_of[number]]
             bucket.pack(self._seat_of[number], param.grad)
             bucket.waiting_for -= 1
             if bucket.waiting_for == 0 and len(self.group.reducers) == 1:
-                self._launch_full()
+                with self.errors(), self.group.breaking():
+                    self._launch_full()
 
     def _launch_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting_for == 0:
@@ -376,11 +390,12 @@ def drop(buckets: Sequence[Bucket]) -> None:
 class _Hook:
     """Tells a reducer that autograd has finished one of its parameters' gradients."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, number: int) -> None:
         self.reducer = reducer
+        self._number = number
 
     def __call__(self, param: torch.Tensor) -> None:
-        self.reducer._mark(param)
+        self.reducer._mark(param, self._number)
 
 
 def _nobody() -> None:
