@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class Face:
     groups: dict[int, Group]
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     pending: dict[int, tuple[Handle[Any], Callable[[Any], Any]]] = field(default_factory=dict)
-    handles: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
     timeline: Timeline | None = None
 
     @property

@@ -161,9 +161,9 @@ def _reduction(
 def _started(handle: Handle[Any], result: Callable[[Any], Any] = lambda value: value) -> int:
     """The number by which poll() and synchronize() know the operation."""
     face = current()
-    face.handles += 1
-    face.pending[face.handles] = handle.begin(), result
-    return face.handles
+    number = next(face.numbers)
+    face.pending[number] = handle.begin(), result
+    return number
 
 
 def poll(handle: int) -> bool:
