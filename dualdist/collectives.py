@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import reductions
-from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.base import Backend
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
-from dualdist.reductions import Op, adasum_, check_op, divide_, reduce_rows, scale_, sparse_sum
+from dualdist.reductions import Op, adasum_, check_op, reduce_rows, scale_, settle_, sparse_sum, wire_op
 
 T = TypeVar("T")
 
@@ -110,20 +110,17 @@ def _reduce_in_place(
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(tensor)
     flats = [_flat(members) for members in kinds.values()]
-    reduce_op: ReduceOp = "sum" if op == "mean" or op == "adasum" else op
     works = []
     for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
         scale_(flat, prescale)
         if op == "adasum":
             adasum_(backend, flat, [member.numel() for member in members], f"op.{name}.{number}")
         else:
-            works.append(reductions.allreduce_(backend, flat, reduce_op, f"op.{name}.{number}"))
+            works.append(reductions.allreduce_(backend, flat, wire_op(op), f"op.{name}.{number}"))
     for work in works:
         work.wait()
     for flat, members in zip(flats, kinds.values(), strict=True):
-        if op == "mean":
-            divide_(flat, backend.size)
-        scale_(flat, postscale)
+        settle_(flat, op, backend.size, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
             if piece.data_ptr() != member.data_ptr():
                 member.copy_(piece.view(member.shape))
@@ -411,8 +408,7 @@ def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name:
         return rows.new_empty(shape[1:])
     sizes = [count * width for count in counts], [mine * width] * backend.size
     came = _from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
-    total = reduce_rows(came, "sum" if op == "mean" or op == "adasum" else op)
-    return scale_(divide_(total, backend.size) if op == "mean" else total, postscale)
+    return settle_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
 
 
 def shares(rows: int, size: int) -> list[int]:

@@ -141,7 +141,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 def _reduction(
     op: int, tensors: Tensors, prescale: float, postscale: float, process_set: ProcessSet
 ) -> tuple[Op, float, float]:
-    """dualdist's operation and scales. Horovod averages integers too: the sum, divided in float64 and cut off."""
+    """dualdist's operation and scales. Integers are averaged too: the sum, divided in float64 and cut off."""
     if op not in OPS:
         raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     if op == Adasum:
@@ -154,7 +154,7 @@ def _reduction(
     if op == Average and True in kinds:
         if len(kinds) > 1:
             raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
-        return "sum", prescale, postscale / (process_set.size() or 1)
+        return "integer mean", prescale, postscale
     return OPS[op], prescale, postscale
 
 

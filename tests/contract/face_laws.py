@@ -22,6 +22,8 @@ def the_face_averages_integers_as_horovod_does() -> None:
         assert hvd.allreduce(given).tolist() == [int(total / dd.size()) for total in totals], "cut off towards zero"
         assert hvd.allreduce(given, op=hvd.Sum).tolist() == totals
     assert hvd.reducescatter(torch.full((dd.size(),), 5), op=hvd.Average).tolist() == [5]
+    lone = torch.tensor([1 if dd.rank() == 0 else 0])
+    assert hvd.allreduce(lone, postscale_factor=dd.size() + 0.5).item() == 1, "cut off once, after both"
     raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average")
     raises(ValueError, lambda: hvd.allreduce(mine, op=17), "op=17")
 
