@@ -205,10 +205,14 @@ def _swapped(backend: Backend, mine: torch.Tensor, partner: int, name: str) -> t
     return backend.alltoall(as_bytes(mine), counts, counts, name).wait().view(mine.dtype)
 
 
-def sparse_sum(backend: Backend, mine: torch.Tensor, op: Op, name: str) -> torch.Tensor:
+def sparse_sum(
+    backend: Backend, mine: torch.Tensor, op: Op, name: str, scales: tuple[float, float] = (1.0, 1.0)
+) -> torch.Tensor:
     """Everybody's stored elements in one sparse COO tensor, coalesced: their sum, or mean, over all ranks."""
     mine = mine.coalesce()
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    if scales[0] != 1.0:
+        values = scale_(values.clone(), scales[0])
     told = Exchange(backend, str(len(indices)).encode(), f"{name}.count").wait()
     counts = [int(text) for text in told]
     rows = [count * indices.shape[1] * indices.element_size() for count in counts]
@@ -221,8 +225,7 @@ def sparse_sum(backend: Backend, mine: torch.Tensor, op: Op, name: str) -> torch
         mine.shape,
         check_invariants=False,
     ).coalesce()
-    if op == "mean":
-        divide_(total.values(), backend.size)
+    settle_(total.values(), op, backend.size, scales[1])
     return total
 
 

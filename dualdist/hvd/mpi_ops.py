@@ -332,7 +332,8 @@ def sparse_allreduce_async(
     """Begin to average or add sparse tensors; a function that waits for the result."""
     with horovods_errors():
         group = joined_group(process_set)
-        handle = collectives.sparse_allreduce(group, tensor, OPS[op], name).begin()
+        how = _reduction(op, [tensor], 1.0, 1.0, process_set)
+        handle = collectives.sparse_allreduce(group, tensor, how[0], name).begin()
 
     def finish() -> torch.Tensor:
         with horovods_errors():

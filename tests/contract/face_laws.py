@@ -24,6 +24,9 @@ def the_face_averages_integers_as_horovod_does() -> None:
     assert hvd.reducescatter(torch.full((dd.size(),), 5), op=hvd.Average).tolist() == [5]
     lone = torch.tensor([1 if dd.rank() == 0 else 0])
     assert hvd.allreduce(lone, postscale_factor=dd.size() + 0.5).item() == 1, "cut off once, after both"
+    sparse = mine.to_sparse()
+    assert hvd.allreduce(sparse).to_dense().tolist() == [int(total / dd.size()) for total in totals]
+    assert hvd.sparse_allreduce_async(sparse, "a", hvd.Average)().to_dense().tolist()[2] == 7
     raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average")
     raises(ValueError, lambda: hvd.allreduce(mine, op=17), "op=17")
 
@@ -61,6 +64,8 @@ def the_faces_operations_carry_values_synchronously_and_not() -> None:
     assert hvd.allgather(torch.tensor([[rank]])).tolist() == [[r] for r in ranks()]
     sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (size,), check_invariants=True)
     assert hvd.sparse_allreduce_async(sparse, "f", hvd.Sum)().to_dense().tolist() == [1.0] * size
+    for op, words in ((hvd.Adasum, "sparse tensors are reduced by"), (17, "op=17"), (None, "op=None")):
+        raises(ValueError, lambda op=op: hvd.sparse_allreduce_async(sparse, "g", op), words)
     half = hvd.allreduce(torch.full((2,), 0.1), compression=hvd.Compression.fp16, op=hvd.Sum)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, torch.full((2,), 0.1 * size), rtol=2e-3, atol=2e-3)

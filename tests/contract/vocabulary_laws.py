@@ -244,6 +244,13 @@ def sparse_tensors_are_added_where_they_are() -> None:
     assert total.is_sparse
     assert torch.equal(total.to_dense(), dense)
     assert torch.equal(dd.allreduce(mine).to_dense(), dense / size)
+    assert torch.equal(dd.allreduce(mine, "sum", prescale=0.5, postscale=8.0).to_dense(), dense * 4)
+    assert torch.equal(dd.allreduce(mine, prescale=2.0).to_dense(), dense / size * 2)
+    assert mine.coalesce().values().tolist() == [1.0, 2.0], "the argument is left alone"
+    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1, 2]), (1,), check_invariants=True)
+    assert dd.allreduce(twice, "sum", prescale=0.5).to_dense().tolist() == [size], "added up, then cut off"
+    if size > 1:
+        raises(MismatchError, lambda: dd.allreduce(mine, prescale=1.0 + rank % 2), "prescale 2.0")
     empty = torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (4, 3), check_invariants=True
     )
