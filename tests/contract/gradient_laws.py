@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import torch
 from contract.oracle import (
@@ -221,6 +222,61 @@ def closures_see_the_mean_and_lbfgs_stays_in_step() -> None:
     torch.testing.assert_close(first.detach(), plain.step(whole).detach(), rtol=1e-5, atol=1e-6)
     assert_same_everywhere(model)
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+
+
+@law
+def the_loss_of_a_closure_is_reduced_as_its_gradients_are() -> None:
+    """A line search whose loss is a size-th of what its gradient says goes another way."""
+    model = net().double()
+    model.untouched.requires_grad_(False)
+    alone = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 1, "max_iter": 6, "line_search_fn": "strong_wolfe"}
+    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), **options), op="sum")
+    plain = torch.optim.LBFGS(alone.parameters(), **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = 10 * loss_of(model, dd.rank())
+        loss.backward()
+        return loss
+
+    def whole() -> torch.Tensor:
+        plain.zero_grad()
+        loss = sum(10 * loss_of(alone, rank) for rank in ranks())
+        loss.backward()
+        return loss
+
+    torch.testing.assert_close(optimizer.step(closure), plain.step(whole), check_dtype=False)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+    assert_same_everywhere(model)
+
+
+@law
+def a_closure_may_return_any_number_or_nothing_on_all_ranks_alike() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    rank, size = dd.rank(), dd.size()
+    for op, divisor in (("mean", size), ("sum", 1)):
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), op=op)
+
+        def step(loss: object, optimizer: torch.optim.Optimizer = optimizer) -> Any:
+            def closure() -> object:
+                optimizer.zero_grad()
+                (weight * rank).sum().backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        total = sum(ranks())
+        assert step(rank if rank % 2 else float(rank)) == total / divisor, "an int here and a float there"
+        assert step(rank > 0) == (size - 1) / divisor
+        assert step(torch.tensor(rank)).item() == total / divisor
+        assert step(torch.tensor(float(rank))).item() == total / divisor
+        assert step(None) is None
+        assert step((rank, "words")) == (rank, "words")
+        if size > 1:
+            raises(MismatchError, lambda: step(None if rank == 0 else 1.0), "closure's NoneType", "closure's loss")
+            raises(MismatchError, lambda: step(torch.tensor(1.0) if rank == 0 else 1.0), "closure's loss", "float64()")
+            assert step(1) == size / divisor, "and the ranks are still in step"
 
 
 @law
