@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,50 @@ def broadcast_optimizer_state_makes_all_optimizers_roots() -> None:
         assert str(state) == str(states[0])
     for param, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, old), "weights and gradients are left alone"
+
+
+class Master(torch.optim.Optimizer):
+    """State in float32 and integers beside a parameter of half precision, nested, and state of no parameter."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.5 * (dd.rank() + 1)), "betas": (0.5, dd.rank())})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.state["steps of all"] = {"count": 7 + dd.rank()}
+        for param in self.param_groups[0]["params"]:
+            third = torch.full(param.shape, (dd.rank() + 1) / 3)
+            self.state[param] = {"copy": third, "history": [third.double(), (torch.tensor(dd.rank() + 2), "words")]}
+
+
+@law
+def broadcast_optimizer_state_casts_nothing_and_keeps_the_groups() -> None:
+    weight, unused = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = Master([weight])
+    optimizer.add_param_group({"params": [unused], "lr": 1.0 + dd.rank()})
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    group[f"of rank {dd.rank()}"] = dd.rank()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    roots = dict(optimizer.state[weight])
+    dd.broadcast_optimizer_state(optimizer)
+    assert optimizer.param_groups[0] is group
+    assert scheduler.optimizer.param_groups[0]["params"][0] is weight
+    assert (group["lr"].item(), group["betas"], group["of rank 0"]) == (0.5, (0.5, 0), 0)
+    assert f"of rank {dd.size()}" not in group
+    assert dd.size() == 1 or "of rank 1" not in group
+    assert optimizer.param_groups[1]["lr"] == 1.0
+    assert optimizer.state["steps of all"] == {"count": 7}
+    assert set(optimizer.state) == {"steps of all", weight}, "the second group has not been stepped"
+    state = optimizer.state[weight]
+    assert torch.equal(state["copy"], torch.full((2,), 1 / 3)), "all bits of a float32"
+    assert torch.equal(state["history"][0], torch.full((2,), 1 / 3).double())
+    assert (state["history"][1][0].item(), state["history"][1][0].dtype) == (2, torch.int64)
+    assert state["history"][1][1] == "words"
+    if dd.rank() == 0:
+        assert all(state[key] is value for key, value in roots.items()), "root's own stays"
+    group["lr"] += dd.rank()
+    assert optimizer.param_groups[0]["lr"].item() == 0.5 + dd.rank()
 
 
 @law
