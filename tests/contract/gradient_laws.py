@@ -57,6 +57,11 @@ def models_that_differ_are_an_error_on_every_rank() -> None:
     raises(MismatchError, lambda: dd.broadcast_parameters(model), "rank 1", "(4, 3)", "(3, 3)")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     raises(MismatchError, lambda: dd.wrap_optimizer(optimizer), "rank 1")
+    named = [(name, nn.Parameter(torch.ones(2))) for name in "abcd"]
+    order = [0, 2, 1, 3] if dd.rank() == 1 else [0, 1, 2, 3]
+    optimizer = torch.optim.SGD([named[number][1] for number in order], lr=0.1)
+    words = ("another order", "rank 1 has c (2,)", "at place 1 of 4", "root has b (2,)")
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, named), *words)
 
 
 @law
