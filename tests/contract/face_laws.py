@@ -176,6 +176,7 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
     if backend == "single":
         backend = "native"
     over_mpi = dd.transport() == "mpi"
+    was_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
     dd.shutdown()
     os.environ["DUALDIST_BACKEND"] = backend
     try:
@@ -206,6 +207,7 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
             hvd.shutdown()
             assert first.process_set_id is None
         hvd.init(process_sets="dynamic")
+        assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ or was_dynamic
         if size > 1:
             added = hvd.add_process_set([0])
             raises(ValueError, lambda: hvd.add_process_set([0]), "already")
@@ -213,7 +215,10 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
             assert hvd.remove_process_set(added)
             assert not hvd.remove_process_set(added)
         assert not hvd.remove_process_set(hvd.global_process_set)
+        hvd.shutdown()
+        hvd.init()
+        if not was_dynamic:
+            raises(ValueError, lambda: hvd.add_process_set([0]), 'process_sets="dynamic"')
     finally:
         del os.environ["DUALDIST_BACKEND"]
-        os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
     assert (dd.transport() == "mpi") == over_mpi
