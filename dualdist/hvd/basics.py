@@ -187,17 +187,17 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if face.rank == 0:
         face.timeline = Timeline(file_path, mark_cycles=mark_cycles)
         for group in face.groups.values():
-            group.observer = face.timeline
+            face.observe(group)
 
 
 def stop_timeline() -> None:
     """Complete the trace, if one is being written."""
     face = current()
-    for group in face.groups.values():
-        group.observer = None
     if face.timeline is not None:
         face.timeline.close()
         face.timeline = None
+    for group in face.groups.values():
+        face.observe(group)
 
 
 def _built(what: str) -> bool:

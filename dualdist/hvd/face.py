@@ -46,6 +46,11 @@ class Face:
     def rank(self) -> int:
         return self.base.rank
 
+    def observe(self, group: Group) -> None:
+        """Let the timeline, if there is one, show what happens in the group from now on."""
+        group.observer = self.timeline
+        group.watch.observer = None if self.timeline is None else self.timeline.moved
+
     def job_rank(self, rank: int) -> int:
         """The job's number for one of the ranks of hvd.init()."""
         return self.base.ranks[rank] if 0 <= rank < self.base.size else rank

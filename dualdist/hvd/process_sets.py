@@ -101,6 +101,7 @@ def register(face: Face, process_set: ProcessSet) -> ProcessSet:
         raise UsageError(f"there is a process set of the same ranks already: {process_set}")
     number = next(number for number in range(1, len(face.groups) + 2) if number not in face.groups)
     face.groups[number] = session.new_group(ranks)
+    face.observe(face.groups[number])
     face.sets[number] = process_set
     process_set.process_set_id = number
     return process_set

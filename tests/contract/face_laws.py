@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from contract.oracle import law, law_alone, raises, ranks
+from contract.oracle import law, law_alone, loss_of, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
@@ -167,6 +170,43 @@ def process_sets_come_and_go_where_the_variable_allows_it() -> None:
     evens = list(range(0, dd.size(), 2))
     if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
         raises(ValueError, lambda: hvd.add_process_set(evens), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
+
+
+@law_alone
+def a_timeline_shows_operations_buckets_and_process_sets() -> None:
+    """Every row begins and ends as often, and each bucket is on it once a step."""
+    hvd.init(process_sets="dynamic")
+    size, steps = dd.size(), 3
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss_of(model, dd.rank()).backward()  # before the trace, for the buckets are planned anew after the first round
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        hvd.start_timeline(str(path))
+        late = hvd.add_process_set([0]) if size > 1 else hvd.global_process_set
+        if dd.rank() == 0:
+            hvd.allreduce(torch.ones(1), name="late", process_set=late)
+        hvd.allreduce(torch.ones(1), name="early")
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, dd.rank(), step).backward()
+            optimizer.step()
+        hvd.stop_timeline()
+        loss_of(model, dd.rank()).backward()
+        hvd.allreduce(torch.ones(1), name="afterwards")
+        assert path.exists() == (dd.rank() == 0)
+        events = json.loads(path.read_text()) if dd.rank() == 0 else []
+    names = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
+    rows = [[event for event in events if event["pid"] == pid and event["ph"] in "BE"] for pid in names if pid]
+    told = {names[row[0]["pid"]]: [event.get("name", "end") for event in row] for row in rows}
+    if dd.rank() == 0:
+        waited = ["NEGOTIATE_ALLREDUCE", "end", "ALLREDUCE", "end"]
+        assert told["allreduce.late"] == told["allreduce.early"] == waited
+        assert "allreduce.afterwards" not in told
+        buckets = {name: phases for name, phases in told.items() if name.startswith("allreduce.gradients.")}
+        assert buckets, told
+        assert all(phases == ["ALLREDUCE", "end"] * steps for phases in buckets.values()), buckets
+    assert all([event["ts"] for event in row] == sorted(event["ts"] for event in row) for row in rows)
 
 
 @law_alone
