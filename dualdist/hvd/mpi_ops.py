@@ -524,7 +524,10 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Let the others go on without this rank's data; the last rank to join, once all have. `device` does not matter."""
+    """Let the others go on without this rank's data; the last rank to join, once all have. `device` does not matter.
+
+    Operations that this rank has begun are finished first, so the others must begin them before they need it to join.
+    """
     face = current()
     with horovods_errors():
         last = join_group(face.base, collectives.stand_in)

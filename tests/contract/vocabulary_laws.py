@@ -402,6 +402,22 @@ def those_who_join_add_zeros() -> None:
 
 
 @law
+def those_who_join_finish_first_what_they_have_begun() -> None:
+    """With their own data; whoever has not begun it has joined, or is an error to those who have."""
+    handle = dd.allreduce(torch.tensor(dd.rank() + 1.0), "sum", name="begun", async_op=True)
+    lone = dd.allreduce(torch.ones(1), "sum", name="lone", async_op=True) if dd.rank() == 0 else None
+    if dd.rank() == dd.size() - 1:
+        handle.wait()
+        dd.allreduce(torch.ones(1), "sum", name="lone") if dd.rank() else None
+    last = dd.join()
+    assert 0 <= last < dd.size()
+    assert handle.done()
+    assert handle.wait().item() == sum(rank + 1 for rank in ranks())
+    if lone is not None:
+        assert lone.wait().item() == min(2, dd.size())
+
+
+@law
 def those_who_join_let_the_others_train() -> None:
     """Rank 0 has the most batches; a step is that of one process whose missing batches have no loss."""
     torch.manual_seed(0)
