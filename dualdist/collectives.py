@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import reductions
-from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.base import Backend
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
-from dualdist.reductions import Op, adasum_, check_op, divide_, reduce_rows, scale_, sparse_sum
+from dualdist.reductions import Op, adasum_, check_op, reduce_rows, scale_, settle_, sparse_sum, wire_op
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def allreduce(
 ) -> Handle[torch.Tensor]:
     """The reduction over all ranks in a new tensor, shape and strides as given."""
     if tensor.is_sparse:
-        return sparse_allreduce(group, tensor, op, name)
+        return sparse_allreduce(group, tensor, op, name, prescale, postscale)
     return _allreduce(group, "allreduce", [tensor.detach().clone()], op, name, (prescale, postscale), _first)
 
 
@@ -89,15 +89,19 @@ def _allreduce(
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
     name = name or group.next_name(kind)
-    terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
-    terms |= {"device": tensors[0].device.type, "op": op}
-    terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
+    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         _reduce_in_place(backend, [tensor.detach() for tensor in tensors], op, scales, name)
         return pick(tensors)
 
     return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
+
+
+def _reduction_terms(device: torch.device, op: Op, scales: tuple[float, float]) -> dict[str, Any]:
+    """What all ranks must pass alike, besides the tensors."""
+    scaled = {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
+    return {"device": device.type, "op": op, **scaled}
 
 
 def _reduce_in_place(
@@ -110,20 +114,17 @@ def _reduce_in_place(
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(tensor)
     flats = [_flat(members) for members in kinds.values()]
-    reduce_op: ReduceOp = "sum" if op == "mean" or op == "adasum" else op
     works = []
     for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
         scale_(flat, prescale)
         if op == "adasum":
             adasum_(backend, flat, [member.numel() for member in members], f"op.{name}.{number}")
         else:
-            works.append(reductions.allreduce_(backend, flat, reduce_op, f"op.{name}.{number}"))
+            works.append(reductions.allreduce_(backend, flat, wire_op(op), f"op.{name}.{number}"))
     for work in works:
         work.wait()
     for flat, members in zip(flats, kinds.values(), strict=True):
-        if op == "mean":
-            divide_(flat, backend.size)
-        scale_(flat, postscale)
+        settle_(flat, op, backend.size, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
             if piece.data_ptr() != member.data_ptr():
                 member.copy_(piece.view(member.shape))
@@ -185,24 +186,27 @@ def _require_own_memory(tensor: torch.Tensor) -> None:
         raise UsageError("an expanded tensor cannot be written in place: pass tensor.contiguous()")
 
 
-def sparse_allreduce(group: Group, tensor: torch.Tensor, op: Op, name: str | None = None) -> Handle[torch.Tensor]:
+def sparse_allreduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle[torch.Tensor]:
     """The mean or sum over all ranks of a sparse COO tensor, coalesced; only what is stored travels."""
-    if op not in ("mean", "sum"):
+    if op not in ("mean", "sum", "integer mean"):
         raise UsageError(f"op {op!r}: sparse tensors are reduced by 'mean' or 'sum'")
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
     check_op(op, tensor.dtype)
     name = name or group.next_name("sparse_allreduce")
-    mine = tensor.detach()
-    terms = {
-        "tensors": [f"sparse {spec_of(tensor)}"],
-        "device": tensor.device.type,
-        "op": op,
-        "sparse_dim": tensor.sparse_dim(),
-    }
+    mine, scales = tensor.detach(), (prescale, postscale)
+    terms: dict[str, Any] = {"tensors": [f"sparse {spec_of(tensor)}"], "sparse_dim": tensor.sparse_dim()}
+    terms |= _reduction_terms(tensor.device, op, scales)
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        return sparse_sum(backend, mine, op, f"op.{name}")
+        return sparse_sum(backend, mine, op, f"op.{name}", scales)
 
     return group.enter(Operation(Offer("sparse_allreduce", name, terms), perform, tensor.device))
 
@@ -391,9 +395,7 @@ def _reducescatter(
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     given = [scale_(tensor.detach().clone(), scales[0]) if scales[0] != 1 else tensor.detach() for tensor in tensors]
     name = name or group.next_name(kind)
-    terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
-    terms |= {"device": tensors[0].device.type, "op": op}
-    terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
+    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])
@@ -411,8 +413,7 @@ def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name:
         return rows.new_empty(shape[1:])
     sizes = [count * width for count in counts], [mine * width] * backend.size
     came = _from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
-    total = reduce_rows(came, "sum" if op == "mean" or op == "adasum" else op)
-    return scale_(divide_(total, backend.size) if op == "mean" else total, postscale)
+    return settle_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
 
 
 def shares(rows: int, size: int) -> list[int]:

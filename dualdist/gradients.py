@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from dualdist.collectives import allreduce
 from dualdist.errors import UsageError
 from dualdist.group import Group
 from dualdist.reducer import Errors, Reducer
+from dualdist.reductions import Op
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -121,7 +123,7 @@ def _attach(reducer: Reducer, recipe: Recipe, optimizer: torch.optim.Optimizer) 
         reducer.let_go()
 
     wrapping = Wrapping(reducer, undo)
-    steps = DeltaSteps(reducer, recipe.compressor) if recipe.op == "adasum" else _ReducedSteps(wrapping)
+    steps = DeltaSteps(reducer, recipe.compressor) if recipe.op == "adasum" else _ReducedSteps(wrapping, recipe.op)
     before = optimizer.register_step_pre_hook(steps.before)
     after = optimizer.register_step_post_hook(steps.after)
     after_step = optimizer._optimizer_step_post_hooks  # ours goes first: the user's see the combined steps
@@ -136,8 +138,9 @@ class _ReducedSteps:
     A step that calls that of its base class runs the hooks twice; the inner ones change nothing.
     """
 
-    def __init__(self, wrapping: Wrapping) -> None:
+    def __init__(self, wrapping: Wrapping, op: Op) -> None:
         self._wrapping = wrapping
+        self._op = op
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,7 +152,7 @@ class _ReducedSteps:
             self._wrapping.reducer.synchronize()
             return None
         # With a closure, the backward is yet to come, and LBFGS runs several.
-        reduced = _ReducedClosure(self._wrapping.reducer, closure)
+        reduced = _ReducedClosure(self._wrapping.reducer, closure, self._op)
         if len(args) > 1:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
@@ -159,26 +162,36 @@ class _ReducedSteps:
 
 
 class _ReducedClosure:
-    """A closure after which the gradients are reduced, on every rank; its loss is the mean over all of them."""
+    """A closure after which the gradients are reduced, on every rank, and its loss as they are."""
 
-    def __init__(self, reducer: Reducer, closure: Callable[[], Any]) -> None:
+    def __init__(self, reducer: Reducer, closure: Callable[[], Any], op: Op) -> None:
         self._reducer = reducer
         self._closure = closure
+        self._op = op
 
     def __call__(self) -> Any:
         loss = self._closure()
         self._reducer.synchronize()
         self._reducer.start_anew()
-        return _mean_loss(self._reducer.group, loss)
+        with self._reducer.errors():
+            return _reduced_loss(self._reducer.group, loss, self._op)
 
 
-def _mean_loss(group: Group, loss: Any) -> Any:
-    """A closure's loss, averaged, so that all ranks decide alike (LBFGS's line search looks at it)."""
-    if not isinstance(loss, (torch.Tensor, float)):
+def _reduced_loss(group: Group, loss: Any, op: Op) -> Any:
+    """A closure's loss, reduced as the gradients are: LBFGS's line search looks at both, and all ranks decide alike.
+
+    What is no number, such as None, stays as it is. MismatchError on every rank where only some have a number.
+    """
+    kind = "loss" if isinstance(loss, (torch.Tensor, Real)) else type(loss).__name__
+    name = f"the closure's {kind}, {group.next_name('loss')}"
+    if kind != "loss":
+        # An allreduce, for it takes place where other ranks have joined.
+        allreduce(group, torch.empty(0), op, name).wait()
         return loss
-    value = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64)
-    mean = allreduce(group, value, "mean").wait()
-    return mean if isinstance(loss, torch.Tensor) else mean.item()
+    if not isinstance(loss, torch.Tensor):
+        return allreduce(group, torch.tensor(float(loss), dtype=torch.float64), op, name).wait().item()
+    is_divisible = loss.is_floating_point() or loss.is_complex()
+    return allreduce(group, loss if is_divisible else loss.double(), op, name).wait()
 
 
 def given_names(

@@ -21,10 +21,12 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
 
     `stand_in` makes this rank's part of an operation that the others offer. Two things can come next, a user's
     operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes. It
-    waits for as long as the others say that they are there.
+    waits for as long as the others say that they are there. What this rank has begun itself is finished first.
     """
     if group.size == 1:
         return group.ranks[0]
+    for handle in list(group._pending.values()):
+        group._carry_on_until(handle)  # where it fails, its own wait() says so
     timeout_s = group.backend.timeout_s
     with group.driven(), group.watch.over("join"):
         row = Row(joined=Joined(group.exchanges, group.rounds, time.time(), group.named)).dumps()

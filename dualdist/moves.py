@@ -111,6 +111,12 @@ def check_same_tensors(
         raise MismatchError(
             f"rank {rank} and root {root_rank} differ: {said[place][0]!r}, root says {expected_words!r}"
         )
+    if sorted(theirs) == sorted(expected):
+        number = next(number for number, (a, b) in enumerate(zip(theirs, expected, strict=True)) if a != b)
+        raise MismatchError(
+            f"rank {rank} and root {root_rank} hold the same tensors in another order: at place {number} of "
+            f"{len(theirs)} rank {rank} has {theirs[number]}, root has {expected[number]}; give all ranks one order"
+        )
     only_here = sorted(set(theirs) - set(expected))[:3]
     only_root = sorted(set(expected) - set(theirs))[:3]
     raise MismatchError(

@@ -11,7 +11,8 @@ from dualdist.backends.base import Backend, ReduceOp, Work
 from dualdist.errors import UsageError
 from dualdist.moves import Exchange, allgather_bytes, as_bytes
 
-Op = Literal["mean", "sum", "min", "max", "product", "adasum"]
+# What callers choose; an "integer mean" is what Horovod's scripts get when they average integers.
+Op = Literal["mean", "sum", "min", "max", "product", "adasum", "integer mean"]
 OPS = ("mean", "sum", "min", "max", "product", "adasum")
 
 # Dtypes in which others are reduced where a transport lacks them; the result is the same, for integers wrap round alike
@@ -53,6 +54,8 @@ LOCAL_OPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
     """UsageError unless numbers of this dtype can be reduced by `op`."""
+    if op == "integer mean" and dtype in INTEGERS:
+        return
     if op not in OPS:
         raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
     if op in ("mean", "adasum") and not (dtype.is_floating_point or (dtype.is_complex and op == "mean")):
@@ -64,6 +67,13 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 _LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
+
+
+def wire_op(op: Op) -> ReduceOp:
+    """What a transport does for the operation."""
+    if op == "min" or op == "max" or op == "product":
+        return op
+    return "sum"  # Adasum has its own way, and a mean is divided afterwards
 
 
 def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
@@ -87,6 +97,17 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if tensor.dtype in STORED_ONLY:
         return tensor.copy_(tensor.to(WIDER[tensor.dtype]) * factor)
     return tensor.mul_(factor)
+
+
+def settle_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> torch.Tensor:
+    """What a transport has reduced becomes the result, in place: divided where it is a mean, and scaled.
+
+    Means of integers are cut off towards zero, once. They are divided: Horovod multiplies by 1/size, which is a little
+    less, so that the mean of 49 ones is 0.
+    """
+    if op == "integer mean":
+        return reduced.copy_((reduced.double() * postscale / size).to(reduced.dtype))
+    return scale_(divide_(reduced, size) if op == "mean" else reduced, postscale)
 
 
 class Converted:
@@ -184,10 +205,14 @@ def _swapped(backend: Backend, mine: torch.Tensor, partner: int, name: str) -> t
     return backend.alltoall(as_bytes(mine), counts, counts, name).wait().view(mine.dtype)
 
 
-def sparse_sum(backend: Backend, mine: torch.Tensor, op: Op, name: str) -> torch.Tensor:
+def sparse_sum(
+    backend: Backend, mine: torch.Tensor, op: Op, name: str, scales: tuple[float, float] = (1.0, 1.0)
+) -> torch.Tensor:
     """Everybody's stored elements in one sparse COO tensor, coalesced: their sum, or mean, over all ranks."""
     mine = mine.coalesce()
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    if scales[0] != 1.0:
+        values = scale_(values.clone(), scales[0])
     told = Exchange(backend, str(len(indices)).encode(), f"{name}.count").wait()
     counts = [int(text) for text in told]
     rows = [count * indices.shape[1] * indices.element_size() for count in counts]
@@ -200,8 +225,7 @@ def sparse_sum(backend: Backend, mine: torch.Tensor, op: Op, name: str) -> torch
         mine.shape,
         check_invariants=False,
     ).coalesce()
-    if op == "mean":
-        divide_(total.values(), backend.size)
+    settle_(total.values(), op, backend.size, scales[1])
     return total
 
 
@@ -221,7 +245,7 @@ def traced_allreduce(backend: Backend, tensor: torch.Tensor, op: Op, prescale: f
     given = tensor if prescale == 1.0 else tensor * prescale
     if tensor.dtype not in backend.reducible:
         given = given.to(WIDER[tensor.dtype])
-    total = backend.traced_allreduce(given, "sum" if op == "mean" or op == "adasum" else op).to(tensor.dtype)
+    total = backend.traced_allreduce(given, wire_op(op)).to(tensor.dtype)
     if op == "mean":
         total = total / backend.size
     return total if postscale == 1.0 else total * postscale

@@ -54,7 +54,11 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, root: int) -> None:
-    """Give every rank root's optimizer state and hyperparameters, through the optimizer's own state_dict."""
+    """Give every rank root's optimizer state and hyperparameters as they are; root's own optimizer is left alone.
+
+    Not by load_state_dict(), which would cast state to the dtype of its parameter, and put other dicts in the place of
+    the parameter groups that schedulers and programs hold.
+    """
     place = group.place_of(root)
     name = group.next_name("broadcast_optimizer_state")
 
@@ -65,14 +69,13 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
 
 
 def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
-    ours = optimizer.state_dict()
-    sizes = allgather_object(line, [len(group["params"]) for group in ours["param_groups"]], f"{name}.groups")
+    sizes = allgather_object(line, [len(group["params"]) for group in optimizer.param_groups], f"{name}.groups")
     if any(size != sizes[0] for size in sizes):
         raise MismatchError(
             f"the optimizers differ: parameters in each group, by rank: {sizes}; build the same optimizer on every rank"
         )
     tensors: list[torch.Tensor] = []
-    skeleton = _taken_apart(ours, tensors)
+    skeleton = _taken_apart(_state_of(optimizer), tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = broadcast_object(line, (skeleton, specs), root, f"{name}.skeleton")
     if line.rank != root:
@@ -81,7 +84,49 @@ def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int,
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
     _broadcast_all(line, tensors, root, name)
-    optimizer.load_state_dict(_put_together(skeleton, tensors))  # on root too: loading casts, and all shall be alike
+    if line.rank != root:
+        _set_state(optimizer, *_put_together(skeleton, tensors))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, Any], dict[Any, Any]]:
+    """The options of each group, the state of each parameter by its number, and any other state."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    numbered = enumerate(_parameters(optimizer))
+    state = {number: optimizer.state[param] for number, param in numbered if param in optimizer.state}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return options, state, others
+
+
+def _set_state(
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[dict[str, Any]],
+    state: Mapping[int, Any],
+    others: Mapping[Any, Any],
+) -> None:
+    """Put what _state_of() took from another rank's optimizer in the place of this one's."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for key in group.keys() - given.keys() - {"params"}:
+            del group[key]
+        group.update(given)
+    params = _parameters(optimizer)
+    optimizer.state.clear()
+    optimizer.state.update(others)
+    optimizer.state.update({params[number]: _beside(params[number], value) for number, value in state.items()})
+
+
+def _beside(param: torch.Tensor, value: Any) -> Any:
+    """A parameter's state, on the parameter's device; what lay on the CPU, as counts of steps may, stays there."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.to(param.device)
+    if isinstance(value, dict):
+        return {key: _beside(param, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_beside(param, item) for item in value])
+    return value
 
 
 class _Slot:

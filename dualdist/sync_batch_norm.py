@@ -21,8 +21,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Every rank of `group`, of the job where it is None, calls this in the same order; n and s may differ, n may be 0.
     Parameters, running statistics and state_dict are those of torch.nn.BatchNorm, momentum=None included; half
-    precision is calculated in float32. It runs wherever torch does, on CPUs too. One message goes out in forward(), one
-    in backward(); the gradients of weight and bias are this rank's own, for the optimizer to reduce.
+    precision is calculated in float32. It runs wherever torch does, on CPUs too. One message goes out in forward() (two
+    where the input is float64), one in backward(); the gradients of weight and bias are this rank's own, for the
+    optimizer to reduce.
 
     With running statistics, eval() uses them and nothing travels; without, the ranks share statistics in eval() too.
 
@@ -140,18 +141,26 @@ class _Statistics:
     def over(group: Group, batch: torch.Tensor) -> _Statistics:
         """From the sums over ranks of count, values and squares; a rank that has joined takes part with zeros.
 
-        Sums of squares need float64: a variance is their small difference from the square of the mean.
+        A variance is the small difference of a mean of squares from the square of the mean: sums in float64 are exact
+        enough for values of 24 bits. Those of 53 bits are first moved by their mean, which is a message of its own.
         """
         channels = batch.shape[1]
         count = batch.numel() // channels
-        message = torch.zeros(2 * channels + 1, dtype=torch.float64, device=batch.device)
-        if count:
-            var, mean = torch.var_mean(_calculable(batch.detach()), _but_channels(batch), correction=0)
-            mean = mean.double()
-            message[0] = count
-            message[1 : channels + 1] = count * mean
-            message[channels + 1 :] = count * (var.double() + mean * mean)
         name = group.next_name("sync_batch_norm")
+        var = mean = torch.zeros(channels, dtype=torch.float64, device=batch.device)
+        if count:
+            var, mean = (
+                part.double()
+                for part in torch.var_mean(_calculable(batch.detach()), _but_channels(batch), correction=0)
+            )
+        counted = torch.full_like(mean[:1], count)
+        shift = torch.zeros_like(mean)
+        if batch.dtype == torch.float64:
+            sums = torch.cat([counted, count * mean])
+            collectives.allreduce_(group, sums, "sum", f"{name}.mean").wait()
+            shift = sums[1:] / sums[0].clamp(min=1)
+        moved = mean - shift
+        message = torch.cat([counted, count * moved, count * (var + moved * moved)])
         collectives.allreduce_(group, message, "sum", name).wait()
         total = message[0]
         if count < 2 and total.item() == 1:  # else there are two values on this rank already
@@ -161,7 +170,8 @@ class _Statistics:
             )
         means, squares = (message[1:] / total.clamp(min=1)).split(channels)
         shape = [1, channels] + [1] * (batch.dim() - 2)
-        return _Statistics(group, name, total, means.view(shape), (squares - means * means).clamp(min=0).view(shape))
+        var = (squares - means * means).clamp(min=0)
+        return _Statistics(group, name, total, (shift + means).view(shape), var.view(shape))
 
     def update(self, running_mean: torch.Tensor, running_var: torch.Tensor, factor: float | torch.Tensor) -> None:
         """Move the running statistics towards these, unless no rank had a value."""

@@ -92,6 +92,17 @@ class Watch:
     def __init__(self, roll: RollCall | None, ranks: Sequence[int]) -> None:
         self.roll = roll  # None in a job of one rank
         self.ranks = ranks
+        # Is told "begun" or "done", the kind and the name of what a watched backend moves.
+        self.observer: Callable[[str, str, str], None] | None = None
+
+    def begun(self, kind: str, name: str) -> Callable[[], None]:
+        """The observer knows that a move has begun; calling the result tells it, once, that the move is over."""
+        observer = self.observer
+        if observer is None:
+            return _nothing
+        observer("begun", kind, name)
+        unheard = [observer]
+        return lambda: unheard.pop()("done", kind, name) if unheard else None
 
     def over(self, what: object) -> _Over:
         """A block in which this rank is in the operation `what`."""
@@ -122,6 +133,10 @@ class _Over:
                 roll.leave()
 
 
+def _nothing() -> None:
+    """There is nobody to tell."""
+
+
 def require_answers(watch: Watch, what: str) -> None:
     """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
     if watch.roll is None:
@@ -149,19 +164,26 @@ def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
 
 
 class WatchedWork:
-    """Work whose errors say which operation it is."""
+    """Work whose errors say which operation it is, and which tells when it was first found to be over."""
 
-    def __init__(self, work: Work, what: object, watch: Watch) -> None:
+    def __init__(self, work: Work, what: object, watch: Watch, ended: Callable[[], None]) -> None:
         self._work = work
         self._what = what
         self._watch = watch
+        self._ended = ended
 
     def done(self) -> bool:
-        return self._work.done()
+        is_done = self._work.done()
+        if is_done:
+            self._ended()
+        return is_done
 
     def wait(self) -> torch.Tensor:
-        with self._watch.over(self._what):
-            return self._work.wait()
+        try:
+            with self._watch.over(self._what):
+                return self._work.wait()
+        finally:
+            self._ended()
 
 
 class _WatchedBuffer:
@@ -173,9 +195,7 @@ class _WatchedBuffer:
         self._buffer = buffer
 
     def allreduce(self, op: ReduceOp, name: str) -> WatchedWork:
-        return self._backend._watched(
-            Described("allreduce", name, self.values), lambda: self._buffer.allreduce(op, name)
-        )
+        return self._backend._watched("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name))
 
     def drop(self) -> None:
         self._buffer.drop()
@@ -208,18 +228,16 @@ class WatchedBackend:
         return self._backend.is_open
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> WatchedWork:
-        return self._watched(Described("allreduce", name, buffer), lambda: self._backend.allreduce_(buffer, op, name))
+        return self._watched("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> WatchedWork:
-        return self._watched(Described("allgather", name, tensor), lambda: self._backend.allgather(tensor, name))
+        return self._watched("allgather", name, tensor, lambda: self._backend.allgather(tensor, name))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> WatchedWork:
-        return self._watched(Described("broadcast", name, buffer), lambda: self._backend.broadcast_(buffer, root, name))
+        return self._watched("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> WatchedWork:
-        return self._watched(
-            Described("alltoall", name, tensor), lambda: self._backend.alltoall(tensor, sent, received, name)
-        )
+        return self._watched("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
         with self._watch.over(f"reservation of {nbytes} bytes"):
@@ -243,6 +261,12 @@ class WatchedBackend:
     def close(self) -> None:
         self._backend.close()
 
-    def _watched(self, what: object, start: Callable[[], Work]) -> WatchedWork:
-        with self._watch.over(what):
-            return WatchedWork(start(), what, self._watch)
+    def _watched(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> WatchedWork:
+        what = Described(kind, name, tensor)
+        ended = self._watch.begun(kind, name)
+        try:
+            with self._watch.over(what):
+                return WatchedWork(start(), what, self._watch, ended)
+        except BaseException:
+            ended()
+            raise

@@ -29,7 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"what starts them: {', '.join(LAUNCHERS)} (default: srun in a Slurm allocation, else torchrun)",
     )
-    add("--backend", choices=BACKENDS, help="what moves their tensors (default: what DUALDIST_BACKEND says, else auto)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="what moves their tensors (default: what DUALDIST_BACKEND says, else auto, or native with --as-horovod)",
+    )
     add(
         "--as-horovod",
         action="store_true",

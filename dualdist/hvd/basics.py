@@ -14,6 +14,7 @@ from dualdist.hvd.face import KEY, Face, Seat, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
 from dualdist.hvd.timeline import Timeline
 from dualdist.objects import allgather_object
+from dualdist.variables import variables_set
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
@@ -26,8 +27,8 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
     `comm` are the ranks to form a job with, or an mpi4py communicator over them: each of these ranks passes the same,
     and sees them numbered from 0. `process_sets` are made at once; with "dynamic" they can be added later.
     """
-    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
-        os.environ[DYNAMIC] = "1"
+    is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    if is_dynamic:
         process_sets = []
     elif isinstance(process_sets, str):
         raise UsageError(f"process_sets={process_sets!r}: expected process sets, or 'dynamic'")
@@ -37,20 +38,21 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         return
     wanted = _ranks_of(comm)
     if not session.is_open():
-        session.init(os.environ.get(session.BACKEND) or "native")
+        with variables_set(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):  # a real Horovod reads it when it starts
+            session.init(os.environ.get(session.BACKEND) or "native")
     try:
-        _open_face(wanted, list(process_sets or ()))
+        _open_face(wanted, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
     except BaseException:
         shutdown()
         raise
 
 
-def _open_face(wanted: list[int], process_sets: Sequence[ProcessSet]) -> None:
+def _open_face(wanted: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
     opened = session.current()
     base = _base(opened.world, wanted)
     seats = allgather_object(base, (opened.topology.node, opened.topology.local_rank))
     seat = _seat(base.rank, seats)
-    face = Face(base, seat, os.environ.get(DYNAMIC) == "1", {0: base})
+    face = Face(base, seat, is_dynamic, {0: base})
     _export(base, seat)
     opened.extras[KEY] = face
     global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
@@ -185,17 +187,17 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if face.rank == 0:
         face.timeline = Timeline(file_path, mark_cycles=mark_cycles)
         for group in face.groups.values():
-            group.observer = face.timeline
+            face.observe(group)
 
 
 def stop_timeline() -> None:
     """Complete the trace, if one is being written."""
     face = current()
-    for group in face.groups.values():
-        group.observer = None
     if face.timeline is not None:
         face.timeline.close()
         face.timeline = None
+    for group in face.groups.values():
+        face.observe(group)
 
 
 def _built(what: str) -> bool:

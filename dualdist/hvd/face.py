@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,17 @@ class Face:
     groups: dict[int, Group]
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     pending: dict[int, tuple[Handle[Any], Callable[[Any], Any]]] = field(default_factory=dict)
-    handles: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
     timeline: Timeline | None = None
 
     @property
     def rank(self) -> int:
         return self.base.rank
+
+    def observe(self, group: Group) -> None:
+        """Let the timeline, if there is one, show what happens in the group from now on."""
+        group.observer = self.timeline
+        group.watch.observer = None if self.timeline is None else self.timeline.moved
 
     def job_rank(self, rank: int) -> int:
         """The job's number for one of the ranks of hvd.init()."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dualdist import objects, replicate
 from dualdist.errors import UsageError
@@ -52,17 +54,45 @@ def broadcast_optimizer_state(
     """Every rank's optimizer has the state and options of that of `root_rank`; `model` does not matter.
 
     Nothing steps: weights, and the state of a fresh optimizer, stay as they are. As Horovod leaves them, parameters of
-    a fresh optimizer that had no gradient have one of zeros afterwards.
+    a fresh optimizer that had no gradient have one of zeros afterwards, until the next backward or step.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS is not broadcast: broadcast the parameters before its first step")
     with horovods_errors():
         face = current()
         if not optimizer.state:
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                if param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param)
+            _Zeros(optimizer)
         replicate.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
+
+
+class _Zeros:
+    """Gradients that Horovod's step on a fresh optimizer left behind, for programs that look at them.
+
+    They go before a backward adds to them, or a step uses them: else weights that no loss touches would decay, and
+    sparse gradients become dense. What a program has written into one stays.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._given: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        mine = optimizer.register_step_pre_hook(self._go)  # stays: torch lets no hook go while it goes through them
+        hooks = optimizer._optimizer_step_pre_hooks  # ours goes first: the wrapping's reduces
+        hooks |= {number: hooks.pop(number) for number in list(hooks) if number != mine.id}
+        self._hooks: list[RemovableHandle] = []
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+                self._given.append((weakref.ref(param), param.grad))
+                self._hooks.append(param.register_hook(self._go))
+
+    def _go(self, *_: Any) -> None:
+        for reference, zeros in self._given:
+            param = reference()
+            if param is not None and param.grad is zeros and not zeros.any():
+                param.grad = None
+        for hook in self._hooks:
+            hook.remove()
+        self._given.clear()
+        self._hooks.clear()
 
 
 def broadcast_object(

@@ -141,7 +141,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 def _reduction(
     op: int, tensors: Tensors, prescale: float, postscale: float, process_set: ProcessSet
 ) -> tuple[Op, float, float]:
-    """dualdist's operation and scales. Horovod averages integers too: the sum, divided in float64 and cut off."""
+    """dualdist's operation and scales. Integers are averaged too: the sum, divided in float64 and cut off."""
     if op not in OPS:
         raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     if op == Adasum:
@@ -154,16 +154,16 @@ def _reduction(
     if op == Average and True in kinds:
         if len(kinds) > 1:
             raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
-        return "sum", prescale, postscale / (process_set.size() or 1)
+        return "integer mean", prescale, postscale
     return OPS[op], prescale, postscale
 
 
 def _started(handle: Handle[Any], result: Callable[[Any], Any] = lambda value: value) -> int:
     """The number by which poll() and synchronize() know the operation."""
     face = current()
-    face.handles += 1
-    face.pending[face.handles] = handle.begin(), result
-    return face.handles
+    number = next(face.numbers)
+    face.pending[number] = handle.begin(), result
+    return number
 
 
 def poll(handle: int) -> bool:
@@ -332,7 +332,8 @@ def sparse_allreduce_async(
     """Begin to average or add sparse tensors; a function that waits for the result."""
     with horovods_errors():
         group = joined_group(process_set)
-        handle = collectives.sparse_allreduce(group, tensor, OPS[op], name).begin()
+        how = _reduction(op, [tensor], 1.0, 1.0, process_set)
+        handle = collectives.sparse_allreduce(group, tensor, how[0], name).begin()
 
     def finish() -> torch.Tensor:
         with horovods_errors():
@@ -523,7 +524,10 @@ def grouped_reducescatter(
 
 
 def join(device: int = -1) -> int:
-    """Let the others go on without this rank's data; the last rank to join, once all have. `device` does not matter."""
+    """Let the others go on without this rank's data; the last rank to join, once all have. `device` does not matter.
+
+    Operations that this rank has begun are finished first, so the others must begin them before they need it to join.
+    """
     face = current()
     with horovods_errors():
         last = join_group(face.base, collectives.stand_in)

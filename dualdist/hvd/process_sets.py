@@ -12,6 +12,7 @@ from dualdist.hvd.exceptions import HorovodInternalError
 from dualdist.hvd.face import Face, current
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+WHERE = f'only after hvd.init(process_sets="dynamic"), or where {DYNAMIC}=1 was set before it'
 
 
 class ProcessSet:
@@ -64,10 +65,10 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """The set, known to every rank from now on; every rank calls this. HOROVOD_DYNAMIC_PROCESS_SETS=1 allows it."""
+    """The set, known to every rank from now on; every rank calls this. hvd.init(process_sets="dynamic") allows it."""
     face = current()
     if not face.is_dynamic:
-        raise UsageError(f"process sets are added after hvd.init() only where {DYNAMIC}=1 was set before it")
+        raise UsageError(f"process sets are added {WHERE}")
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if given.ranks is None:
         raise NotImplementedError("a process set of a communicator is given to hvd.init(); add one by its ranks")
@@ -79,7 +80,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     face = current()
     number = process_set.process_set_id
     if not face.is_dynamic:
-        raise UsageError(f"process sets are removed after hvd.init() only where {DYNAMIC}=1 was set before it")
+        raise UsageError(f"process sets are removed {WHERE}")
     if number is None or number == 0 or number not in face.groups:
         return False
     process_set._invalidate()
@@ -100,6 +101,7 @@ def register(face: Face, process_set: ProcessSet) -> ProcessSet:
         raise UsageError(f"there is a process set of the same ranks already: {process_set}")
     number = next(number for number in range(1, len(face.groups) + 2) if number not in face.groups)
     face.groups[number] = session.new_group(ranks)
+    face.observe(face.groups[number])
     face.sets[number] = process_set
     process_set.process_set_id = number
     return process_set

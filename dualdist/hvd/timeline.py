@@ -1,4 +1,7 @@
-"""A Chrome trace of what the ranks agreed on and did, by tensor, as Horovod's timeline shows it."""
+"""A Chrome trace of what the ranks agreed on and did, by tensor, as Horovod's timeline shows it.
+
+Gradients are shown by bucket, from when it leaves to when this rank finds it reduced.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ class Timeline:
                 if self._mark_cycles:
                     self._write({"name": "CYCLE_START", "ph": "i", "pid": 0, "ts": self._now(), "s": "g"})
                 return
-            row, phase = self._row(offer), PHASES.get(offer.kind, offer.kind.upper())
+            row = self._row(f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}")
+            phase = PHASES.get(offer.kind, offer.kind.upper())
             if event == "entered":
                 self._write({"name": f"NEGOTIATE_{phase}", "ph": "B", "pid": row, "ts": self._now()})
             elif event == "agreed":
@@ -49,6 +53,15 @@ class Timeline:
                 self._write({"name": phase, "ph": "B", "pid": row, "ts": self._now()})
             else:
                 self._write({"ph": "E", "pid": row, "ts": self._now()})
+
+    def moved(self, event: str, kind: str, name: str) -> None:
+        """For Watch.observer: of gradients, whose buckets the ranks have agreed on before."""
+        with self._lock:
+            if self._file is None:
+                return
+            row = self._row(f"{kind}.{name}")
+            begins = {"name": kind.upper(), "ph": "B"} if event == "begun" else {"ph": "E"}
+            self._write({**begins, "pid": row, "ts": self._now()})
 
     def close(self) -> None:
         """No event comes any more, and the file is complete."""
@@ -58,9 +71,8 @@ class Timeline:
                 self._file.close()
                 self._file = None
 
-    def _row(self, offer: Offer) -> int:
-        """The number of the tensor's row, which gets its name when it is new."""
-        name = f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}"
+    def _row(self, name: str) -> int:
+        """The number of a tensor's row, which gets its name when it is new."""
         if name not in self._rows:
             self._rows[name] = len(self._rows) + 1
             self._write({"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from contract.oracle import law, law_alone, raises, ranks
+from contract.oracle import law, law_alone, loss_of, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
@@ -22,6 +27,11 @@ def the_face_averages_integers_as_horovod_does() -> None:
         assert hvd.allreduce(given).tolist() == [int(total / dd.size()) for total in totals], "cut off towards zero"
         assert hvd.allreduce(given, op=hvd.Sum).tolist() == totals
     assert hvd.reducescatter(torch.full((dd.size(),), 5), op=hvd.Average).tolist() == [5]
+    lone = torch.tensor([1 if dd.rank() == 0 else 0])
+    assert hvd.allreduce(lone, postscale_factor=dd.size() + 0.5).item() == 1, "cut off once, after both"
+    sparse = mine.to_sparse()
+    assert hvd.allreduce(sparse).to_dense().tolist() == [int(total / dd.size()) for total in totals]
+    assert hvd.sparse_allreduce_async(sparse, "a", hvd.Average)().to_dense().tolist()[2] == 7
     raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average")
     raises(ValueError, lambda: hvd.allreduce(mine, op=17), "op=17")
 
@@ -59,6 +69,8 @@ def the_faces_operations_carry_values_synchronously_and_not() -> None:
     assert hvd.allgather(torch.tensor([[rank]])).tolist() == [[r] for r in ranks()]
     sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (size,), check_invariants=True)
     assert hvd.sparse_allreduce_async(sparse, "f", hvd.Sum)().to_dense().tolist() == [1.0] * size
+    for op, words in ((hvd.Adasum, "sparse tensors are reduced by"), (17, "op=17"), (None, "op=None")):
+        raises(ValueError, lambda op=op: hvd.sparse_allreduce_async(sparse, "g", op), words)
     half = hvd.allreduce(torch.full((2,), 0.1), compression=hvd.Compression.fp16, op=hvd.Sum)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, torch.full((2,), 0.1 * size), rtol=2e-3, atol=2e-3)
@@ -112,11 +124,89 @@ def the_faces_functions_take_what_scripts_pass() -> None:
 
 
 @law
+def zero_gradients_of_a_fresh_optimizer_go_before_they_do_anything() -> None:
+    """A script may look at them, as at Horovod's; but neither weight decay nor a sparse gradient meets them."""
+    hvd.init()
+
+    def fresh(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, wraps: bool) -> list[nn.Parameter]:
+        table = nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2)).weight
+        params = [table, nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+        optimizer = make(params)
+        if wraps:
+            optimizer = hvd.DistributedOptimizer(optimizer, [(str(n), param) for n, param in enumerate(params)])
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert [None if p.grad is None else p.grad.tolist() for p in params] == [[[0.0, 0.0]] * 4, [0.0, 0.0], None]
+        return [optimizer, *params]
+
+    decaying = functools.partial(torch.optim.SGD, lr=1.0, weight_decay=0.5)
+    for wraps in (False, True):
+        for zeroes in (False, True):
+            optimizer, table, unused, _ = fresh(torch.optim.SparseAdam, wraps=wraps)
+            if zeroes:
+                optimizer.zero_grad(set_to_none=False)
+            nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
+            assert table.grad.is_sparse
+            assert unused.grad is None
+            optimizer.step()
+            assert table[0].tolist() == [1.0, 1.0] != table[1].tolist()
+        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
+        (table * 0.5).sum().backward()
+        optimizer.step()
+        assert (table[0].tolist(), unused.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
+        optimizer.step()
+        assert unused.tolist() == [1.0, 1.0]
+        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
+        unused.grad.fill_(0.25)
+        optimizer.step()
+        assert unused.tolist() == [0.25, 0.25], "a gradient set by hand stays"
+        assert not table._backward_hooks
+        assert not unused._backward_hooks
+
+
+@law
 def process_sets_come_and_go_where_the_variable_allows_it() -> None:
     hvd.init()
     evens = list(range(0, dd.size(), 2))
     if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
         raises(ValueError, lambda: hvd.add_process_set(evens), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
+
+
+@law_alone
+def a_timeline_shows_operations_buckets_and_process_sets() -> None:
+    """Every row begins and ends as often, and each bucket is on it once a step."""
+    hvd.init(process_sets="dynamic")
+    size, steps = dd.size(), 3
+    model = net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss_of(model, dd.rank()).backward()  # before the trace, for the buckets are planned anew after the first round
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        hvd.start_timeline(str(path))
+        late = hvd.add_process_set([0]) if size > 1 else hvd.global_process_set
+        if dd.rank() == 0:
+            hvd.allreduce(torch.ones(1), name="late", process_set=late)
+        hvd.allreduce(torch.ones(1), name="early")
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, dd.rank(), step).backward()
+            optimizer.step()
+        hvd.stop_timeline()
+        loss_of(model, dd.rank()).backward()
+        hvd.allreduce(torch.ones(1), name="afterwards")
+        assert path.exists() == (dd.rank() == 0)
+        events = json.loads(path.read_text()) if dd.rank() == 0 else []
+    names = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
+    rows = [[event for event in events if event["pid"] == pid and event["ph"] in "BE"] for pid in names if pid]
+    told = {names[row[0]["pid"]]: [event.get("name", "end") for event in row] for row in rows}
+    if dd.rank() == 0:
+        waited = ["NEGOTIATE_ALLREDUCE", "end", "ALLREDUCE", "end"]
+        assert told["allreduce.late"] == told["allreduce.early"] == waited
+        assert "allreduce.afterwards" not in told
+        buckets = {name: phases for name, phases in told.items() if name.startswith("allreduce.gradients.")}
+        assert buckets, told
+        assert all(phases == ["ALLREDUCE", "end"] * steps for phases in buckets.values()), buckets
+    assert all([event["ts"] for event in row] == sorted(event["ts"] for event in row) for row in rows)
 
 
 @law_alone
@@ -126,6 +216,7 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
     if backend == "single":
         backend = "native"
     over_mpi = dd.transport() == "mpi"
+    was_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
     dd.shutdown()
     os.environ["DUALDIST_BACKEND"] = backend
     try:
@@ -156,6 +247,7 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
             hvd.shutdown()
             assert first.process_set_id is None
         hvd.init(process_sets="dynamic")
+        assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ or was_dynamic
         if size > 1:
             added = hvd.add_process_set([0])
             raises(ValueError, lambda: hvd.add_process_set([0]), "already")
@@ -163,7 +255,10 @@ def a_job_of_some_ranks_is_numbered_from_nought() -> None:
             assert hvd.remove_process_set(added)
             assert not hvd.remove_process_set(added)
         assert not hvd.remove_process_set(hvd.global_process_set)
+        hvd.shutdown()
+        hvd.init()
+        if not was_dynamic:
+            raises(ValueError, lambda: hvd.add_process_set([0]), 'process_sets="dynamic"')
     finally:
         del os.environ["DUALDIST_BACKEND"]
-        os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
     assert (dd.transport() == "mpi") == over_mpi

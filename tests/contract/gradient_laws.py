@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from contract.oracle import (
@@ -55,6 +57,11 @@ def models_that_differ_are_an_error_on_every_rank() -> None:
     raises(MismatchError, lambda: dd.broadcast_parameters(model), "rank 1", "(4, 3)", "(3, 3)")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     raises(MismatchError, lambda: dd.wrap_optimizer(optimizer), "rank 1")
+    named = [(name, nn.Parameter(torch.ones(2))) for name in "abcd"]
+    order = [0, 2, 1, 3] if dd.rank() == 1 else [0, 1, 2, 3]
+    optimizer = torch.optim.SGD([named[number][1] for number in order], lr=0.1)
+    words = ("another order", "rank 1 has c (2,)", "at place 1 of 4", "root has b (2,)")
+    raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, named), *words)
 
 
 @law
@@ -73,6 +80,50 @@ def broadcast_optimizer_state_makes_all_optimizers_roots() -> None:
         assert str(state) == str(states[0])
     for param, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, old), "weights and gradients are left alone"
+
+
+class Master(torch.optim.Optimizer):
+    """State in float32 and integers beside a parameter of half precision, nested, and state of no parameter."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": torch.tensor(0.5 * (dd.rank() + 1)), "betas": (0.5, dd.rank())})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.state["steps of all"] = {"count": 7 + dd.rank()}
+        for param in self.param_groups[0]["params"]:
+            third = torch.full(param.shape, (dd.rank() + 1) / 3)
+            self.state[param] = {"copy": third, "history": [third.double(), (torch.tensor(dd.rank() + 2), "words")]}
+
+
+@law
+def broadcast_optimizer_state_casts_nothing_and_keeps_the_groups() -> None:
+    weight, unused = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = Master([weight])
+    optimizer.add_param_group({"params": [unused], "lr": 1.0 + dd.rank()})
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    group[f"of rank {dd.rank()}"] = dd.rank()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    roots = dict(optimizer.state[weight])
+    dd.broadcast_optimizer_state(optimizer)
+    assert optimizer.param_groups[0] is group
+    assert scheduler.optimizer.param_groups[0]["params"][0] is weight
+    assert (group["lr"].item(), group["betas"], group["of rank 0"]) == (0.5, (0.5, 0), 0)
+    assert f"of rank {dd.size()}" not in group
+    assert dd.size() == 1 or "of rank 1" not in group
+    assert optimizer.param_groups[1]["lr"] == 1.0
+    assert optimizer.state["steps of all"] == {"count": 7}
+    assert set(optimizer.state) == {"steps of all", weight}, "the second group has not been stepped"
+    state = optimizer.state[weight]
+    assert torch.equal(state["copy"], torch.full((2,), 1 / 3)), "all bits of a float32"
+    assert torch.equal(state["history"][0], torch.full((2,), 1 / 3).double())
+    assert (state["history"][1][0].item(), state["history"][1][0].dtype) == (2, torch.int64)
+    assert state["history"][1][1] == "words"
+    if dd.rank() == 0:
+        assert all(state[key] is value for key, value in roots.items()), "root's own stays"
+    group["lr"] += dd.rank()
+    assert optimizer.param_groups[0]["lr"].item() == 0.5 + dd.rank()
 
 
 @law
@@ -221,6 +272,61 @@ def closures_see_the_mean_and_lbfgs_stays_in_step() -> None:
     torch.testing.assert_close(first.detach(), plain.step(whole).detach(), rtol=1e-5, atol=1e-6)
     assert_same_everywhere(model)
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+
+
+@law
+def the_loss_of_a_closure_is_reduced_as_its_gradients_are() -> None:
+    """A line search whose loss is a size-th of what its gradient says goes another way."""
+    model = net().double()
+    model.untouched.requires_grad_(False)
+    alone = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 1, "max_iter": 6, "line_search_fn": "strong_wolfe"}
+    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), **options), op="sum")
+    plain = torch.optim.LBFGS(alone.parameters(), **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = 10 * loss_of(model, dd.rank())
+        loss.backward()
+        return loss
+
+    def whole() -> torch.Tensor:
+        plain.zero_grad()
+        loss = sum(10 * loss_of(alone, rank) for rank in ranks())
+        loss.backward()
+        return loss
+
+    torch.testing.assert_close(optimizer.step(closure), plain.step(whole), check_dtype=False)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
+    assert_same_everywhere(model)
+
+
+@law
+def a_closure_may_return_any_number_or_nothing_on_all_ranks_alike() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    rank, size = dd.rank(), dd.size()
+    for op, divisor in (("mean", size), ("sum", 1)):
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), op=op)
+
+        def step(loss: object, optimizer: torch.optim.Optimizer = optimizer) -> Any:
+            def closure() -> object:
+                optimizer.zero_grad()
+                (weight * rank).sum().backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        total = sum(ranks())
+        assert step(rank if rank % 2 else float(rank)) == total / divisor, "an int here and a float there"
+        assert step(rank > 0) == (size - 1) / divisor
+        assert step(torch.tensor(rank)).item() == total / divisor
+        assert step(torch.tensor(float(rank))).item() == total / divisor
+        assert step(None) is None
+        assert step((rank, "words")) == (rank, "words")
+        if size > 1:
+            raises(MismatchError, lambda: step(None if rank == 0 else 1.0), "closure's NoneType", "closure's loss")
+            raises(MismatchError, lambda: step(torch.tensor(1.0) if rank == 0 else 1.0), "closure's loss", "float64()")
+            assert step(1) == size / divisor, "and the ranks are still in step"
 
 
 @law

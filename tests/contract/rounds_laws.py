@@ -200,13 +200,11 @@ def closures_and_lbfgs_train_like_one_process() -> None:
         model, alone = net().double(), net().double()
         optimizer, plain = by_hvd(op=op)(make(model), model), make(alone)
 
-        def closure(
-            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, op: int = op
-        ) -> torch.Tensor:
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
             optimizer.zero_grad()
             loss = loss_of(model, dd.rank())
             loss.backward()
-            return loss if op == hvd.Average else loss * dd.size()  # what comes back is the mean over the ranks
+            return loss
 
         def whole(
             model: nn.Module = alone, optimizer: torch.optim.Optimizer = plain, factor: float = factor

@@ -124,6 +124,32 @@ def batch_norm_over_all_ranks_keeps_a_small_variance_beside_a_large_mean() -> No
 
 
 @law
+def batch_norm_over_all_ranks_is_as_exact_as_its_input() -> None:
+    """The square of the mean is up to 1e16 times the variance, and the means of the ranks differ; forward and back.
+
+    The input itself has 53 bits, of which the mean takes away as many as it is larger than the deviation.
+    """
+    for options in ({}, {"track_running_stats": False}):
+        for mean in (0.0, 1e3, 1e6):
+            mine = dd.SyncBatchNorm(CHANNELS, eps=1e-9, **options).double()  # type: ignore[arg-type]
+            whole = nn.BatchNorm1d(CHANNELS, eps=1e-9, **options).double()
+            for step in range(2):
+                batches = [batch_of(rank + 10 * step, 8, (), torch.float64) / 100 + mean for rank in ranks()]
+                everybody = torch.cat(batches).requires_grad_()
+                given = batches[dd.rank()].requires_grad_()
+                own = slice(8 * dd.rank(), 8 * dd.rank() + 8)
+                found, expected = mine(given), whole(everybody)
+                close = dict.fromkeys(("rtol", "atol"), 1e-10 + 1e-13 * mean)
+                torch.testing.assert_close(found, expected[own], **close)
+                (found * weights_like((given.detach() - mean) * 100)).sum().backward()
+                (expected * weights_like((everybody.detach() - mean) * 100)).sum().backward()
+                assert given.grad is not None
+                assert everybody.grad is not None
+                close["atol"] *= everybody.grad.abs().max().item()
+                torch.testing.assert_close(given.grad, everybody.grad[own], **close)
+
+
+@law
 def batch_norm_over_all_ranks_keeps_channels_last() -> None:
     layer = dd.SyncBatchNorm(CHANNELS)
     image = batch_of(dd.rank(), 2, (4, 5)).to(memory_format=torch.channels_last).requires_grad_()
@@ -194,14 +220,15 @@ def a_model_is_converted_to_batch_norm_over_all_ranks_and_keeps_its_parameters()
 def batch_norm_over_all_ranks_goes_on_without_ranks_that_have_joined() -> None:
     """The last rank has twice the batches: the second ones are normalized by themselves."""
     last = dd.size() - 1
-    layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0)
-    layer(batch_of(dd.rank(), 4, ()))
-    if dd.rank() == last:
-        given = batch_of(20, 6, ()).requires_grad_()
-        found = layer(given)
-        found.square().sum().backward()
-        torch.testing.assert_close(found, nn.BatchNorm1d(CHANNELS)(given), rtol=1e-5, atol=1e-5)
-    dd.join()
+    for dtype in (torch.float32, torch.float64):
+        layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0).to(dtype)
+        layer(batch_of(dd.rank(), 4, (), dtype))
+        if dd.rank() == last:
+            given = batch_of(20, 6, (), dtype).requires_grad_()
+            found = layer(given)
+            found.square().sum().backward()
+            torch.testing.assert_close(found, nn.BatchNorm1d(CHANNELS).to(dtype)(given), rtol=1e-5, atol=1e-5)
+        dd.join()
 
 
 @law

@@ -244,6 +244,13 @@ def sparse_tensors_are_added_where_they_are() -> None:
     assert total.is_sparse
     assert torch.equal(total.to_dense(), dense)
     assert torch.equal(dd.allreduce(mine).to_dense(), dense / size)
+    assert torch.equal(dd.allreduce(mine, "sum", prescale=0.5, postscale=8.0).to_dense(), dense * 4)
+    assert torch.equal(dd.allreduce(mine, prescale=2.0).to_dense(), dense / size * 2)
+    assert mine.coalesce().values().tolist() == [1.0, 2.0], "the argument is left alone"
+    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1, 2]), (1,), check_invariants=True)
+    assert dd.allreduce(twice, "sum", prescale=0.5).to_dense().tolist() == [size], "added up, then cut off"
+    if size > 1:
+        raises(MismatchError, lambda: dd.allreduce(mine, prescale=1.0 + rank % 2), "prescale 2.0")
     empty = torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (4, 3), check_invariants=True
     )
@@ -392,6 +399,22 @@ def those_who_join_add_zeros() -> None:
             raises(MismatchError, lambda: dd.allgather(torch.ones(2)), "called join")
     assert dd.join() == dd.size() - 1
     assert dd.allreduce(torch.ones(1), "sum").item() == dd.size(), "afterwards everybody is back"
+
+
+@law
+def those_who_join_finish_first_what_they_have_begun() -> None:
+    """With their own data; whoever has not begun it has joined, or is an error to those who have."""
+    handle = dd.allreduce(torch.tensor(dd.rank() + 1.0), "sum", name="begun", async_op=True)
+    lone = dd.allreduce(torch.ones(1), "sum", name="lone", async_op=True) if dd.rank() == 0 else None
+    if dd.rank() == dd.size() - 1:
+        handle.wait()
+        dd.allreduce(torch.ones(1), "sum", name="lone") if dd.rank() else None
+    last = dd.join()
+    assert 0 <= last < dd.size()
+    assert handle.done()
+    assert handle.wait().item() == sum(rank + 1 for rank in ranks())
+    if lone is not None:
+        assert lone.wait().item() == min(2, dd.size())
 
 
 @law

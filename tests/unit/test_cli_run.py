@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.cli.run import default_launcher, line, program
+from dualdist.cli.run import configure, default_launcher, line, program
 from dualdist.errors import UsageError
 from dualdist.launchers import Command
 
@@ -117,3 +118,10 @@ def test_wrong_words_are_refused_before_anything_starts(
 def test_exit_code_of_the_job_is_passed_on(base_env: Mapping[str, str], tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "x.py").write_text(text)
     assert dualdist_run(base_env, tmp_path, "--launcher", "python", "--", "x.py").returncode == code
+
+
+def test_help_says_which_backend_each_kind_of_program_has() -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    told = "".join(parser.format_help().split())  # it breaks lines within words
+    assert "(default:whatDUALDIST_BACKENDsays,elseauto,ornativewith--as-horovod)" in told

@@ -1,0 +1,47 @@
+"""The face in a job of one rank: its handles, and what it remembers from init() to shutdown()."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dualdist import collectives, hvd
+from dualdist.group import Handle
+from dualdist.hvd import mpi_ops
+from dualdist.hvd.face import current
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    """hvd.init() was called, and shutdown() will be."""
+    with mock.patch.dict(os.environ):  # hvd.init() sets Horovod's variables
+        hvd.init()
+        yield
+        hvd.shutdown()
+
+
+class Interrupted:
+    """An operation in whose beginning another thread begins one too."""
+
+    def __init__(self, handle: Handle[Any], other: Handle[Any]) -> None:
+        self._handle = handle
+        self._other = other
+        self.number = 0  # of the other
+
+    def begin(self) -> Handle[Any]:
+        self.number = mpi_ops._started(self._other)
+        return self._handle.begin()
+
+
+@pytest.mark.usefixtures("job")
+def test_operations_that_begin_at_once_have_numbers_of_their_own() -> None:
+    first, second = (collectives.allreduce(current().base, torch.tensor(value), "sum") for value in (1.0, 2.0))
+    both = Interrupted(first, second)
+    number = mpi_ops._started(both)  # type: ignore[arg-type]
+    assert number != both.number
+    assert (hvd.synchronize(number), hvd.synchronize(both.number)) == (1.0, 2.0)
