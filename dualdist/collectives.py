@@ -30,7 +30,7 @@ def allreduce(
     """The reduction over all ranks in a new tensor, shape and strides as given."""
     if tensor.is_sparse:
         return sparse_allreduce(group, tensor, op, name)
-    return _allreduce(group, "allreduce", [tensor.detach().clone()], op, name, (prescale, postscale), _first)
+    return _allreduce(group, "allreduce", [_copy(tensor)], op, name, (prescale, postscale), _first)
 
 
 def allreduce_(
@@ -54,7 +54,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Each tensor's reduction over all ranks in a new tensor; all of them or none."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = [_copy(tensor) for tensor in tensors]
     return _allreduce(group, "grouped_allreduce", copies, op, name, (prescale, postscale), list)
 
 
@@ -72,6 +72,15 @@ def grouped_allreduce_(
 
 def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in the tensor, without autograd; a sign that torch has put off to turn (z.conj()) is turned in a copy."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _values(tensor.detach().clone())
 
 
 def _allreduce(
@@ -94,7 +103,7 @@ def _allreduce(
     terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
-        _reduce_in_place(backend, [tensor.detach() for tensor in tensors], op, scales, name)
+        _reduce_in_place(backend, tensors, op, scales, name)
         return pick(tensors)
 
     return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
@@ -125,15 +134,20 @@ def _reduce_in_place(
             divide_(flat, backend.size)
         scale_(flat, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
-            if piece.data_ptr() != member.data_ptr():
-                member.copy_(piece.view(member.shape))
+            _put_back(piece, member)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one row: those of a single contiguous tensor themselves, others copied."""
+    """All elements in one contiguous row: those of a single contiguous tensor themselves, others copied."""
     if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return _values(tensors[0]).contiguous().view(-1)
+    return torch.cat([_values(tensor).reshape(-1) for tensor in tensors])
+
+
+def _put_back(result: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give the tensor its result, unless that was made in the tensor's own memory."""
+    if result.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(result.view(tensor.shape))
 
 
 def stand_in(offer: Offer) -> Operation[Any]:
@@ -226,7 +240,7 @@ def _allgather(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    all_rows = [_rows(tensor.detach()) for tensor in _checked(tensors)]
+    all_rows = [_rows(_values(tensor)) for tensor in _checked(tensors)]
     name = name or group.next_name(kind)
     terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
 
@@ -263,7 +277,7 @@ def _from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) ->
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in a new tensor; the shape is the same on every rank."""
-    return broadcast_(group, tensor.detach().clone(), root, name)
+    return broadcast_(group, _copy(tensor), root, name)
 
 
 def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
@@ -274,12 +288,10 @@ def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None =
     terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        values = tensor.detach()
-        buffer = values.contiguous()
+        buffer = _values(tensor).contiguous()
         if buffer.numel():
             backend.broadcast_(as_bytes(buffer), place, f"op.{name}").wait()
-        if buffer.data_ptr() != values.data_ptr():
-            values.copy_(buffer)
+        _put_back(buffer, tensor)
         return tensor
 
     return group.enter(Operation(Offer("broadcast", name, terms), perform, tensor.device))
@@ -311,7 +323,7 @@ def _alltoall(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    rows = _checked([tensor])[0].detach()
+    rows = _values(_checked([tensor])[0])
     sent = _splits(rows, splits, group.size)
     name = name or group.next_name("alltoall")
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
@@ -389,7 +401,7 @@ def _reducescatter(
             raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
-    given = [scale_(tensor.detach().clone(), scales[0]) if scales[0] != 1 else tensor.detach() for tensor in tensors]
+    given = [_values(tensor) if scales[0] == 1 else scale_(_copy(tensor), scales[0]) for tensor in tensors]
     name = name or group.next_name(kind)
     terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
     terms |= {"device": tensors[0].device.type, "op": op}
