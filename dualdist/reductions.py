@@ -43,6 +43,8 @@ STORED_ONLY = frozenset(
 )
 TRACED_WIDER = frozenset(WIDER) - STORED_ONLY - {torch.uint16, torch.uint32}
 LINEAR = ("mean", "sum")
+# Of booleans: a sum counts, and a count in 8 bits comes back to 0.
+LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
 LOCAL_OPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -61,6 +63,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise UsageError(f"op {op!r}: complex numbers have no order")
     if dtype not in WIDER and dtype not in INTEGERS and dtype not in _LARGE:
         raise UsageError(f"{dtype} holds no numbers that can be added: convert the tensor first")
+
+
+def check_scales(scales: tuple[float, float], dtype: torch.dtype) -> None:
+    """UsageError unless numbers of this dtype can be multiplied by both factors."""
+    if dtype == torch.bool and scales != (1.0, 1.0):
+        raise UsageError(f"prescale {scales[0]}, postscale {scales[1]}: booleans have no multiples, convert them first")
 
 
 _LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
@@ -106,6 +114,8 @@ class Converted:
 def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
     """Replace a contiguous buffer of any dtype by its reduction, on whatever dtypes the backend reduces."""
     dtype = buffer.dtype
+    if dtype == torch.bool:
+        op = LOGIC.get(op, op)
     if dtype in backend.reducible:
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
@@ -141,6 +151,8 @@ def _gathered_and_reduced_(backend: Backend, buffer: torch.Tensor, op: ReduceOp,
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """The reduction of equal tensors in rank order: (size, *s) -> (*s), small dtypes rounded once, at the end."""
     dtype = rows.dtype
+    if dtype == torch.bool:
+        op = LOGIC.get(op, op)
     if dtype == torch.uint64:
         flip = TOP_BIT if op in ("min", "max") else 0
         return reduce_rows(rows.view(torch.int64) ^ flip, op).bitwise_xor(flip).view(torch.uint64)
@@ -198,6 +210,7 @@ def sparse_sum(backend: Backend, mine: torch.Tensor, op: Op, name: str) -> torch
         all_indices.reshape(-1, indices.shape[1]).t(),
         all_values.reshape(-1, *values.shape[1:]),
         mine.shape,
+        device=mine.device,
         check_invariants=False,
     ).coalesce()
     if op == "mean":
