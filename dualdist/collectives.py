@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import reductions
+from dualdist.arguments import name_of, root_of, scales_of, whole
 from dualdist.backends.base import Backend, ReduceOp
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
-from dualdist.reductions import Op, adasum_, check_op, divide_, reduce_rows, scale_, sparse_sum
+from dualdist.reductions import Op, adasum_, check_op, check_scales, divide_, reduce_rows, scale_, sparse_sum
 
 T = TypeVar("T")
 
@@ -92,12 +93,14 @@ def _allreduce(
     scales: tuple[float, float],
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
+    scales = scales_of(*scales)
     for tensor in _checked(tensors):
         check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
         _require_own_memory(tensor)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
-    name = name or group.next_name(kind)
+    name = name_of(group, kind, name)
     terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
     terms |= {"device": tensors[0].device.type, "op": op}
     terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
@@ -241,7 +244,7 @@ def _allgather(
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
     all_rows = [_rows(_values(tensor)) for tensor in _checked(tensors)]
-    name = name or group.next_name(kind)
+    name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
@@ -282,9 +285,9 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = 
 
 def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
-    place = group.place_of(root)
+    root, place = root_of(group, root)
     _require_own_memory(_checked([tensor])[0])
-    name = name or group.next_name("broadcast")
+    name = name_of(group, "broadcast", name)
     terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
@@ -325,7 +328,7 @@ def _alltoall(
 ) -> Handle[T]:
     rows = _values(_checked([tensor])[0])
     sent = _splits(rows, splits, group.size)
-    name = name or group.next_name("alltoall")
+    name = name_of(group, "alltoall", name)
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
@@ -336,7 +339,7 @@ def _alltoall(
             came = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
         else:
             came = torch.empty(0, dtype=torch.uint8, device=rows.device)
-        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
         found = _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
         return pick([found, like.new_tensor(received)])
 
@@ -352,13 +355,9 @@ def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, siz
         if count % size:
             raise UsageError(f"alltoall of {count} rows between {size} ranks: they do not divide evenly, pass splits")
         return [count // size] * size
-    if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
-        raise UsageError(f"splits of {splits.dtype}: expected integers, a number of rows for each rank")
-    sent = [int(split) for split in splits]
-    if len(sent) != size or any(split < 0 for split in sent) or sum(sent) > count:
-        raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together at most {count}")
-    if sum(sent) != count:
-        raise UsageError(f"splits {sent}: together {sum(sent)} rows, but the tensor has {count}")
+    sent = whole(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
+    if len(sent) != size or any(split < 0 for split in sent) or sum(sent) != count:
+        raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together {count}")
     return sent
 
 
@@ -395,14 +394,16 @@ def _reducescatter(
     scales: tuple[float, float],
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
+    scales = scales_of(*scales)
     for tensor in _checked(tensors):
         check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
         if op == "adasum":
             raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     given = [_values(tensor) if scales[0] == 1 else scale_(_copy(tensor), scales[0]) for tensor in tensors]
-    name = name or group.next_name(kind)
+    name = name_of(group, kind, name)
     terms: dict[str, Any] = {"tensors": [spec_of(tensor) for tensor in tensors]}
     terms |= {"device": tensors[0].device.type, "op": op}
     terms |= {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
@@ -435,7 +436,7 @@ def shares(rows: int, size: int) -> list[int]:
 
 def barrier(group: Group, name: str | None = None) -> None:
     """Every rank has called this when it returns; it does not wait for what else is under way."""
-    in_step(group, "barrier", name or group.next_name("barrier"), {}, lambda backend: None)
+    in_step(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
 def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:

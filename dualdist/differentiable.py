@@ -116,7 +116,7 @@ def grouped_allgather(group: Group, tensors: Sequence[torch.Tensor], name: str |
 def _own_rows(group: Group, gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     means = collectives.grouped_allreduce(group, gradients, "mean").wait()
     counts = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors]
-    table = collectives.allgather(group, torch.tensor([counts])).wait()
+    table = collectives.allgather(group, torch.tensor([counts], device="cpu")).wait()
     starts = table[: group.rank].sum(0).tolist()
     return [
         mean[start : start + count].reshape(tensor.shape)

@@ -110,3 +110,25 @@ def what_torch_has_put_off_is_done_before_values_travel() -> None:
         in_place(memory.conj().imag)
         assert torch.equal(memory.imag, stored.imag * expected)
         assert torch.equal(memory.real, stored.real * (dd.rank() + 1)), "neighbours"
+
+
+@law
+def a_default_device_of_the_program_changes_nothing() -> None:
+    """The bytes of ours lie on the CPU, wherever the program has new tensors made."""
+    size, one = dd.size(), torch.ones(size_rows := dd.size(), requires_grad=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
+    with torch.device("meta"):
+        assert dd.broadcast_object({"rank": dd.rank()}) == {"rank": 0}
+        assert dd.allgather_object(dd.rank()) == list(ranks())
+        rows, received = dd.alltoall(one, [1] * size)
+        gathered = dd.allgather(one)
+        shared = dd.reducescatter(one, "sum")
+        total = dd.allreduce(one, "sum") + dd.broadcast(one)
+        (gathered.sum() + rows.sum() + total.sum() + shared.sum()).backward()
+        added = dd.allreduce(sparse, "sum")
+        dd.barrier()
+    assert received.tolist() == [1] * size
+    assert gathered.tolist() == [1.0] * size_rows * size
+    assert one.grad is not None
+    assert one.grad.device.type == "cpu"
+    assert added.to_dense().tolist() == [size, 0, 0]

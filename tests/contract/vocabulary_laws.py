@@ -72,6 +72,9 @@ def booleans_are_reduced_as_logic() -> None:
     assert dd.allreduce(mine, "max").tolist() == [True, True, False]
     assert dd.allreduce(mine, "min").tolist() == [only_first, True, False]
     assert dd.allreduce(mine, "product").tolist() == [only_first, True, False]
+    for scales in ({"prescale": 2.0}, {"postscale": 0.5}):
+        raises(UsageError, lambda scales=scales: dd.allreduce(mine, "sum", **scales), "booleans")
+        raises(UsageError, lambda scales=scales: dd.reducescatter(mine, "sum", **scales), "booleans")
 
 
 @law
