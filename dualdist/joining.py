@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dualdist.deadline import Deadline
+from dualdist.errors import NotInitializedError, UsageError
 from dualdist.following import Follower
 from dualdist.group import Group, Operation, own_parts
 from dualdist.negotiation import Joined, Offer, Row, decide
@@ -23,6 +24,10 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
     operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes. It
     waits for as long as the others say that they are there.
     """
+    if not group.is_open:
+        raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+    if not group.is_member:
+        raise UsageError(f"this process is no member of the group of ranks {list(group.ranks)}: let only those call")
     if group.size == 1:
         return group.ranks[0]
     timeout_s = group.backend.timeout_s

@@ -10,7 +10,7 @@ from contract.oracle import assert_close, assert_same_everywhere, gradients, law
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import MismatchError, UsageError
+from dualdist.errors import MismatchError, NotInitializedError, UsageError
 
 INTEGERS = (
     torch.uint8,
@@ -342,6 +342,7 @@ def groups_overlap_and_come_and_go() -> None:
     for group in (everybody, first, again, evens):
         if not group.is_member:
             raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group), "no member")
+            raises(UsageError, lambda group=group: dd.join(group=group), "no member")
             continue
         assert group.rank == group.ranks.index(dd.rank())
         assert dd.allreduce(torch.tensor([dd.rank()]), "sum", group=group).item() == sum(group.ranks)
@@ -358,7 +359,8 @@ def groups_overlap_and_come_and_go() -> None:
         raises(UsageError, lambda: dd.broadcast(torch.ones(1), dd.size(), group=everybody), "root")
     for group in (first, everybody, evens, again):
         dd.remove_group(group)
-        raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group))
+        raises(NotInitializedError, lambda group=group: dd.allreduce(torch.ones(1), group=group), "closed")
+        raises(NotInitializedError, lambda group=group: dd.join(group=group), "closed")
         raises(UsageError, lambda group=group: dd.remove_group(group), "once")
     raises(UsageError, lambda: dd.new_group([]), "ranks")
     raises(UsageError, lambda: dd.new_group([0, dd.size()]), "ranks")
