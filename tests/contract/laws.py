@@ -5,6 +5,7 @@ from __future__ import annotations
 from contract import (
     adasum_laws,
     collective_laws,
+    derivative_laws,
     face_laws,
     gradient_laws,
     memory_laws,
@@ -22,6 +23,7 @@ __all__ = [
     "adasum_laws",
     "batch",
     "collective_laws",
+    "derivative_laws",
     "digest",
     "face_laws",
     "gradient_laws",
