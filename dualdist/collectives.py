@@ -10,12 +10,22 @@ import torch
 
 from dualdist import reductions
 from dualdist.arguments import name_of, root_of, scales_of, whole
-from dualdist.backends.base import Backend, ReduceOp
+from dualdist.backends.base import Backend
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
-from dualdist.reductions import Op, adasum_, check_op, check_scales, divide_, reduce_rows, scale_, sparse_sum
+from dualdist.reductions import (
+    Op,
+    adasum_,
+    check_op,
+    check_scales,
+    divide_,
+    reduce_rows,
+    reduced_by,
+    scale_,
+    sparse_sum,
+)
 
 T = TypeVar("T")
 
@@ -122,14 +132,13 @@ def _reduce_in_place(
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(tensor)
     flats = [_flat(members) for members in kinds.values()]
-    reduce_op: ReduceOp = "sum" if op == "mean" or op == "adasum" else op
     works = []
     for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
         scale_(flat, prescale)
         if op == "adasum":
             adasum_(backend, flat, [member.numel() for member in members], f"op.{name}.{number}")
         else:
-            works.append(reductions.allreduce_(backend, flat, reduce_op, f"op.{name}.{number}"))
+            works.append(reductions.allreduce_(backend, flat, reduced_by(op), f"op.{name}.{number}"))
     for work in works:
         work.wait()
     for flat, members in zip(flats, kinds.values(), strict=True):
@@ -424,7 +433,7 @@ def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name:
         return rows.new_empty(shape[1:])
     sizes = [count * width for count in counts], [mine * width] * backend.size
     came = _from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
-    total = reduce_rows(came, "sum" if op == "mean" or op == "adasum" else op)
+    total = reduce_rows(came, reduced_by(op))
     return scale_(divide_(total, backend.size) if op == "mean" else total, postscale)
 
 

@@ -34,6 +34,10 @@ WIDER = {
 }
 # Sums and products of unsigned 64-bit integers are those of signed ones; their order is, with the top bit turned over.
 TOP_BIT = -(1 << 63)
+# Note [NaN]: the least or greatest of numbers and NaN is NaN, as torch.maximum has it. Gloo and MPI compare by "<", so
+# that there it depends on the order of ranks. Integers have one order everywhere: that of the bits of a float, where
+# those of a negative one are turned over below the sign. Both ends of it are NaN. Costs no message.
+ORDERED = {torch.float32: (torch.int32, (1 << 31) - 1), torch.float64: (torch.int64, (1 << 63) - 1)}
 INTEGERS = frozenset(
     (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 )
@@ -72,6 +76,11 @@ def check_scales(scales: tuple[float, float], dtype: torch.dtype) -> None:
 
 
 _LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
+
+
+def reduced_by(op: Op) -> ReduceOp:
+    """What the transports do for an operation; the rest is ours."""
+    return "sum" if op == "mean" or op == "adasum" else op
 
 
 def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
@@ -116,7 +125,10 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
     dtype = buffer.dtype
     if dtype == torch.bool:
         op = LOGIC.get(op, op)
-    if dtype in backend.reducible:
+    if dtype in ORDERED and (op == "min" or op == "max"):
+        work = backend.allreduce_(ordered(buffer, op), op, name)
+        return Converted(work, lambda found: buffer.copy_(unordered(found, dtype)))
+    if dtype in backend.reducible and not (dtype.is_floating_point and op in ("min", "max")):
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
         return _allreduce_uint64_(backend, buffer, op, name)
@@ -126,6 +138,20 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
         parts = torch.view_as_real(buffer)
         return Converted(allreduce_(backend, parts, op, name), lambda _: buffer)
     return _gathered_and_reduced_(backend, buffer, op, name)
+
+
+def ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Integers in the order of the floats; NaN comes where `op` finds it: Note [NaN]."""
+    bits, top = ORDERED[floats.dtype]
+    nan = top if op == "max" else -top - 1
+    whole = floats.view(bits)
+    return torch.where(torch.isnan(floats), nan, torch.where(whole < 0, whole ^ top, whole))
+
+
+def unordered(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats that ordered() was given; both ends are NaN."""
+    _, top = ORDERED[dtype]
+    return torch.where(whole < 0, whole ^ top, whole).view(dtype)
 
 
 def _allreduce_uint64_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
@@ -234,7 +260,7 @@ def traced_allreduce(backend: Backend, tensor: torch.Tensor, op: Op, prescale: f
     given = tensor if prescale == 1.0 else tensor * prescale
     if tensor.dtype not in backend.reducible:
         given = given.to(WIDER[tensor.dtype])
-    total = backend.traced_allreduce(given, "sum" if op == "mean" or op == "adasum" else op).to(tensor.dtype)
+    total = backend.traced_allreduce(given, reduced_by(op)).to(tensor.dtype)
     if op == "mean":
         total = total / backend.size
     return total if postscale == 1.0 else total * postscale

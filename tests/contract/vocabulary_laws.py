@@ -78,6 +78,28 @@ def booleans_are_reduced_as_logic() -> None:
 
 
 @law
+def the_least_and_the_greatest_of_numbers_and_nan_is_nan() -> None:
+    """On whichever rank it is, with either sign; as torch.maximum, and in every way that the values take."""
+    inf, nan = math.inf, math.nan
+    everybody = torch.tensor([[-1.5, 0.0, -inf, inf, 2.0, -3.0, -7.0, 1e-40]]).repeat(dd.size(), 1)
+    everybody += torch.arange(dd.size()).view(-1, 1)
+    everybody[0, 4], everybody[-1, 5], everybody[0, 6] = nan, nan, -torch.tensor(nan)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2):
+        given = everybody.to(dtype)
+        wide = given.double()
+        for op, expected in (("max", wide.amax(0)), ("min", wide.amin(0))):
+            expected[4:7] = nan
+            mine = given[dd.rank()]
+            for found in (
+                dd.allreduce(mine, op),  # type: ignore[call-overload]
+                dd.grouped_allreduce([mine, mine.float()], op)[0],  # type: ignore[call-overload]
+                dd.allreduce(mine.repeat(2000), op)[-8:],  # type: ignore[call-overload]
+                dd.allgather(dd.reducescatter(mine, op)),  # type: ignore[call-overload]
+            ):
+                assert torch.equal(found.double().nan_to_num(1e9), expected.nan_to_num(1e9)), (dtype, op, found)
+
+
+@law
 def complex_numbers_are_added_and_multiplied() -> None:
     for dtype in (torch.complex64, torch.complex128):
         mine = torch.tensor([complex(1, dd.rank()), 2j], dtype=dtype)
