@@ -9,12 +9,23 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import reductions
+from dualdist.arguments import name_of, root_of, scales_of, whole
 from dualdist.backends.base import Backend
 from dualdist.errors import UnsupportedError, UsageError
 from dualdist.group import Group, Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
-from dualdist.reductions import Op, adasum_, check_op, reduce_rows, scale_, settle_, sparse_sum, wire_op
+from dualdist.reductions import (
+    Op,
+    adasum_,
+    check_op,
+    check_scales,
+    reduce_rows,
+    scale_,
+    settle_,
+    sparse_sum,
+    wire_op,
+)
 
 T = TypeVar("T")
 
@@ -30,7 +41,7 @@ def allreduce(
     """The reduction over all ranks in a new tensor, shape and strides as given."""
     if tensor.is_sparse:
         return sparse_allreduce(group, tensor, op, name, prescale, postscale)
-    return _allreduce(group, "allreduce", [tensor.detach().clone()], op, name, (prescale, postscale), _first)
+    return _allreduce(group, "allreduce", [_copy(tensor)], op, name, (prescale, postscale), _first)
 
 
 def allreduce_(
@@ -54,7 +65,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Each tensor's reduction over all ranks in a new tensor; all of them or none."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = [_copy(tensor) for tensor in tensors]
     return _allreduce(group, "grouped_allreduce", copies, op, name, (prescale, postscale), list)
 
 
@@ -74,6 +85,15 @@ def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in the tensor, without autograd; a sign that torch has put off to turn (z.conj()) is turned in a copy."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _values(tensor.detach().clone())
+
+
 def _allreduce(
     group: Group,
     kind: str,
@@ -83,16 +103,18 @@ def _allreduce(
     scales: tuple[float, float],
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
+    scales = scales_of(*scales)
     for tensor in _checked(tensors):
         check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
         _require_own_memory(tensor)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
-    name = name or group.next_name(kind)
+    name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
-        _reduce_in_place(backend, [tensor.detach() for tensor in tensors], op, scales, name)
+        _reduce_in_place(backend, tensors, op, scales, name)
         return pick(tensors)
 
     return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
@@ -126,15 +148,20 @@ def _reduce_in_place(
     for flat, members in zip(flats, kinds.values(), strict=True):
         settle_(flat, op, backend.size, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
-            if piece.data_ptr() != member.data_ptr():
-                member.copy_(piece.view(member.shape))
+            _put_back(piece, member)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one row: those of a single contiguous tensor themselves, others copied."""
+    """All elements in one contiguous row: those of a single contiguous tensor themselves, others copied."""
     if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return _values(tensors[0]).contiguous().view(-1)
+    return torch.cat([_values(tensor).reshape(-1) for tensor in tensors])
+
+
+def _put_back(result: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give the tensor its result, unless that was made in the tensor's own memory."""
+    if result.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(result.view(tensor.shape))
 
 
 def stand_in(offer: Offer) -> Operation[Any]:
@@ -200,8 +227,8 @@ def sparse_allreduce(
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
     check_op(op, tensor.dtype)
-    name = name or group.next_name("sparse_allreduce")
-    mine, scales = tensor.detach(), (prescale, postscale)
+    name = name_of(group, "sparse_allreduce", name)
+    mine, scales = tensor.detach(), scales_of(prescale, postscale)
     terms: dict[str, Any] = {"tensors": [f"sparse {spec_of(tensor)}"], "sparse_dim": tensor.sparse_dim()}
     terms |= _reduction_terms(tensor.device, op, scales)
 
@@ -230,8 +257,8 @@ def _allgather(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    all_rows = [_rows(tensor.detach()) for tensor in _checked(tensors)]
-    name = name or group.next_name(kind)
+    all_rows = [_rows(_values(tensor)) for tensor in _checked(tensors)]
+    name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
@@ -267,23 +294,21 @@ def _from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) ->
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in a new tensor; the shape is the same on every rank."""
-    return broadcast_(group, tensor.detach().clone(), root, name)
+    return broadcast_(group, _copy(tensor), root, name)
 
 
 def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
-    place = group.place_of(root)
+    root, place = root_of(group, root)
     _require_own_memory(_checked([tensor])[0])
-    name = name or group.next_name("broadcast")
+    name = name_of(group, "broadcast", name)
     terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        values = tensor.detach()
-        buffer = values.contiguous()
+        buffer = _values(tensor).contiguous()
         if buffer.numel():
             backend.broadcast_(as_bytes(buffer), place, f"op.{name}").wait()
-        if buffer.data_ptr() != values.data_ptr():
-            values.copy_(buffer)
+        _put_back(buffer, tensor)
         return tensor
 
     return group.enter(Operation(Offer("broadcast", name, terms), perform, tensor.device))
@@ -315,9 +340,9 @@ def _alltoall(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    rows = _checked([tensor])[0].detach()
+    rows = _values(_checked([tensor])[0])
     sent = _splits(rows, splits, group.size)
-    name = name or group.next_name("alltoall")
+    name = name_of(group, "alltoall", name)
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
@@ -328,7 +353,7 @@ def _alltoall(
             came = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
         else:
             came = torch.empty(0, dtype=torch.uint8, device=rows.device)
-        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
         found = _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
         return pick([found, like.new_tensor(received)])
 
@@ -344,13 +369,9 @@ def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, siz
         if count % size:
             raise UsageError(f"alltoall of {count} rows between {size} ranks: they do not divide evenly, pass splits")
         return [count // size] * size
-    if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.is_complex()):
-        raise UsageError(f"splits of {splits.dtype}: expected integers, a number of rows for each rank")
-    sent = [int(split) for split in splits]
-    if len(sent) != size or any(split < 0 for split in sent) or sum(sent) > count:
-        raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together at most {count}")
-    if sum(sent) != count:
-        raise UsageError(f"splits {sent}: together {sum(sent)} rows, but the tensor has {count}")
+    sent = whole(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
+    if len(sent) != size or any(split < 0 for split in sent) or sum(sent) != count:
+        raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together {count}")
     return sent
 
 
@@ -387,14 +408,16 @@ def _reducescatter(
     scales: tuple[float, float],
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
+    scales = scales_of(*scales)
     for tensor in _checked(tensors):
         check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
         if op == "adasum":
             raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
-    given = [scale_(tensor.detach().clone(), scales[0]) if scales[0] != 1 else tensor.detach() for tensor in tensors]
-    name = name or group.next_name(kind)
+    given = [_values(tensor) if scales[0] == 1 else scale_(_copy(tensor), scales[0]) for tensor in tensors]
+    name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
@@ -424,7 +447,7 @@ def shares(rows: int, size: int) -> list[int]:
 
 def barrier(group: Group, name: str | None = None) -> None:
     """Every rank has called this when it returns; it does not wait for what else is under way."""
-    in_step(group, "barrier", name or group.next_name("barrier"), {}, lambda backend: None)
+    in_step(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
 def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:

@@ -7,16 +7,17 @@ over the whole batch, so that gradients keep the size they have in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from dualdist import collectives
+from dualdist.arguments import name_of, root_of
 from dualdist.errors import UnsupportedError
 from dualdist.group import Group, Handle
 from dualdist.reductions import Op, scale_
 
-T = TypeVar("T")
+Backward = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
@@ -25,20 +26,15 @@ def wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_gradient(
-    tensors: Sequence[torch.Tensor],
-    forward: Callable[[Sequence[torch.Tensor]], Handle[T]],
-    backward: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-) -> T:
-    """forward's result, through which gradients flow back by `backward`, from one per result to one per tensor."""
-    several: list[type] = []
+    tensors: Sequence[torch.Tensor], forward: Callable[[Sequence[torch.Tensor]], Handle[Any]], backward: Backward
+) -> Any:
+    """forward's result, several as a tuple, through which gradients flow back.
 
-    def start(given: Sequence[torch.Tensor]) -> Handle[T]:
-        handle = forward(given)
-        several.append(type(handle.wait()))
-        return handle
-
-    results = _Through.apply(start, backward, *tensors)  # type: ignore[no-untyped-call]
-    return list(results) if several == [list] else results  # type: ignore[return-value]
+    `backward` turns the gradients of the results into those of the tensors, both without what has none: integers and
+    booleans. It runs on every rank, whatever that rank's tensors want, so it leaves out nothing but by dtype; and where
+    second derivatives are wanted autograd follows it.
+    """
+    return _Through.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
 
 
 class _Through(torch.autograd.Function):
@@ -47,19 +43,23 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> Any:
         ctx.backward_of = backward
+        ctx.takes = [_has_gradient(tensor) for tensor in tensors]
         ctx.set_materialize_grads(True)
         result = forward([tensor.detach() for tensor in tensors]).wait()
-        integers = [r for r in _several(result) if not (r.is_floating_point() or r.is_complex())]
-        ctx.mark_non_differentiable(*integers)
-        return tuple(result) if isinstance(result, list) else result
+        results = [result] if isinstance(result, torch.Tensor) else result
+        ctx.gives = [_has_gradient(tensor) for tensor in results]
+        ctx.mark_non_differentiable(*(tensor for tensor in results if not _has_gradient(tensor)))
+        return result if isinstance(result, torch.Tensor) else tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return (None, None, *ctx.backward_of([gradient.contiguous() for gradient in gradients]))
+        given = [gradient.contiguous() for gradient, is_one in zip(gradients, ctx.gives, strict=True) if is_one]
+        back = iter(ctx.backward_of(given))
+        return (None, None, *(next(back) if takes else None for takes in ctx.takes))
 
 
-def _several(result: Any) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _linear(op: Op) -> None:
@@ -71,110 +71,140 @@ def allreduce(
     group: Group, tensor: torch.Tensor, op: Op, name: str | None, prescale: float, postscale: float
 ) -> torch.Tensor:
     """Back flows the same reduction of the ranks' gradients."""
+    name = name_of(group, "sparse_allreduce" if tensor.is_sparse else "allreduce", name)
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         _linear(op)
-        return [collectives.allreduce(group, gradients[0], op, None, prescale, postscale).wait()]
+        return [allreduce(group, gradients[0], op, _back(name), prescale, postscale)]
 
-    return with_gradient(
+    found: torch.Tensor = with_gradient(
         [tensor], lambda given: collectives.allreduce(group, given[0], op, name, prescale, postscale), backward
     )
+    return found
 
 
 def grouped_allreduce(
     group: Group, tensors: Sequence[torch.Tensor], op: Op, name: str | None, prescale: float, postscale: float
 ) -> list[torch.Tensor]:
     """Back flows the same reduction of the ranks' gradients."""
+    name = name_of(group, "grouped_allreduce", name)
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         _linear(op)
-        return collectives.grouped_allreduce(group, gradients, op, None, prescale, postscale).wait()
+        return grouped_allreduce(group, gradients, op, _back(name), prescale, postscale)
 
-    return with_gradient(
-        tensors, lambda given: collectives.grouped_allreduce(group, given, op, name, prescale, postscale), backward
+    return list(
+        with_gradient(
+            tensors, lambda given: collectives.grouped_allreduce(group, given, op, name, prescale, postscale), backward
+        )
     )
 
 
 def allgather(group: Group, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Back flows the mean over ranks of the gradients for this rank's rows."""
-    return with_gradient(
+    name = name_of(group, "allgather", name)
+    shapes = [tensor.shape]
+    found: torch.Tensor = with_gradient(
         [tensor],
         lambda given: collectives.allgather(group, given[0], name),
-        lambda gradients: _own_rows(group, gradients, [tensor]),
+        lambda gradients: _own_rows(group, gradients, shapes, _back(name)),
     )
+    return found
 
 
 def grouped_allgather(group: Group, tensors: Sequence[torch.Tensor], name: str | None) -> list[torch.Tensor]:
     """Back flows the mean over ranks of the gradients for this rank's rows."""
-    return with_gradient(
-        tensors,
-        lambda given: collectives.grouped_allgather(group, given, name),
-        lambda gradients: _own_rows(group, gradients, tensors),
+    name = name_of(group, "grouped_allgather", name)
+    shapes = [tensor.shape for tensor in tensors if _has_gradient(tensor)]
+    return list(
+        with_gradient(
+            tensors,
+            lambda given: collectives.grouped_allgather(group, given, name),
+            lambda gradients: _own_rows(group, gradients, shapes, _back(name)),
+        )
     )
 
 
-def _own_rows(group: Group, gradients: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    means = collectives.grouped_allreduce(group, gradients, "mean").wait()
-    counts = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors]
-    table = collectives.allgather(group, torch.tensor([counts])).wait()
+def _own_rows(
+    group: Group, gradients: Sequence[torch.Tensor], shapes: Sequence[torch.Size], name: str
+) -> list[torch.Tensor]:
+    means = grouped_allreduce(group, gradients, "mean", name, 1.0, 1.0)
+    counts = [shape[0] if shape else 1 for shape in shapes]
+    table = collectives.allgather(group, torch.tensor([counts], device="cpu"), f"{name}.rows").wait()
     starts = table[: group.rank].sum(0).tolist()
     return [
-        mean[start : start + count].reshape(tensor.shape)
-        for mean, start, count, tensor in zip(means, starts, counts, tensors, strict=True)
+        mean[start : start + count].reshape(shape)
+        for mean, start, count, shape in zip(means, starts, counts, shapes, strict=True)
     ]
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
     """Back flows to root the mean over ranks, to the others zero."""
+    root, _ = root_of(group, root)
+    name = name_of(group, "broadcast", name)
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        mean = collectives.allreduce(group, gradients[0], "mean").wait()
-        return [mean if group.ranks[group.rank] == root else torch.zeros_like(mean)]
+        mean = allreduce(group, gradients[0], "mean", _back(name), 1.0, 1.0)
+        # Zeros that depend on the mean: second derivatives ask all ranks for theirs.
+        return [
+            mean if group.ranks[group.rank] == root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)
+        ]
 
-    return with_gradient([tensor], lambda given: collectives.broadcast(group, given[0], root, name), backward)
+    found: torch.Tensor = with_gradient(
+        [tensor], lambda given: collectives.broadcast(group, given[0], root, name), backward
+    )
+    return found
 
 
 def alltoall(
     group: Group, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Back flow the gradients to where the rows came from."""
-    received: list[torch.Tensor] = []
-
-    def forward(given: Sequence[torch.Tensor]) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-        handle = collectives.alltoall(group, given[0], splits, name)
-        received.append(handle.wait()[1])
-        return handle
-
-    def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [collectives.alltoall(group, gradients[0], received[0]).wait()[0]]
-
-    return with_gradient([tensor], forward, backward)
+    name = name_of(group, "alltoall", name)
+    rows, received = with_gradient(
+        [tensor],
+        lambda given: collectives.alltoall(group, given[0], splits, name),
+        lambda gradients: [alltoall(group, gradients[0], received, _back(name))[0]],
+    )
+    return rows, received
 
 
 def reducescatter(
     group: Group, tensor: torch.Tensor, op: Op, name: str | None, prescale: float, postscale: float
 ) -> torch.Tensor:
     """Back flow the gradients of all shares, as many times as there are ranks where the operation is a sum."""
-    return with_gradient(
+    name = name_of(group, "reducescatter", name)
+    found: torch.Tensor = with_gradient(
         [tensor],
         lambda given: collectives.reducescatter(group, given[0], op, name, prescale, postscale),
-        lambda gradients: _all_shares(group, gradients, op, prescale * postscale),
+        lambda gradients: _all_shares(group, gradients, op, prescale * postscale, _back(name)),
     )
+    return found
 
 
 def grouped_reducescatter(
     group: Group, tensors: Sequence[torch.Tensor], op: Op, name: str | None, prescale: float, postscale: float
 ) -> list[torch.Tensor]:
     """Back flow the gradients of all shares, as many times as there are ranks where the operation is a sum."""
-    return with_gradient(
-        tensors,
-        lambda given: collectives.grouped_reducescatter(group, given, op, name, prescale, postscale),
-        lambda gradients: _all_shares(group, gradients, op, prescale * postscale),
+    name = name_of(group, "grouped_reducescatter", name)
+    return list(
+        with_gradient(
+            tensors,
+            lambda given: collectives.grouped_reducescatter(group, given, op, name, prescale, postscale),
+            lambda gradients: _all_shares(group, gradients, op, prescale * postscale, _back(name)),
+        )
     )
 
 
-def _all_shares(group: Group, gradients: Sequence[torch.Tensor], op: Op, factor: float) -> list[torch.Tensor]:
+def _all_shares(
+    group: Group, gradients: Sequence[torch.Tensor], op: Op, factor: float, name: str
+) -> list[torch.Tensor]:
     _linear(op)
     factor *= group.size if op == "sum" else 1
     scaled = [scale_(gradient.clone(), factor) for gradient in gradients]
-    return collectives.grouped_allgather(group, scaled).wait()
+    return grouped_allgather(group, scaled, name)
+
+
+def _back(name: str) -> str:
+    """For what flows back through an operation; it takes no number, for ranks that want no gradient do not begin it."""
+    return f"{name}.backward"

@@ -296,6 +296,11 @@ class Group:
                 if self._pending:
                     self._left_alone.notify_all()
 
+    def finish_pending(self) -> None:
+        """What this rank has begun is over; where it failed, its own wait() says so."""
+        for handle in list(self._pending.values()):
+            self._carry_on_until(handle)
+
     def _drive(self) -> None:
         """What the thread does: carry on whatever is pending and not driven by a waiting program."""
         with self._changed:

@@ -23,10 +23,10 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
     operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes. It
     waits for as long as the others say that they are there. What this rank has begun itself is finished first.
     """
+    group.require_usable()
     if group.size == 1:
         return group.ranks[0]
-    for handle in list(group._pending.values()):
-        group._carry_on_until(handle)  # where it fails, its own wait() says so
+    group.finish_pending()
     timeout_s = group.backend.timeout_s
     with group.driven(), group.watch.over("join"):
         row = Row(joined=Joined(group.exchanges, group.rounds, time.time(), group.named)).dumps()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dualdist.arguments import name_of, root_of
 from dualdist.backends.base import Backend
 from dualdist.errors import UsageError
 from dualdist.group import Group, Operation
@@ -20,14 +21,14 @@ Dumps = Callable[[Any], bytes]
 
 def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, dumps: Dumps = pickle.dumps) -> T:
     """Root's object, pickled, on every rank; UsageError on every rank where it does not pickle."""
-    place = group.place_of(root)
-    name = name or group.next_name("broadcast_object")
-    reason, payload = _pickled(obj, dumps) if group.rank == place else ("", torch.empty(0, dtype=torch.uint8))
+    root, place = root_of(group, root)
+    name = name_of(group, "broadcast_object", name)
+    reason, payload = _pickled(obj, dumps) if group.rank == place else ("", _room(0))
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         length, problem = own[place]
         _require_pickled([problem], name)
-        received = payload if backend.rank == place else torch.empty(length, dtype=torch.uint8)
+        received = payload if backend.rank == place else _room(length)
         backend.broadcast_(received, place, f"op.{name}").wait()
         return obj if backend.rank == place else unpickled(received)
 
@@ -37,7 +38,7 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
 
 def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
     """Everybody's object, pickled, in rank order; UsageError on every rank where one does not pickle."""
-    name = name or group.next_name("allgather_object")
+    name = name_of(group, "allgather_object", name)
     reason, payload = _pickled(obj, dumps)
 
     def perform(backend: Backend, own: Sequence[Any]) -> list[T]:
@@ -50,12 +51,17 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
     return group.enter(Operation(offer, perform)).wait()
 
 
+def _room(count: int) -> torch.Tensor:
+    """Room for bytes; they lie on the CPU, whatever device the program has made its default."""
+    return torch.empty(count, dtype=torch.uint8, device="cpu")
+
+
 def _pickled(obj: object, dumps: Dumps) -> tuple[str, torch.Tensor]:
     """The reason why the object does not pickle, or none and its bytes."""
     try:
         data = dumps(obj)
     except Exception as error:  # pickling runs the object's own code
-        return f"a {type(obj).__name__} does not pickle ({error})", torch.empty(0, dtype=torch.uint8)
+        return f"a {type(obj).__name__} does not pickle ({error})", _room(0)
     return "", torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

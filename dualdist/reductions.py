@@ -35,6 +35,10 @@ WIDER = {
 }
 # Sums and products of unsigned 64-bit integers are those of signed ones; their order is, with the top bit turned over.
 TOP_BIT = -(1 << 63)
+# Note [NaN]: the least or greatest of numbers and NaN is NaN, as torch.maximum has it. Gloo and MPI compare by "<", so
+# that there it depends on the order of ranks. Integers have one order everywhere: that of the bits of a float, where
+# those of a negative one are turned over below the sign. Both ends of it are NaN. Costs no message.
+ORDERED = {torch.float32: (torch.int32, (1 << 31) - 1), torch.float64: (torch.int64, (1 << 63) - 1)}
 INTEGERS = frozenset(
     (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 )
@@ -44,6 +48,8 @@ STORED_ONLY = frozenset(
 )
 TRACED_WIDER = frozenset(WIDER) - STORED_ONLY - {torch.uint16, torch.uint32}
 LINEAR = ("mean", "sum")
+# Of booleans: a sum counts, and a count in 8 bits comes back to 0.
+LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
 LOCAL_OPS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -64,6 +70,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise UsageError(f"op {op!r}: complex numbers have no order")
     if dtype not in WIDER and dtype not in INTEGERS and dtype not in _LARGE:
         raise UsageError(f"{dtype} holds no numbers that can be added: convert the tensor first")
+
+
+def check_scales(scales: tuple[float, float], dtype: torch.dtype) -> None:
+    """UsageError unless numbers of this dtype can be multiplied by both factors."""
+    if dtype == torch.bool and scales != (1.0, 1.0):
+        raise UsageError(f"prescale {scales[0]}, postscale {scales[1]}: booleans have no multiples, convert them first")
 
 
 _LARGE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
@@ -127,7 +139,12 @@ class Converted:
 def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
     """Replace a contiguous buffer of any dtype by its reduction, on whatever dtypes the backend reduces."""
     dtype = buffer.dtype
-    if dtype in backend.reducible:
+    if dtype == torch.bool:
+        op = LOGIC.get(op, op)
+    if dtype in ORDERED and (op == "min" or op == "max"):
+        work = backend.allreduce_(ordered(buffer, op), op, name)
+        return Converted(work, lambda found: buffer.copy_(unordered(found, dtype)))
+    if dtype in backend.reducible and not (dtype.is_floating_point and op in ("min", "max")):
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
         return _allreduce_uint64_(backend, buffer, op, name)
@@ -137,6 +154,20 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
         parts = torch.view_as_real(buffer)
         return Converted(allreduce_(backend, parts, op, name), lambda _: buffer)
     return _gathered_and_reduced_(backend, buffer, op, name)
+
+
+def ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Integers in the order of the floats; NaN comes where `op` finds it: Note [NaN]."""
+    bits, top = ORDERED[floats.dtype]
+    nan = top if op == "max" else -top - 1
+    whole = floats.view(bits)
+    return torch.where(torch.isnan(floats), nan, torch.where(whole < 0, whole ^ top, whole))
+
+
+def unordered(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats that ordered() was given; both ends are NaN."""
+    _, top = ORDERED[dtype]
+    return torch.where(whole < 0, whole ^ top, whole).view(dtype)
 
 
 def _allreduce_uint64_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
@@ -162,6 +193,8 @@ def _gathered_and_reduced_(backend: Backend, buffer: torch.Tensor, op: ReduceOp,
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """The reduction of equal tensors in rank order: (size, *s) -> (*s), small dtypes rounded once, at the end."""
     dtype = rows.dtype
+    if dtype == torch.bool:
+        op = LOGIC.get(op, op)
     if dtype == torch.uint64:
         flip = TOP_BIT if op in ("min", "max") else 0
         return reduce_rows(rows.view(torch.int64) ^ flip, op).bitwise_xor(flip).view(torch.uint64)
@@ -223,6 +256,7 @@ def sparse_sum(
         all_indices.reshape(-1, indices.shape[1]).t(),
         all_values.reshape(-1, *values.shape[1:]),
         mine.shape,
+        device=mine.device,
         check_invariants=False,
     ).coalesce()
     settle_(total.values(), op, backend.size, scales[1])

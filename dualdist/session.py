@@ -9,6 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dualdist.arguments import whole
 from dualdist.deadline import Deadline
 from dualdist.environments import detect
 from dualdist.errors import (
@@ -163,9 +164,9 @@ def new_group(ranks: Sequence[int]) -> Group:
     from dualdist.watch import Watch
 
     session = current()
-    members = sorted(ranks)
+    members = sorted(whole(ranks, "ranks"))
     if not members or len(set(members)) < len(members) or not set(members) <= set(range(session.topology.size)):
-        raise UsageError(f"ranks {list(ranks)}: expected different ranks of this job, 0 to {session.topology.size - 1}")
+        raise UsageError(f"ranks {members}: expected different ranks of this job, 0 to {session.topology.size - 1}")
     world = session.world
     name = world.next_name("new_group")
     backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from contract.oracle import (
     law,
@@ -127,6 +128,35 @@ def wrong_arguments_are_refused_by_name() -> None:
     raises(UsageError, lambda: dd.allreduce_(torch.ones(1).expand(3)), "contiguous")
     raises(UsageError, lambda: dd.broadcast_object(lambda: None), "pickle")
     raises(UsageError, lambda: dd.allgather_object(lambda: None if dd.rank() == 0 else 1), "pickle")
+
+
+@law
+def arguments_of_numpy_are_as_good_as_those_of_python() -> None:
+    last = np.int64(dd.size() - 1)
+    assert dd.broadcast(torch.tensor(dd.rank()), last).item() == last
+    assert dd.broadcast_(torch.tensor(dd.rank()), torch.tensor(last)).item() == last
+    assert dd.broadcast_object(dd.rank(), last) == last
+    half, two = np.float32(0.5), torch.tensor(2.0)
+    assert dd.allreduce(torch.ones(1), "sum", prescale=half).item() == dd.size() / 2
+    assert dd.grouped_allreduce([torch.ones(1)], "sum", postscale=half)[0].item() == dd.size() / 2
+    assert dd.reducescatter(torch.ones(dd.size()), "sum", prescale=two).item() == dd.size() * 2
+    rows, _ = dd.alltoall(torch.full((dd.size(),), dd.rank()), np.ones(dd.size(), dtype=np.int8))
+    assert rows.tolist() == list(ranks())
+    group = dd.new_group(np.arange(dd.size()))
+    assert group.ranks == tuple(ranks())
+    dd.remove_group(group)
+    for call, word in (
+        (lambda: dd.allreduce(torch.ones(1), name=b"bytes"), "name=b'bytes'"),
+        (lambda: dd.allgather(torch.ones(1), name=1), "name=1"),
+        (lambda: dd.broadcast(torch.ones(1), 0.5), "root"),
+        (lambda: dd.broadcast_object(1, "0"), "root"),
+        (lambda: dd.allreduce(torch.ones(1), prescale="twice"), "twice"),
+        (lambda: dd.allreduce(torch.ones(1), postscale=1j), "1j"),
+        (lambda: dd.alltoall(torch.ones(dd.size()), [1.0] * dd.size()), "splits"),
+        (lambda: dd.new_group([0.0]), "ranks"),
+    ):
+        raises(UsageError, call, word)
+    dd.barrier()
 
 
 @law

@@ -10,7 +10,7 @@ from contract.oracle import assert_close, assert_same_everywhere, gradients, law
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import MismatchError, UsageError
+from dualdist.errors import MismatchError, NotInitializedError, UsageError
 
 INTEGERS = (
     torch.uint8,
@@ -72,6 +72,31 @@ def booleans_are_reduced_as_logic() -> None:
     assert dd.allreduce(mine, "max").tolist() == [True, True, False]
     assert dd.allreduce(mine, "min").tolist() == [only_first, True, False]
     assert dd.allreduce(mine, "product").tolist() == [only_first, True, False]
+    for scales in ({"prescale": 2.0}, {"postscale": 0.5}):
+        raises(UsageError, lambda scales=scales: dd.allreduce(mine, "sum", **scales), "booleans")
+        raises(UsageError, lambda scales=scales: dd.reducescatter(mine, "sum", **scales), "booleans")
+
+
+@law
+def the_least_and_the_greatest_of_numbers_and_nan_is_nan() -> None:
+    """On whichever rank it is, with either sign; as torch.maximum, and in every way that the values take."""
+    inf, nan = math.inf, math.nan
+    everybody = torch.tensor([[-1.5, 0.0, -inf, inf, 2.0, -3.0, -7.0, 1e-40]]).repeat(dd.size(), 1)
+    everybody += torch.arange(dd.size()).view(-1, 1)
+    everybody[0, 4], everybody[-1, 5], everybody[0, 6] = nan, nan, -torch.tensor(nan)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2):
+        given = everybody.to(dtype)
+        wide = given.double()
+        for op, expected in (("max", wide.amax(0)), ("min", wide.amin(0))):
+            expected[4:7] = nan
+            mine = given[dd.rank()]
+            for found in (
+                dd.allreduce(mine, op),  # type: ignore[call-overload]
+                dd.grouped_allreduce([mine, mine.float()], op)[0],  # type: ignore[call-overload]
+                dd.allreduce(mine.repeat(2000), op)[-8:],  # type: ignore[call-overload]
+                dd.allgather(dd.reducescatter(mine, op)),  # type: ignore[call-overload]
+            ):
+                assert torch.equal(found.double().nan_to_num(1e9), expected.nan_to_num(1e9)), (dtype, op, found)
 
 
 @law
@@ -346,6 +371,7 @@ def groups_overlap_and_come_and_go() -> None:
     for group in (everybody, first, again, evens):
         if not group.is_member:
             raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group), "no member")
+            raises(UsageError, lambda group=group: dd.join(group=group), "no member")
             continue
         assert group.rank == group.ranks.index(dd.rank())
         assert dd.allreduce(torch.tensor([dd.rank()]), "sum", group=group).item() == sum(group.ranks)
@@ -362,7 +388,8 @@ def groups_overlap_and_come_and_go() -> None:
         raises(UsageError, lambda: dd.broadcast(torch.ones(1), dd.size(), group=everybody), "root")
     for group in (first, everybody, evens, again):
         dd.remove_group(group)
-        raises(UsageError, lambda group=group: dd.allreduce(torch.ones(1), group=group))
+        raises(NotInitializedError, lambda group=group: dd.allreduce(torch.ones(1), group=group), "closed")
+        raises(NotInitializedError, lambda group=group: dd.join(group=group), "closed")
         raises(UsageError, lambda group=group: dd.remove_group(group), "once")
     raises(UsageError, lambda: dd.new_group([]), "ranks")
     raises(UsageError, lambda: dd.new_group([0, dd.size()]), "ranks")

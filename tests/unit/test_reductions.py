@@ -1,30 +1,33 @@
-"""What a reduction over many ranks makes of the sum, without the ranks."""
+"""What a reduction over many ranks makes of the values, without the ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dualdist.errors import UsageError
-from dualdist.reductions import check_op, settle_
-
-SIZES = range(1, 2000)
-
-
-def test_the_integer_mean_of_ones_is_one_for_any_number_of_ranks() -> None:
-    """49 times 1/49 is a little less than 1 in float64."""
-    assert all(settle_(torch.tensor(size), "integer mean", size, 1.0).item() == 1 for size in SIZES)
-    assert any(int(size * (1 / size)) == 0 for size in SIZES), "else this shows nothing"
+from dualdist.backends.base import ReduceOp
+from dualdist.backends.single import SingleBackend
+from dualdist.reductions import allreduce_, reduce_rows
 
 
-@pytest.mark.parametrize(("total", "postscale", "expected"), [(7, 1.0, 3), (-7, 1.0, -3), (7, 2.0, 7), (-3, 0.5, 0)])
-def test_the_integer_mean_is_cut_off_once(total: int, postscale: float, expected: int) -> None:
-    assert settle_(torch.tensor(total), "integer mean", 2, postscale).item() == expected
+class Crowd(SingleBackend):
+    """So many ranks of equal values, whose transport knows no dtype but bytes and numbers of 32 bits."""
+
+    reducible = frozenset((torch.uint8, torch.int32, torch.float32))
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def allreduce_(self, buffer, op, name):  # type: ignore[no-untyped-def]
+        if op in ("sum", "product"):
+            buffer.copy_(buffer * self.size if op == "sum" else buffer**self.size)
+        return super().allreduce_(buffer, op, name)
 
 
-def test_only_integers_have_an_integer_mean_and_only_the_face_speaks_of_it() -> None:
-    check_op("integer mean", torch.uint16)
-    for op in ("integer mean", "middle"):
-        with pytest.raises(UsageError) as refused:
-            check_op(op, torch.float32)
-        assert str(refused.value).endswith("expected one of mean, sum, min, max, product, adasum")
+@pytest.mark.parametrize("size", [2, 255, 256, 512])
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
+def test_booleans_stay_what_they_are_however_many_agree(op: ReduceOp, size: int) -> None:
+    mine = torch.tensor([True, False])
+    assert reduce_rows(mine.repeat(size, 1), op).tolist() == [True, False]
+    assert allreduce_(Crowd(size), mine, op, "test").wait().tolist() == [True, False]

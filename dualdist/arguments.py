@@ -1,0 +1,42 @@
+"""What callers pass, as the ranks compare it: plain numbers and words, of whatever kind the caller's were."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
+
+from dualdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from dualdist.group import Group
+
+
+def name_of(group: Group, kind: str, name: str | None) -> str:
+    """The operation's name: the caller's, or where there is none the next of its kind."""
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"name={name!r}: expected a str, not a {type(name).__name__}")
+    return str(name) if name else group.next_name(kind)
+
+
+def whole(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
+    """The numbers, NumPy's and tensors too, as int; UsageError unless they are integers."""
+    given = list(numbers)
+    try:
+        return [operator.index(number) for number in given]
+    except TypeError:
+        raise UsageError(f"{what} {given}: expected integers") from None
+
+
+def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:
+    """One of the job's ranks, and its place in the group."""
+    (rank,) = whole([root], "root")
+    return rank, group.place_of(rank)
+
+
+def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float, float]:
+    """Both factors as float; UsageError unless they are numbers."""
+    try:
+        return float(prescale), float(postscale)
+    except (TypeError, ValueError):
+        raise UsageError(f"prescale={prescale!r}, postscale={postscale!r}: expected numbers") from None
