@@ -190,12 +190,13 @@ class Bucket:
         self._result: torch.Tensor | None = None
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []  # a compressor may choose one for each gradient
         self._large = {
             number
             for number, shape in enumerate(plan.shapes)
             if shape.numel() * plan.dtype.itemsize >= LARGE_BYTES and plan.device.type == "cpu"
         }
-        self._all_dense = torch.tensor([1.0] * len(plan.shapes) + [0.0] * len(plan.shapes) + [1.0])
+        self._all_dense = torch.tensor([1.0] * len(plan.shapes) + [0.0] * len(plan.shapes) + [1.0], device="cpu")
 
     def _begin(self) -> Flat:
         """The row to gather this round's gradients in: Note [gradients in the bucket]."""
@@ -354,7 +355,7 @@ class Bucket:
         if takes_part and all(dense):
             return self._all_dense
         sparse = [grad is not None and grad.is_sparse for grad in grads]
-        return torch.tensor([*dense, *sparse, takes_part], dtype=torch.float32)
+        return torch.tensor([*dense, *sparse, takes_part], dtype=torch.float32, device="cpu")
 
     def _compressed(self, flat: Flat) -> torch.Tensor:
         """What goes over the wire: the row itself, or smaller tensors."""
@@ -364,7 +365,12 @@ class Bucket:
         pairs = [compressor.compress(view) for view in flat.views.values()]
         sent = [tensor for tensor, _ in pairs]
         self._contexts = [ctx for _, ctx in pairs]
-        self._shapes = [tensor.shape for tensor in sent]
+        self._shapes, self._dtypes = [tensor.shape for tensor in sent], [tensor.dtype for tensor in sent]
+        if len({dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes}) > 1:
+            raise UsageError(
+                f"{_name_of(compressor)} made integers of some gradients and not of others: {set(self._dtypes)}; "
+                "let it make one kind of all"
+            )
         return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])
 
     @torch.no_grad()
@@ -406,8 +412,9 @@ class Bucket:
         if is_mean and can_divide:
             divide_(sums, size)
         pieces = sums.split([shape.numel() for shape in self._shapes])
-        for view, piece, shape, ctx in zip(flat.views.values(), pieces, self._shapes, self._contexts, strict=True):
-            view.copy_(compressor.decompress(piece.view(shape), ctx))
+        sent = zip(pieces, self._shapes, self._dtypes, self._contexts, strict=True)
+        for view, (piece, shape, dtype, ctx) in zip(flat.views.values(), sent, strict=True):
+            view.copy_(compressor.decompress(piece.view(shape).to(dtype), ctx))
         if is_mean and not can_divide:
             divide_(flat.gradients, size)
 

@@ -29,8 +29,8 @@ def is_kept(grad: torch.Tensor) -> bool:
 @functools.cache
 def _alone() -> tuple[int, int]:
     """The counts of a gradient that nobody keeps, taken as is_kept() takes them."""
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     grad = param.grad
     return _counts(grad)
 

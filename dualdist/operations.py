@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist.compiling import uncompiled
+from dualdist.session import current
 from dualdist.session import group_or_world as _group
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ def _traced_allreduce(
     async_op: bool = False,
 ) -> torch.Tensor | None:
     """What torch.compile follows in place of allreduce, if it can."""
-    from dualdist.reductions import is_traceable, traced_allreduce
+    from dualdist import traced
+    from dualdist.reductions import is_traceable
 
-    backend = _group(group).backend
-    if async_op or not is_traceable(backend, tensor, op, (prescale, postscale)):
+    if async_op or not is_traceable(_group(group).backend, tensor, op):
         return None
-    return traced_allreduce(backend, tensor, op, prescale, postscale)
+    place = traced.WORLD if group is None or group is current().world else current().groups.index(group)
+    found: torch.Tensor = traced.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
+    return found
 
 
 @overload

@@ -424,7 +424,7 @@ def _live(group: Group) -> list[Reducer]:
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
     if len(group.reducers) > 1:
-        flags = torch.zeros(len(group.reducers) + 1)
+        flags = torch.zeros(len(group.reducers) + 1, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1
         launch_due(group, flags).wait()

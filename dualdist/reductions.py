@@ -46,7 +46,6 @@ INTEGERS = frozenset(
 STORED_ONLY = frozenset(
     dtype for dtype in WIDER if (dtype.is_floating_point and dtype.itemsize == 1) or dtype == torch.complex32
 )
-TRACED_WIDER = frozenset(WIDER) - STORED_ONLY - {torch.uint16, torch.uint32}
 LINEAR = ("mean", "sum")
 # Of booleans: a sum counts, and a count in 8 bits comes back to 0.
 LOGIC: dict[ReduceOp, ReduceOp] = {"sum": "max", "product": "min"}
@@ -263,23 +262,8 @@ def sparse_sum(
     return total
 
 
-def is_traceable(backend: Backend, tensor: torch.Tensor, op: Op, scales: tuple[float, float]) -> bool:
-    """Whether traced_allreduce does the same as an allreduce that torch.compile does not follow."""
-    if not (backend.traceable and backend.is_open and backend.rank >= 0):
+def is_traceable(backend: Backend, tensor: torch.Tensor, op: Op) -> bool:
+    """Whether torch.compile can follow an allreduce: where it cannot, it ends its graph, or says why it does not go."""
+    if not (backend.traceable and backend.is_open and backend.rank >= 0) or tensor.layout is not torch.strided:
         return False
-    if op not in LINEAR and (op not in LOCAL_OPS or tensor.requires_grad):
-        return False
-    if tensor.layout is not torch.strided or tensor.dtype not in backend.reducible | TRACED_WIDER:
-        return False
-    return tensor.dtype.is_floating_point or (op != "mean" and scales == (1.0, 1.0))
-
-
-def traced_allreduce(backend: Backend, tensor: torch.Tensor, op: Op, prescale: float, postscale: float) -> torch.Tensor:
-    """allreduce for torch.compile to follow: nothing is exchanged beforehand, for all ranks run the same graph."""
-    given = tensor if prescale == 1.0 else tensor * prescale
-    if tensor.dtype not in backend.reducible:
-        given = given.to(WIDER[tensor.dtype])
-    total = backend.traced_allreduce(given, wire_op(op)).to(tensor.dtype)
-    if op == "mean":
-        total = total / backend.size
-    return total if postscale == 1.0 else total * postscale
+    return op in LINEAR or (op in LOCAL_OPS and not tensor.requires_grad)

@@ -246,9 +246,6 @@ class WatchedBackend:
     def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
         return _WatchedBuffer(self, self._backend.buffer(place, count, dtype, device))
 
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        return self._backend.traced_allreduce(tensor, op)
-
     def channel(self, key: str) -> Backend:
         return WatchedBackend(self._backend.channel(key), self._watch)
 

@@ -78,7 +78,7 @@ class Backend(Protocol):
     size: int
     timeout_s: float  # how long an operation that starts now may wait for the other ranks
     reducible: frozenset[torch.dtype]  # what allreduce_ takes; whatever else is reduced is converted before
-    traceable: bool  # whether torch.compile can follow traced_allreduce
+    traceable: bool  # whether torch.compile may keep an allreduce in its graph
 
     @property
     def is_open(self) -> bool:
@@ -101,9 +101,6 @@ class Backend(Protocol):
 
     def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
         """The buffer at a place that was reserved for it, its values undefined; not between ranks."""
-
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """A new tensor with the reduction, as torch.compile follows it; where it cannot, UnsupportedError."""
 
     def channel(self, key: str) -> Backend:
         """Another line between the same ranks, on which operations do not wait behind this one's."""

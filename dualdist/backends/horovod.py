@@ -43,10 +43,6 @@ GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
 LATE = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
-UNTRACEABLE = (
-    "torch.compile(fullgraph=True) cannot follow an operation of Horovod, whose engine is no part of torch: "
-    "leave fullgraph out, or use the native backend"
-)
 SETS_PATCHED = "process_set.cc"  # in the record of a Horovod that dualdist built
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
@@ -212,9 +208,6 @@ class HorovodBackend:
 
     def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
         return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
-
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        raise UnsupportedError(UNTRACEABLE)
 
     def channel(self, key: str) -> HorovodBackend:
         return self  # Horovod tells operations apart by their names

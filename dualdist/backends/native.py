@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import AllgatherOptions, _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import AllgatherOptions
 
 from dualdist.backends.base import Buffer, ReduceOp, Store, Work
 from dualdist.backends.buffers import PlainBuffer
@@ -120,7 +119,6 @@ class NativeBackend:
         *,
         owned: bool,
         on_gpu: bool,
-        traced: Any = "",
         hosts: Sequence[int] = (),
     ) -> None:
         self.transport = "nccl" if on_gpu else "gloo"
@@ -135,8 +133,6 @@ class NativeBackend:
         self._network = network
         self._owned = owned
         self._on_gpu = on_gpu
-        self._traced = traced  # torch's name of the group on which compiled graphs reduce; their order is not ours
-        self._registered: ProcessGroup = None  # that group, where it is ours: torch itself does not keep it
         self._hosts = hosts
         self._host: HostLine | None = None
         self._is_full = False  # shared memory had no room
@@ -204,24 +200,15 @@ class NativeBackend:
             return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
         return self._host.buffer(place, count, dtype)
 
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        if self.size == 1:
-            return tensor.clone()
-        total: torch.Tensor = functional.all_reduce(tensor, op, self._traced)
-        return total
-
     def channel(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
-        child._traced = self._traced
         if child._host is None:
             self._hosts = ()  # later lines between the same ranks would not find room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
-            child = self._child(ranks, key, shares=True)
-            child._register(f"dualdist/{key}")
-            return child
+            return self._child(ranks, key, shares=True)
         nothing: dict[str, ProcessGroup] = {}
         return NativeBackend(
             lambda: nothing, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
@@ -238,9 +225,6 @@ class NativeBackend:
         self._children.clear()
         if self._host is not None:
             self._host.close()
-        if self._registered is not None:
-            _unregister_process_group(self._traced)
-            self._registered = None
         groups = (self._connected or {}).values()
         self._connected = {}
         if not self._owned:
@@ -306,7 +290,7 @@ class NativeBackend:
             if place == 0:
                 print(f"{USES_GLOO}: {reason}", file=sys.stderr)
         if not is_only_host:
-            fails = torch.tensor([segment is None], dtype=torch.uint8)
+            fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
             self._allreduce_between_all_(fails, "max", "share").wait()
             segment = None if fails.item() else segment
         if segment is None:
@@ -331,18 +315,6 @@ class NativeBackend:
         except RuntimeError as error:
             raise translated(error, self.timeout_s) from error
         return groups
-
-    def _register(self, name: Any) -> None:
-        """Let compiled graphs find a group of these ranks, with connections of its own, under the name."""
-        if self.size == 1:
-            return
-        line = self._child(self.ranks, "compiled", shares=False)
-        group = dist.ProcessGroup(line._store, self.rank, self.size)
-        for kind, inner in line._groups().items():
-            group._register_backend(torch.device(kind), BACKENDS[kind], inner)
-        group._set_group_name(name)
-        _register_process_group(name, group)
-        self._traced, self._registered = name, group
 
     def _groups(self) -> Mapping[str, ProcessGroup]:
         if self._connected is None:
@@ -403,7 +375,6 @@ def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpSto
         timeout_s,
         owned=False,
         on_gpu="cuda" in used,
-        traced=_world_name(),
     )
     atexit.register(backend.at_exit)
     return backend, TcpStore(store, "", "torch.distributed's own store")
@@ -414,12 +385,6 @@ def _world(kinds: Iterable[str]) -> dict[str, ProcessGroup]:
     world = dist.group.WORLD
     assert world is not None, "the default group has been set up"
     return dict.fromkeys(kinds, world)
-
-
-def _world_name() -> str:
-    world = dist.group.WORLD
-    assert world is not None, "the default group has been set up"
-    return str(world.group_name)
 
 
 def start(
@@ -470,7 +435,6 @@ def start(
         timeout_s,
         owned=True,
         on_gpu=nccl,
-        traced=_world_name(),
         hosts=hosts,
     )
     backend._groups()

@@ -289,7 +289,7 @@ class HostLine:
         except BackendUnavailableError as error:
             reason = str(error)
         if self.leaders is not None:
-            fails = torch.tensor([bool(reason)], dtype=torch.uint8)
+            fails = torch.tensor([bool(reason)], dtype=torch.uint8, device="cpu")
             if self.leaders.allreduce_(fails, "max", "reserve").wait().item() and not reason:
                 reason = "another host has no room for it"
         return reason

@@ -59,9 +59,6 @@ class SingleBackend:
     def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
         return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        return tensor.clone()
-
     def channel(self, key: str) -> Backend:
         return self
 

@@ -603,6 +603,26 @@ def sums_begin_anew_however_gradients_were_dropped() -> None:
 
 
 @law
+def a_compressor_may_leave_some_gradients_as_they_are() -> None:
+    class LargeOnes:
+        def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+            return tensor.half() if tensor.numel() > 1 else tensor, tensor.dtype
+
+        def decompress(self, tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+            assert tensor.dtype == (torch.float16 if tensor.numel() > 1 else torch.float32)
+            return tensor.to(ctx)
+
+    model = nn.Linear(2, 1)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=LargeOnes())
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 2)) * (dd.rank() + 1)).sum().backward()
+        assert model.bias.grad.tolist() == [mean]
+        assert model.weight.grad.tolist() == [[mean, mean]]
+
+
+@law
 def gradients_that_a_program_keeps_are_left_alone() -> None:
     """As in one process: a tensor that was .grad keeps its values when the next backward makes new ones."""
     weight = nn.Parameter(torch.ones(1 << 16))

@@ -10,12 +10,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from contract.oracle import assert_close, gradients, net, ranks
+from contract.oracle import assert_close, gradients, net, raises, ranks
 from harness.jobs import report
 from torch import nn
 
 import dualdist as dd
-from dualdist.errors import UsageError
+from dualdist.errors import MismatchError, UsageError
 
 CHECKS: dict[str, Callable[[], None]] = {}
 # All follow the program alike; the latter two also make the graph of the gradients, and the last one generates code.
@@ -106,6 +106,34 @@ def allreduce_has_the_values_that_it_has_without_compiler() -> None:
     torch.compiler.reset()
     scaled = compiled(lambda x: dd.allreduce(x, prescale=2.0, postscale=3.0), fullgraph=is_followed())
     assert torch.equal(scaled(mine()), oracle["mean"] * 3)
+
+
+@check
+def ranks_agree_inside_a_graph_as_elsewhere() -> None:
+    """Also where one rank is compiled and another is not, or only the last one compiles anew."""
+
+    def function(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return dd.allreduce(x * 2, op) + 1  # type: ignore[call-overload, no-any-return]
+
+    odd = dd.rank() == dd.size() - 1
+    for compiler in COMPILERS:
+        torch.compiler.reset()
+        step = compiled(function, fullgraph=is_followed(), compiler=compiler)
+        for some_are_not in (False, True):
+            call = function if some_are_not and odd else step
+            wrong = [(torch.ones(2 + odd),), (torch.ones(2), "max" if odd else "sum"), (mine().to(dtype(odd)),)]
+            for arguments in wrong if dd.size() > 1 else ():
+                raises(MismatchError, lambda call=call, arguments=arguments: call(*arguments), "different arguments")
+            assert torch.equal(call(mine()), torch.stack(of_everybody()).sum(0) * 2 + 1)
+            given = torch.full((2, 3, 4, 4), torch.nan if odd else 1.0).to(memory_format=torch.channels_last)
+            assert call(given).is_contiguous(memory_format=torch.channels_last)
+            assert call(given, "max").isnan().all()
+            logic = torch.tensor([True, odd])
+            assert compiled(lambda t: dd.allreduce(t, "sum"), fullgraph=is_followed())(logic).all()
+
+
+def dtype(is_odd: bool) -> torch.dtype:
+    return torch.float64 if is_odd else torch.float32
 
 
 @check
