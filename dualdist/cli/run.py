@@ -15,7 +15,7 @@ from dualdist.launchers.run import look
 from dualdist.launchers.run import run as run_command
 
 FACE = ("-m", "dualdist.hvd")
-BACKENDS = ("native", "horovod", "auto")
+BACKENDS = ("native", "horovod", "mpi", "auto")
 SLURM_JOB = "SLURM_JOB_ID"
 
 
