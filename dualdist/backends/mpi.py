@@ -1,24 +1,26 @@
 """The backend over MPI, by mpi4py: for machines whose MPI knows their network, under launchers that start MPI.
 
-Note [two ways to reduce]: MPI's blocking allreduce of large tensors is quicker than its nonblocking one, on Open MPI by
-half, but knows no time limit: a thread makes that call. Small tensors do not repay the way to the thread and back; they
-begin without blocking, and MPI is asked until they are done. MPI matches operations on a communicator by their order,
-which the thread does not keep with other calls, so it has a communicator of its own.
+Note [two ways to reduce]: MPI's blocking allreduce of large tensors is quicker than its nonblocking one, but knows no
+time limit: a thread makes that call. Small tensors do not repay the way to the thread and back; they begin without
+blocking, and MPI is asked until they are done. MPI matches operations on a communicator by their order, which the
+thread does not keep with other calls, so it has a communicator of its own. Best of 20, 2 ranks on 2 cores, 8 bytes and
+25 MiB: Open MPI 4.1.8 1.2 us and 6.1 ms blocking, 1.9 us and 15.7 ms nonblocking, by the thread 4.9 us; Open MPI 5.0.11
+1.0 us and 5.9 ms, 1.9 us and 15.0 ms; MPICH 4.3.2 1.4 us and 8.3 ms, 2.0 us and 9.5 ms.
 
 Note [patience]: a thread inside MPI's call spins. Where it has no core of its own, it takes the time from the program
 and, as the other rank spins too, waits for it longer: then the program waits a while before it goes on computing. It
 must not wait for ever, for another rank may need it elsewhere first (in SyncBatchNorm, with a bucket not full yet).
+Step of ResNet-18 over that of DDP, 2 ranks on 2 cores, medians of two jobs: nonblocking 1.05, thread alone 0.93 and
+0.96, thread when backward has ended 0.88 and 0.87, with patience 0.86 and 0.85, waiting for ever 0.86 and 0.86.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,14 +29,13 @@ import torch
 from dualdist import mpi_world
 from dualdist.backends.base import ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.mpi_work import BYTES_PER_S, CLOSED, DATATYPES, Asked, Called, Mpi, Staged
 from dualdist.backends.single import EVERY_DTYPE, Finished
-from dualdist.deadline import Deadline, call_within
+from dualdist.deadline import call_within
 from dualdist.errors import (
-    CollectiveError,
     CollectiveTimeoutError,
     DualdistError,
     NotInitializedError,
-    RankLostError,
     RendezvousError,
     UnsupportedError,
 )
@@ -42,198 +43,16 @@ from dualdist.topology import Topology
 
 T = TypeVar("T")
 
-# MPI's names of the dtypes that every MPI reduces by every operation.
-DATATYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int8: "INT8_T",
-    torch.uint8: "UINT8_T",
-    torch.int16: "INT16_T",
-    torch.uint16: "UINT16_T",
-    torch.int32: "INT32_T",
-    torch.uint32: "UINT32_T",
-    torch.int64: "INT64_T",
-    torch.uint64: "UINT64_T",
-}
-OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 UNTRACEABLE = (
     "torch.compile(fullgraph=True) cannot follow an operation of MPI, which is no part of torch: "
     "leave fullgraph out, or use the native backend"
 )
-CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
 # From so many bytes on the thread makes the call: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
 # Elements, or bytes, of one call: before version 4, MPI counts in 32 bits.
 MOST = (1 << 31) - 1
 # How long a program waits for the thread: Note [patience].
 PATIENCE_S = 0.02
-# How a rank waits: it asks, then lets others have the core in between, then sleeps. MPI moves on only when it is asked:
-# nobody sleeps while the operation's bytes may still be moving, if at no more than this rate.
-ASKS = 200
-BUSY_S = 0.005
-BYTES_PER_S = 500e6
-PAUSE_S = 0.0001
-CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
-
-
-class Mpi:
-    """MPI as it runs in this process. Calls are kept apart where it was not built to take several at once."""
-
-    def __init__(self, api: Any, patience_s: float) -> None:
-        self.api = api
-        self.patience_s = patience_s
-        self.is_concurrent = api.Query_thread() == api.THREAD_MULTIPLE
-        self.takes_cuda = self.is_concurrent and torch.cuda.is_available() and takes_cuda(api.__file__)
-        self.datatypes = {dtype: getattr(api, name) for dtype, name in DATATYPES.items()}
-        self.ops = {op: getattr(api, name) for op, name in OPS.items()}
-        self._lock = contextlib.nullcontext() if self.is_concurrent else threading.RLock()
-
-    @contextlib.contextmanager
-    def calls(self) -> Iterator[None]:
-        """In the block MPI is called, whose errors become ours."""
-        try:
-            with self._lock:
-                yield
-        except self.api.Exception as error:
-            raise self.translated(error) from error
-
-    def elements(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor whose dtype MPI knows, as mpi4py takes it."""
-        return [self._memory(tensor), tensor.numel(), self.datatypes[tensor.dtype]]
-
-    def bytes(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor of any dtype, as mpi4py takes it."""
-        return [self._memory(tensor), tensor.nbytes, self.api.BYTE]
-
-    def blocks(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor of any dtype, of which every rank has an equal part."""
-        return [self._memory(tensor), self.api.BYTE]
-
-    def _memory(self, tensor: torch.Tensor) -> Any:
-        return self.api.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-    def translated(self, error: Exception) -> DualdistError:
-        """Our error for one that MPI raised."""
-        api, text = self.api, " ".join(str(error).split())
-        kind = error.Get_error_class()  # type: ignore[attr-defined]
-        if kind == getattr(api, "ERR_PROC_FAILED", None):
-            return RankLostError(f"another rank ended ({text})")
-        if kind in (api.ERR_TYPE, api.ERR_OP, api.ERR_COUNT, api.ERR_UNSUPPORTED_OPERATION):
-            return UnsupportedError(f"MPI cannot move this ({text})")
-        return CollectiveError(f"MPI failed ({text})")
-
-
-class Asked:
-    """Operations that were begun without blocking, and are over when MPI says so."""
-
-    def __init__(self, line: MpiBackend, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
-        self._line = line
-        self._requests = requests
-        self._result = result
-        self._given = given
-        self._timeout_s = line.timeout_s
-        line.under_way.add(self)  # MPI may write to this memory even after the program has given up waiting
-        self._test = requests[0].Test if len(requests) == 1 else lambda: line.mpi.api.Request.Testall(requests)
-
-    def done(self) -> bool:
-        if not self._requests:
-            return True
-        if self._line.mpi.is_concurrent:
-            is_over = self._asked()
-        else:
-            with self._line.mpi.calls():
-                is_over = self._asked()
-        if is_over:
-            self._requests = []
-            self._line.under_way.discard(self)
-        return is_over
-
-    def _asked(self) -> bool:
-        try:
-            return bool(self._test())
-        except self._line.mpi.api.Exception as error:
-            raise self._line.mpi.translated(error) from error
-
-    def wait(self) -> torch.Tensor:
-        for _ in range(ASKS):
-            if self.done():
-                return self._result
-        deadline = Deadline(self._timeout_s)
-        busy_until = time.monotonic() + BUSY_S + (self._result.nbytes + self._given.nbytes) / BYTES_PER_S
-        while not self.done():
-            if time.monotonic() < busy_until:
-                os.sched_yield()
-            elif not self._line.is_open:
-                raise NotInitializedError(CLOSED)
-            elif deadline.passed():
-                raise late(self._timeout_s)
-            else:
-                deadline.sleep(PAUSE_S)
-        return self._result
-
-
-class Called:
-    """An operation that a line's thread makes by a call that blocks."""
-
-    def __init__(self, line: MpiBackend, call: Callable[[], object], result: torch.Tensor) -> None:
-        self._line = line
-        self._call = call
-        self._result = result
-        self._timeout_s = line.timeout_s
-        self._error: DualdistError | None = None
-        self._is_under_way = threading.Lock()
-        self._is_under_way.acquire()
-        line.under_way.add(self)
-
-    def make(self) -> None:
-        """Make the call; the thread does this."""
-        try:
-            with torch.cuda.device_of(self._result):
-                self._call()
-        except self._line.mpi.api.Exception as error:
-            self._error = self._line.mpi.translated(error)
-            self._error.__cause__ = error
-        self._line.under_way.discard(self)
-        self._is_under_way.release()
-
-    def is_over_within(self, seconds: float) -> bool:
-        """Whether the call returns in this time."""
-        if not self._is_under_way.acquire(timeout=seconds):
-            return False
-        self._is_under_way.release()
-        return True
-
-    def done(self) -> bool:
-        return not self._is_under_way.locked()
-
-    def wait(self) -> torch.Tensor:
-        if not self.is_over_within(self._timeout_s):
-            raise late(self._timeout_s)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class Staged:
-    """Work on a copy in the host's memory; the result goes back to the GPU."""
-
-    def __init__(self, work: Work, target: torch.Tensor, *, in_place: bool) -> None:
-        self._work = work
-        self._target = target
-        self._in_place = in_place
-        self._is_back = False
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self) -> torch.Tensor:
-        if not self._is_back:
-            result = self._work.wait()
-            if not self._in_place:
-                self._target = self._target.new_empty(result.shape)
-            self._target.copy_(result, non_blocking=True)
-            self._is_back = True
-        return self._target
 
 
 class MpiBackend:
@@ -266,17 +85,13 @@ class MpiBackend:
         return self._moved(buffer, lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True)
 
     def _allreduce(self, buffer: torch.Tensor, op: Any) -> Work:
-        mpi, pieces = self.mpi, cut(buffer)
-
-        def call() -> None:
-            for piece in pieces:
-                self._comms[1].Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op)
-
+        mpi, pieces, (asked, called) = self.mpi, cut(buffer), self._comms
         if mpi.is_concurrent and (buffer.nbytes >= LARGE_BYTES or buffer.is_cuda):
-            return self._call(call, buffer)
-        comm = self._comms[0]
+            return self._call(
+                lambda: [called.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer
+            )
         return self._ask(
-            lambda: [comm.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer, buffer
+            lambda: [asked.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer, buffer
         )
 
     def allgather(self, tensor: torch.Tensor, name: str) -> Work:
@@ -404,14 +219,15 @@ class MpiBackend:
         """start() with a tensor that MPI can reach; what moves nothing on any rank is done already."""
         if not self.is_open:
             raise NotInitializedError(CLOSED)
-        if not self._comms or (is_alike and tensor.numel() == 0):
+        if self.size == 1 or (is_alike and tensor.numel() == 0):
             return Finished(tensor if in_place else torch.cat([tensor] * self.size))
         if not tensor.is_cuda:
             return start(tensor)
-        if not self.mpi.takes_cuda:
-            return Staged(start(tensor.cpu().pin_memory()), tensor, in_place=in_place)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        return start(tensor)
+        if self.mpi.takes_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+            return start(tensor)
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        return Staged(start(copy), tensor, in_place=in_place)
 
     def _ask(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Asked:
         with self.mpi.calls():
@@ -432,10 +248,6 @@ class MpiBackend:
             work.make()
 
 
-def late(timeout_s: float) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
-
-
 def cut(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensor in pieces that MPI can count the bytes of; none where there is nothing."""
     if 0 < tensor.nbytes <= MOST:
@@ -450,18 +262,6 @@ def freed(group: Any) -> Iterator[Any]:
         yield group
     finally:
         group.Free()
-
-
-def takes_cuda(library: str) -> bool:
-    """Whether the MPI that this library is linked to says that it takes addresses in a GPU's memory."""
-    symbols = ctypes.CDLL(library)
-    if hasattr(symbols, "MPIX_Query_cuda_support"):  # Open MPI, and MPICH since version 4
-        return bool(symbols.MPIX_Query_cuda_support())
-    if hasattr(symbols, "MPIX_GPU_query_support"):
-        answer = ctypes.c_int(0)
-        failed = symbols.MPIX_GPU_query_support(CUDA, ctypes.byref(answer))
-        return not failed and bool(answer.value)
-    return False
 
 
 def patience_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
@@ -490,8 +290,9 @@ def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: floa
         )
 
     api = call_within(timeout_s, lambda: mpi_world.start(topology, environ), error)
-    cores = len(os.sched_getaffinity(0))
-    mpi = Mpi(api, patience_s(cores, os.cpu_count() or 1, topology.local_size, torch.get_num_threads()))
+    everywhere = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
+    mpi = Mpi(api, patience_s(cores, everywhere, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)
     backend.open(api.COMM_WORLD)
     atexit.register(backend.at_exit)
