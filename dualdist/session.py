@@ -214,11 +214,7 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
 
 
 def chosen_backend(requested: str, topology: Topology) -> str:
-    """ "native", "horovod", "mpi" or "single", from what was asked for and how the ranks were started.
-
-    Who types mpirun wants MPI to move tensors, as it knows the machine's network: by Horovod where one was built for
-    that, else by mpi4py. GPUs are for native: NCCL reaches them, where most MPIs go through the host's memory.
-    """
+    """ "native", "horovod", "mpi" or "single", from what was asked for and how the ranks were started."""
     if requested != "auto":
         return requested
     if topology.launcher in HOROVODS_OWN:
@@ -226,10 +222,20 @@ def chosen_backend(requested: str, topology: Topology) -> str:
     if topology.launcher in MPIS_OWN:
         from dualdist.backends import horovod
 
-        if horovod.is_built_with_mpi():
-            return "horovod"
-        return "mpi" if find_spec("mpi4py") and _device(None).type == "cpu" else "native"
+        has_mpi4py = find_spec("mpi4py") is not None
+        return over_mpi(horovod.is_built_with_mpi(), has_mpi4py, has_gpu=_device(None).type == "cuda")
     return "single" if topology.launcher == "none" else "native"
+
+
+def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
+    """The backend under mpirun, by whether there is a Horovod with MPI, an mpi4py, and a GPU.
+
+    Who types mpirun wants MPI to move tensors, as it knows the machine's network: by Horovod where one was built for
+    that, else by mpi4py. GPUs are for native: NCCL reaches them, where most MPIs go through the host's memory.
+    """
+    if has_horovod:
+        return "horovod"
+    return "mpi" if has_mpi4py and not has_gpu else "native"
 
 
 def controller(transport: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
