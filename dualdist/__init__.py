@@ -1,4 +1,4 @@
-"""One PyTorch training script on two communication backends, under any launcher.
+"""One PyTorch training script on three communication backends, under any launcher.
 
 import dualdist as dd
 

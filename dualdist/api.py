@@ -22,9 +22,10 @@ OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job: every rank calls this once, before anything else here, and returns when all ranks are there.
 
-    `backend` is "native" (torch.distributed), "horovod" or "auto"; None takes DUALDIST_BACKEND, else "auto": Horovod
-    under horovodrun, and under mpirun where Horovod was built with MPI; else native; a process that no launcher started
-    is a job of one, which touches no network. `timeout_s` limits this call and every later wait for another rank, in
+    `backend` is "native" (torch.distributed), "horovod", "mpi" (mpi4py) or "auto"; None takes DUALDIST_BACKEND, else
+    "auto": Horovod under horovodrun, and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is
+    installed and torch sees no GPU; else native; a process that no launcher started is a job of one, which touches no
+    network. `timeout_s` limits this call and every later wait for another rank, in
     seconds.
 
     Native sets up torch.distributed's default process group, so that DistributedDataParallel and its kin work beside
@@ -78,7 +79,7 @@ def nodes() -> int:
 
 
 def backend() -> str:
-    """What moves the tensors: "native", "horovod", or "single" in a job of one that no launcher started."""
+    """What moves the tensors: "native", "horovod", "mpi", or "single" in a job of one that no launcher started."""
     return session.current().backend.name
 
 

@@ -25,7 +25,7 @@ SLURM_JOB = "SLURM_JOB_ID"
 SLURM_TASKS = "SLURM_NTASKS"
 INSTALL = "dualdist install-horovod"
 PACKAGES = ("torch", "horovod", "mpi4py")
-SINGLE, NATIVE, HOROVOD = "single", "native", "horovod"
+SINGLE, NATIVE, HOROVOD, MPI = "single", "native", "horovod", "mpi"
 EXIT_CODES = {"info": 0, "warning": 1, "error": 2}
 
 Level = Literal["error", "warning", "info"]
@@ -95,7 +95,11 @@ def judge(
         why = "dd.init() raises this on every rank that sees these variables"
         findings.insert(0, Finding("error", str(found), why, "type what the sentence says"))
     else:
-        findings += [*_of_slurm(topology, environ), *_of_meeting(topology, environ, versions, backends)]
+        findings += [
+            *_of_slurm(topology, environ),
+            *_of_meeting(topology, environ, versions, backends),
+            *_of_mpi(topology, environ, backends[MPI]),
+        ]
     return Diagnosis(topology, backends, tuple(findings), versions)
 
 
@@ -122,7 +126,14 @@ def _backends(versions: Mapping[str, str | None], record: BuildRecord | None) ->
     torch = versions["torch"]
     missing = "torch is not installed"
     plain = Availability(torch is not None, torch, "" if torch else missing)
-    return {SINGLE: plain, NATIVE: plain, HOROVOD: _horovod(torch, record)}
+    return {SINGLE: plain, NATIVE: plain, HOROVOD: _horovod(torch, record), MPI: _mpi(torch, versions["mpi4py"])}
+
+
+def _mpi(torch: str | None, mpi4py: str | None) -> Availability:
+    """Which MPI it would find is not known before that starts, which may end this process."""
+    if torch is None:
+        return Availability(False, mpi4py, "torch is not installed")
+    return Availability(mpi4py is not None, mpi4py, "" if mpi4py else "mpi4py is not installed")
 
 
 def _horovod(torch: str | None, record: BuildRecord | None) -> Availability:
@@ -185,3 +196,16 @@ def _of_meeting(
             "the ranks find each other through MPI",
             f"pip install mpi4py, or set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name",
         )
+
+
+def _of_mpi(topology: Topology, environ: Mapping[str, str], mpi: Availability) -> Iterator[Finding]:
+    """A backend that was asked for where it cannot be had."""
+    if text(environ, BACKEND) != MPI or topology.size == 1:
+        return
+    why = f"{BACKEND}={MPI} asks for it"
+    if not topology.mpi:
+        seen = f"MPI was not started by {topology.launcher}"
+        do = f"start with mpirun, mpiexec, horovodrun --mpi or srun --mpi=pmix, or unset {BACKEND}"
+        yield Finding("error", seen, why, do)
+    elif not mpi.available:
+        yield Finding("error", mpi.reason, why, f"pip install mpi4py, or unset {BACKEND}")

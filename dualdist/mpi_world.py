@@ -1,23 +1,37 @@
-"""The one place that imports mpi4py, which starts MPI: used only where a launcher has started it."""
+"""The one place that imports mpi4py, starts MPI and ends it: used only where a launcher has started it.
+
+MPI lives once in a process. Started for one broadcast it ends right after it; started for a backend, with the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
-from collections.abc import Iterator, MutableMapping
+import threading
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from dualdist.deadline import Deadline, call_within
-from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError
+from dualdist.errors import (
+    BackendUnavailableError,
+    DualdistError,
+    RendezvousError,
+    TopologyError,
+    UnsupportedError,
+)
 from dualdist.topology import Topology
 from dualdist.variables import variables_set
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# How Open MPI starts for one broadcast. Its OFI transport for one-sided operations would make MPI_Finalize wait for a
-# second (4.1.8). Under another MPI's mpirun it is a job of one: it shall show so, not look for its daemon and abort.
-OPENMPI_SETTINGS = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_ess_singleton_isolated": "1"}
+# Under another MPI's mpirun, Open MPI is a job of one: it shall show so, not look for its daemon and abort.
+ISOLATED = {"OMPI_MCA_ess_singleton_isolated": "1"}
+# For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
+BRIEFLY = {"OMPI_MCA_btl": "^ofi", **ISOLATED}
 
 OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
@@ -51,34 +65,86 @@ def check_world(rank: int, size: int, topology: Topology) -> None:
             f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), "
             f"but MPI says rank {rank} of {size}: "
             "this mpi4py uses another MPI than the mpirun that started it; put that MPI's mpirun first on PATH, "
-            f"or install mpi4py for this MPI, {OTHERWISE}"
+            f"or install mpi4py for this MPI (that of PyPI takes the one that MPI4PY_LIBMPI names), {OTHERWISE}"
         )
+
+
+def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
+    """mpi4py.MPI, with MPI running until the process ends, by whoever started it first."""
+    api = _load(f"the backend mpi needs mpi4py ({{}}): pip install mpi4py, where {topology.launcher}'s MPI is on PATH")
+    if api.Is_finalized():
+        raise UnsupportedError(
+            "MPI was finished in this process, by a session on another backend, and cannot start again: start a new job"
+        )
+    if not api.Is_initialized():
+        _init(api, environ, ISOLATED)
+        atexit.register(_end, api)
+    check_world(api.COMM_WORLD.Get_rank(), api.COMM_WORLD.Get_size(), topology)
+    return api
+
+
+def end_within(timeout_s: float, api: Any) -> None:
+    """For atexit, in a process that has left nothing in order: it ends in this time, whatever the others do."""
+    _abort_if_failed(api)
+
+    def give_up() -> None:
+        time.sleep(timeout_s)
+        print(f"dualdist: no answer for {timeout_s:g} s; this process ends without MPI", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=give_up, name="dualdist-exit", daemon=True).start()
+
+
+def _end(api: Any) -> None:
+    """MPI waits here until every rank has come so far: mpirun ends the job where one cannot."""
+    if not api.Is_finalized():
+        _abort_if_failed(api)
+        api.Finalize()
+
+
+def _abort_if_failed(api: Any) -> None:
+    """End the job where an error ends this process, for the others may wait for it, and it for them in MPI_Finalize."""
+    if getattr(sys, "last_value", None) is not None and not api.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        api.COMM_WORLD.Abort(1)
 
 
 @contextlib.contextmanager
 def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[Intracomm]:
     """MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
+    api = _load(
+        f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({{}}): "
+        f"pip install mpi4py, {OTHERWISE}"
+    )
+    if api.Is_finalized():
+        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {OTHERWISE}")
+    if api.Is_initialized():
+        yield api.COMM_WORLD
+        return
+    _init(api, environ, BRIEFLY)
+    try:
+        yield api.COMM_WORLD
+    finally:
+        api.Finalize()
+
+
+def _load(message: str) -> Any:
+    """mpi4py.MPI, without starting MPI; BackendUnavailableError with the message, in which the reason stands for {}."""
     try:
         import mpi4py
 
         with _started_by_hand(mpi4py.rc):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailableError(
-            f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({error}): "
-            f"pip install mpi4py, {OTHERWISE}"
-        ) from error
-    if MPI.Is_finalized():
-        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {OTHERWISE}")
-    if MPI.Is_initialized():
-        yield MPI.COMM_WORLD
-        return
-    with variables_set(environ, {name: value for name, value in OPENMPI_SETTINGS.items() if name not in environ}):
-        MPI.Init_thread()
-    try:
-        yield MPI.COMM_WORLD
-    finally:
-        MPI.Finalize()
+        raise BackendUnavailableError(message.format(error)) from error
+    return MPI
+
+
+def _init(api: Any, environ: MutableMapping[str, str], settings: Mapping[str, str]) -> None:
+    """Start MPI, and ask it to take calls from several threads at once; what the user has set stays."""
+    with variables_set(environ, {name: value for name, value in settings.items() if name not in environ}):
+        api.Init_thread(api.THREAD_MULTIPLE)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from dualdist.arguments import whole
@@ -35,7 +36,7 @@ TRANSPORT = "DUALDIST_TRANSPORT"
 HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
 TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 STORE = "dualdist.store"
-BACKENDS = ("auto", "native", "horovod")
+BACKENDS = ("auto", "native", "horovod", "mpi")
 TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 # Launchers that belong to one backend; the others start ranks for any.
 HOROVODS_OWN = ("horovodrun",)
@@ -204,13 +205,17 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, transport, environ, session, timeout_s)
     name = chosen_backend(requested, topology)
+    if name == "mpi":
+        from dualdist.backends import mpi
+
+        return _open_on_mpi(mpi.start(topology, environ, timeout_s), topology, environ, session, timeout_s)
     if name == "horovod" and controller(transport, topology, environ) == "mpi":
         return _open_horovod_on_mpi(topology, environ, session, timeout_s)
     return _open_over_store(name, topology, transport, environ, session, timeout_s)
 
 
 def chosen_backend(requested: str, topology: Topology) -> str:
-    """ "native", "horovod" or "single", from what was asked for and how the ranks were started."""
+    """ "native", "horovod", "mpi" or "single", from what was asked for and how the ranks were started."""
     if requested != "auto":
         return requested
     if topology.launcher in HOROVODS_OWN:
@@ -218,8 +223,20 @@ def chosen_backend(requested: str, topology: Topology) -> str:
     if topology.launcher in MPIS_OWN:
         from dualdist.backends import horovod
 
-        return "horovod" if horovod.is_built_with_mpi() else "native"
+        has_mpi4py = find_spec("mpi4py") is not None
+        return over_mpi(horovod.is_built_with_mpi(), has_mpi4py, has_gpu=_device(None).type == "cuda")
     return "single" if topology.launcher == "none" else "native"
+
+
+def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
+    """The backend under mpirun, by whether there is a Horovod with MPI, an mpi4py, and a GPU.
+
+    Who types mpirun wants MPI to move tensors, as it knows the machine's network: by Horovod where one was built for
+    that, else by mpi4py. GPUs are for native: NCCL reaches them, where most MPIs go through the host's memory.
+    """
+    if has_horovod:
+        return "horovod"
+    return "mpi" if has_mpi4py and not has_gpu else "native"
 
 
 def controller(transport: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
@@ -305,6 +322,13 @@ def _open_horovod_on_mpi(
             "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
             "or set DUALDIST_TRANSPORT=gloo"
         )
+    return _open_on_mpi(backend, topology, environ, session, timeout_s)
+
+
+def _open_on_mpi(
+    backend: Backend, topology: Topology, environ: MutableMapping[str, str], session: str, timeout_s: float
+) -> Session:
+    """The session on a backend that runs over MPI, where ranks need no store to meet, but to tell who is missing."""
     places = _places_by(backend, topology, "", environ)
     topology = placed(topology, places)
     if _process.store is None and topology.size > 1:

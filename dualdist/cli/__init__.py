@@ -24,7 +24,7 @@ COMMANDS = {
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser in which only the chosen sub-command's options are filled in, so that --help stays quick."""
-    parser = argparse.ArgumentParser(prog="dualdist", description="One PyTorch script, two communication backends.")
+    parser = argparse.ArgumentParser(prog="dualdist", description="One PyTorch script, three communication backends.")
     parser.add_argument("--version", action="version", version=f"dualdist {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():

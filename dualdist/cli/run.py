@@ -15,7 +15,7 @@ from dualdist.launchers.run import look
 from dualdist.launchers.run import run as run_command
 
 FACE = ("-m", "dualdist.hvd")
-BACKENDS = ("native", "horovod", "auto")
+BACKENDS = ("native", "horovod", "mpi", "auto")
 SLURM_JOB = "SLURM_JOB_ID"
 
 
@@ -27,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--launcher",
         metavar="NAME",
-        help=f"what starts them: {', '.join(LAUNCHERS)} (default: srun in a Slurm allocation, else torchrun)",
+        help=f"what starts them: {', '.join(LAUNCHERS)} (default: mpirun for the backend mpi, srun in a Slurm "
+        "allocation, else torchrun)",
     )
     add(
         "--backend",
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     job = Job(program(words, is_module=args.is_module, as_horovod=args.as_horovod), args.ranks, args.backend)
     launcher = args.launcher
     if launcher is None:
-        launcher, reason = default_launcher(os.environ)
+        launcher, reason = default_launcher(os.environ, args.backend)
         print(f"dualdist run: {launcher} starts {job.ranks} rank(s), as {reason}", file=sys.stderr)
     built = command(launcher, job, look())
     if args.dry_run:
@@ -61,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code  # as a shell does for a launcher that a signal ended
 
 
-def default_launcher(environ: Mapping[str, str]) -> tuple[str, str]:
+def default_launcher(environ: Mapping[str, str], backend: str | None) -> tuple[str, str]:
     """The launcher where none was named, and why this one."""
+    if backend == "mpi":
+        return "mpirun", "no --launcher was named and the backend mpi needs one that starts MPI"
     if environ.get(SLURM_JOB):
         return "srun", f"no --launcher was named and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
     return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import pytest
 import torch
 from contract import program
 from contract.laws import ALONE, LAWS, batch, net
+from harness.installed import lack
 from harness.jobs import Launch
-from harness.mpi import OpenMPI
+from harness.mpi import MPICH, OpenMPI, of_mpich
 
 PROGRAM = str(Path(program.__file__))
 SPAWNER = str(Path(program.__file__).with_name("spawner.py"))
@@ -48,6 +50,8 @@ class Cell:
                 return ["horovodrun", "--mpi", "-np", ranks, *python]
             case "mpirun":
                 return [*OpenMPI("mpirun").run(self.ranks), *python]
+            case "mpiexec-mpich":
+                return [*MPICH("mpiexec.mpich").run(self.ranks), *python]
             case "spawn":
                 return [sys.executable, SPAWNER, ranks, *filter(None, [self.asked])]
         return python
@@ -76,6 +80,11 @@ CELLS = [
     Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
     Cell("mpirun", "native", "mpirun", "native", "shm"),
+    Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
+    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
+    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
+    Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
+    Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
 ]
 
 
@@ -89,9 +98,12 @@ class Jobs:
     def reports(self, cell: Cell) -> list[dict[str, Any]]:
         if cell not in self._reports:
             try:
-                self._reports[cell] = self._launch.reports(
-                    cell.argv(), cell.ranks, env=dict(cell.variables), timeout_s=150
-                )
+                env = dict(cell.variables)
+                if cell.started_by == "mpiexec-mpich":
+                    if shutil.which("mpiexec.mpich", path=self._launch.env["PATH"]) is None:
+                        lack("mpiexec.mpich", "mpich")
+                    env |= of_mpich(self._launch.directory)
+                self._reports[cell] = self._launch.reports(cell.argv(), cell.ranks, env=env, timeout_s=150)
             except AssertionError as error:
                 self._reports[cell] = error
         found = self._reports[cell]

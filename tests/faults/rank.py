@@ -60,12 +60,24 @@ def last_rank_begins_late() -> None:
     dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
 
 
+def stops_in_a_step() -> None:
+    """One rank does not come to the backward of a second step, whose gradient is large."""
+    weight = torch.nn.Parameter(torch.ones(1 << 18))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    for step in range(2):
+        if step == 1 and dd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        weight.sum().backward()
+        optimizer.step()
+
+
 # What all ranks do between two sums.
 OPERATIONS: dict[str, Callable[[], object]] = {
     "unfinished": leaves_one_unfinished,
     "joined": waits_for_a_stopped_rank,
     "late joined": joins_early,
     "late begun": last_rank_begins_late,
+    "stops in a step": stops_in_a_step,
 }
 
 
@@ -81,8 +93,10 @@ def main(backend: str, case: str = "") -> None:
         dd.init(backend)
     if case != "no shutdown":
         dd.shutdown()
-    if case == "changes":
-        dd.init("horovod", timeout_s=TIMEOUT_S)
+    if case.startswith("to "):
+        dd.init(case.removeprefix("to "), timeout_s=TIMEOUT_S)
+        dd.allreduce(torch.ones(3))
+        dd.shutdown()
     if case == "after":
         dd.allreduce(torch.ones(3))
 

@@ -180,12 +180,24 @@ def test_horovod_over_mpi_under_torchrun_is_refused_with_a_reason(refuses: Refus
     assert_says(outcome, "UnsupportedError", "torchrun", "mpirun", "DUALDIST_TRANSPORT=gloo")
 
 
-@pytest.mark.parametrize(("backend", "asked"), [("native", "mpi"), ("horovod", "nccl"), ("horovod", "shm")])
+@pytest.mark.parametrize(
+    "argv", [["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:]], ["horovodrun", "--gloo", "-np", "2", *RANK]]
+)
+def test_the_backend_mpi_is_refused_where_nothing_started_mpi(refuses: Refuses, argv: list[str]) -> None:
+    outcome = refuses([*argv, "mpi"])
+    assert "UnsupportedError" in outcome.stdout + outcome.stderr, str(outcome)
+    assert f"MPI was not started by {argv[0]}: use mpirun" in outcome.stdout + outcome.stderr, str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked"), [("native", "mpi"), ("horovod", "nccl"), ("horovod", "shm"), ("mpi", "gloo")]
+)
 def test_a_transport_that_is_not_to_be_had_is_refused(refuses: Refuses, backend: str, asked: str) -> None:
     outcome = refuses([*RANK, backend], env={"DUALDIST_TRANSPORT": asked})
     assert_says(outcome, "UnsupportedError", f"DUALDIST_TRANSPORT={asked}", f"the backend {backend} runs over")
 
 
-def test_an_mpi4py_of_another_mpi_is_said_with_both_numbers(refuses: Refuses, mpich: MPICH) -> None:
-    outcome = refuses([*mpich.run(2), *RANK, "native"], timeout_s=LIMIT_S)
+@pytest.mark.parametrize("backend", ["native", "mpi"])
+def test_an_mpi4py_of_another_mpi_is_said_with_both_numbers(refuses: Refuses, mpich: MPICH, backend: str) -> None:
+    outcome = refuses([*mpich.run(2), *RANK, backend], timeout_s=LIMIT_S)
     assert_says(outcome, "TopologyError", "of 2", "rank 0 of 1", "mpi4py")

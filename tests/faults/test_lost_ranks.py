@@ -15,9 +15,11 @@ LAUNCHERS = {
 }
 
 
+CELLS = [*((launcher, backend) for launcher in LAUNCHERS for backend in ("native", "horovod")), ("mpirun", "mpi")]
+
+
 @pytest.mark.parametrize("case", ["raises", "exits", "is killed"])
-@pytest.mark.parametrize("backend", ["native", "horovod"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "backend"), CELLS)
 def test_a_rank_that_ends_ends_the_job(refuses: Refuses, launcher: str, backend: str, case: str) -> None:
     argv, first = LAUNCHERS[launcher]
     outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
@@ -26,7 +28,7 @@ def test_a_rank_that_ends_ends_the_job(refuses: Refuses, launcher: str, backend:
 
 
 @pytest.mark.parametrize("case", ["is late", "stops"])
-@pytest.mark.parametrize("backend", ["native", "horovod"])
+@pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
     argv, first = LAUNCHERS["mpirun"]  # torchrun gives a stopped rank 30 seconds before it kills it
     outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
@@ -34,7 +36,14 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuse
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum' of float32(3,)", "6 s", where)
 
 
-@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refuses) -> None:
+    """Where MPI reduces a large tensor, in a call that itself would wait for ever."""
+    argv, first = LAUNCHERS["mpirun"]
+    outcome = refuses([*argv, *RANK[first:], "mpi", "stops in a step"], timeout_s=LIMIT_S)
+    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.1.0' of float32", "No answer from rank 1")
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> None:
     """Rank 0 serves the store: the others must not wait for it to answer where everybody is."""
     argv, first = LAUNCHERS["mpirun"]
@@ -54,7 +63,19 @@ def test_a_program_may_end_without_shutdown(launch: Launch) -> None:
         launch(["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:], "native", "no shutdown"])
 
 
-def test_mpi_cannot_start_again_and_says_so(refuses: Refuses) -> None:
+@pytest.mark.parametrize(("case", "words"), [("to horovod", "DUALDIST_TRANSPORT=gloo"), ("to mpi", "new job")])
+def test_mpi_cannot_start_again_and_says_so(refuses: Refuses, case: str, words: str) -> None:
     argv, first = LAUNCHERS["mpirun"]
-    outcome = refuses([*argv, *RANK[first:], "native", "changes"], timeout_s=LIMIT_S)
-    assert_says(outcome, "UnsupportedError", "MPI was finished", "DUALDIST_TRANSPORT=gloo")
+    outcome = refuses([*argv, *RANK[first:], "native", case], timeout_s=LIMIT_S)
+    assert_says(outcome, "UnsupportedError", "MPI was finished", words)
+
+
+@pytest.mark.parametrize("case", ["to native", "to horovod"])
+def test_other_backends_may_follow_one_that_leaves_mpi_running(launch: Launch, case: str) -> None:
+    argv, first = LAUNCHERS["mpirun"]
+    launch([*argv, *RANK[first:], "mpi", case], timeout_s=LIMIT_S)
+
+
+def test_a_program_may_end_without_shutdown_of_mpi(launch: Launch) -> None:
+    argv, first = LAUNCHERS["mpirun"]
+    launch([*argv, *RANK[first:], "mpi", "no shutdown"], timeout_s=LIMIT_S)

@@ -11,6 +11,7 @@ CELLS = {
     "native": (["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:], "native"]),
     "horovod-gloo": (["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:], "horovod"]),
     "horovod-mpi": (["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK, "horovod"]),
+    "mpi": (["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK, "mpi"]),
 }
 
 
@@ -26,7 +27,7 @@ def test_who_has_joined_waits_for_those_who_compute(launch: Launch, cell: str) -
     launch([*CELLS[cell], "late joined"], timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("backend", ["native", "horovod"])
+@pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_who_has_joined_does_not_wait_for_a_stopped_rank(refuses: Refuses, backend: str) -> None:
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK, backend, "joined"]
     assert_says(refuses(argv, timeout_s=LIMIT_S), "CollectiveTimeoutError", "join", "no answer from rank 1")

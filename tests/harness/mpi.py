@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+DEBIANS_MPICH = "/usr/lib/*/libmpich.so.12"
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,14 @@ class MPICH:
 def find(names: tuple[str, ...], path: str) -> str | None:
     """The first of names that path has."""
     return next((found for name in names if (found := shutil.which(name, path=path))), None)
+
+
+def of_mpich(folder: Path) -> Mapping[str, str]:
+    """Variables with which an mpi4py of PyPI, which takes any MPI, uses Debian's MPICH; `folder` must last as long.
+
+    It looks for the library by the name that MPICH gives it, and that Debian changes.
+    """
+    link = folder / "libmpi.so.12"
+    if not link.exists():
+        link.symlink_to(next(Path("/").glob(DEBIANS_MPICH.removeprefix("/"))))
+    return {"LD_LIBRARY_PATH": str(folder), "MPI4PY_LIBMPI": str(link)}

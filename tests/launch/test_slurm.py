@@ -96,10 +96,17 @@ def test_srun_trains_on_horovod(
     check(reports, per_node, launcher="srun", backend="horovod", transport=transport)
 
 
-def test_horovod_over_mpi_is_refused_without_pmix(slurm: Slurm, launch: Launch) -> None:
-    outcome = launch(
-        [*slurm.srun("-N1", "-n2"), *tiny_rank("horovod")], env={**slurm.env, TRANSPORT: "mpi"}, check=False
-    )
+@pytest.mark.parametrize(("options", "per_node"), [pytest.param(*ONE_NODE, id="2"), pytest.param(*TWO_NODES, id="1+1")])
+def test_srun_trains_on_mpi_with_pmix(
+    slurm: Slurm, launch: Launch, options: tuple[str, ...], per_node: tuple[int, ...]
+) -> None:
+    argv = [*slurm.srun(*options, mpi="pmix"), *tiny_rank("mpi")]
+    check(launch.reports(argv, sum(per_node), env=slurm.env), per_node, launcher="srun", backend="mpi", transport="mpi")
+
+
+@pytest.mark.parametrize("backend", ["horovod", "mpi"])
+def test_mpi_is_refused_without_pmix(slurm: Slurm, launch: Launch, backend: str) -> None:
+    outcome = launch([*slurm.srun("-N1", "-n2"), *tiny_rank(backend)], env={**slurm.env, TRANSPORT: "mpi"}, check=False)
     assert outcome.rc != 0
     assert outcome.stderr.count("UnsupportedError") >= 2, str(outcome)
     assert "srun --mpi=pmix" in outcome.stderr, str(outcome)
@@ -142,6 +149,7 @@ def test_an_allocation_without_srun_is_one_rank(slurm: Slurm, launch: Launch) ->
     [
         pytest.param("native", "gloo", *EVEN, id="native-2+2"),
         pytest.param("horovod", "mpi", *TWO_NODES, id="horovod-mpi-1+1"),
+        pytest.param("mpi", "mpi", *TWO_NODES, id="mpi-1+1"),
     ],
 )
 def test_mpirun_in_a_batch_script_is_mpiruns_job(

@@ -29,9 +29,14 @@ FACE = ("-m", "dualdist.hvd")
     ],
 )
 def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launcher: str, why: str) -> None:
-    found, reason = default_launcher(environ)
+    found, reason = default_launcher(environ, None)
     assert found == launcher
     assert why in reason
+
+
+def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
+    assert default_launcher({"SLURM_JOB_ID": "17"}, "mpi")[0] == "mpirun"
+    assert default_launcher({}, "horovod")[0] == "torchrun"
 
 
 @pytest.mark.parametrize(

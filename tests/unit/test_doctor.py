@@ -115,6 +115,17 @@ def test_ranks_that_only_mpi_brings_together_need_something_that_speaks_mpi() ->
     assert levels(diagnosis(env | {"DUALDIST_RENDEZVOUS": "file:///a/b"}, without, mpi4py=None)) == []
 
 
+def test_asking_for_mpi_will_fail_where_it_was_not_started_or_is_missing() -> None:
+    mpirun, torchrun = recorded("openmpi-4.1.4_mpirun"), recorded("torchrun")
+    asked = {"DUALDIST_BACKEND": "mpi"}
+    assert levels(diagnosis(mpirun | asked)) == []
+    assert levels(diagnosis(mpirun | asked, mpi4py=None)) == ["error"]
+    assert not diagnosis(mpirun | asked, mpi4py=None).backends["mpi"].available
+    assert "MPI was not started by torchrun" in diagnosis(torchrun | asked).findings[0].seen
+    assert levels(diagnosis(torchrun, mpi4py=None)) == []
+    assert levels(diagnosis(asked)) == []
+
+
 def test_what_is_printed_names_no_foreign_variable() -> None:
     secret = {"HOROVOD_SECRET_KEY": "hush", "PMI_SHARED_SECRET": "hush", "AWS_SECRET_ACCESS_KEY": "hush"}
     for rows in RECORDS.values():
@@ -170,7 +181,7 @@ def test_the_command_answers_in_every_recorded_environment(base_env: Mapping[str
         else:
             assert {name: said["topology"][name] for name in row["expect"]} == row["expect"]
             assert {"node", "nodes", "source", "address", "port", "inferred"} <= said["topology"].keys()
-            assert {"native", "horovod", "single"} <= said["backends"].keys()
+            assert {"native", "horovod", "mpi", "single"} <= said["backends"].keys()
             expected = {"info": 0, "warning": 1, "error": 2}
             assert answer.returncode == max((expected[each["level"]] for each in said["findings"]), default=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.session import checked_choice, chosen_backend, controller
+from dualdist.session import checked_choice, chosen_backend, controller, over_mpi
 from dualdist.topology import Topology
 
 
@@ -30,8 +30,22 @@ def test_each_launcher_has_its_backend(launcher: str, expected: str) -> None:
     assert chosen_backend("auto", topology(launcher)) == expected
 
 
+@pytest.mark.parametrize(
+    ("horovod", "mpi4py", "gpu", "expected"),
+    [
+        (True, True, True, "horovod"),
+        (True, True, False, "horovod"),
+        (False, True, False, "mpi"),
+        (False, True, True, "native"),
+        (False, False, False, "native"),
+    ],
+)
+def test_mpirun_means_mpi_where_it_helps(horovod: bool, mpi4py: bool, gpu: bool, expected: str) -> None:
+    assert over_mpi(horovod, mpi4py, has_gpu=gpu) == expected
+
+
 @pytest.mark.parametrize("launcher", ["none", "torchrun", "horovodrun", "mpirun"])
-@pytest.mark.parametrize("asked", ["native", "horovod"])
+@pytest.mark.parametrize("asked", ["native", "horovod", "mpi"])
 def test_what_is_asked_for_is_taken(launcher: str, asked: str) -> None:
     assert chosen_backend(asked, topology(launcher)) == asked
 

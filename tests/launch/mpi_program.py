@@ -1,0 +1,58 @@
+"""Every operation over MPI against exact sums, where MPI is not as usual: python mpi_program.py pieces|one-thread."""
+
+from __future__ import annotations
+
+import sys
+
+import mpi4py
+import torch
+from harness.jobs import report
+
+import dualdist as dd
+from dualdist.backends import mpi
+
+
+def before(case: str) -> None:
+    if case == "pieces":
+        mpi.MOST = 1001  # bytes in one call, as if tensors were larger than MPI can count
+    else:
+        mpi4py.rc.thread_level = "serialized"
+        from mpi4py import MPI
+
+        assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
+
+
+def check(count: int) -> None:
+    rank, size = dd.rank(), dd.size()
+    numbers = torch.arange(count)
+    assert torch.equal(dd.allreduce(numbers + rank, "sum"), numbers * size + sum(range(size)))
+    assert torch.equal(dd.broadcast(numbers + rank, root=size - 1), numbers + size - 1)
+    assert torch.equal(dd.allgather(numbers + rank), torch.cat([numbers + other for other in range(size)]))
+    rows = torch.arange(size * count) + rank
+    expected = torch.cat([numbers + rank * count + other for other in range(size)])
+    assert torch.equal(dd.alltoall(rows), expected)
+    begun = [dd.allreduce(numbers + rank, "sum", name=str(number), async_op=True) for number in range(3)]
+    assert all(torch.equal(each.wait(), numbers * size + sum(range(size))) for each in begun)
+
+
+def main(case: str) -> None:
+    before(case)
+    for _ in range(2):
+        dd.init("mpi", timeout_s=40)
+        for count in (0, 1, 3, 1000, 100_000):
+            check(count)
+        weight = torch.nn.Parameter(torch.ones(100_000))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+        (weight * dd.rank()).sum().backward()
+        optimizer.step()
+        assert torch.equal(weight.detach(), torch.full((100_000,), 1 - (dd.size() - 1) / 2))
+        group = dd.new_group([dd.size() - 1])
+        if group.is_member:
+            assert dd.allreduce(torch.ones(2, dtype=torch.bfloat16), "sum", group=group).tolist() == [1, 1]
+        rank = dd.rank()
+        dd.shutdown()
+    report(rank, {"passed": True})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
