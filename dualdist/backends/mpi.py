@@ -142,9 +142,6 @@ class MpiBackend:
     def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
         return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
-    def traced_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        raise UnsupportedError(UNTRACEABLE)
-
     def channel(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())
 
