@@ -43,10 +43,6 @@ from dualdist.topology import Topology
 
 T = TypeVar("T")
 
-UNTRACEABLE = (
-    "torch.compile(fullgraph=True) cannot follow an operation of MPI, which is no part of torch: "
-    "leave fullgraph out, or use the native backend"
-)
 # From so many bytes on the thread makes the call: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
 # Elements, or bytes, of one call: before version 4, MPI counts in 32 bits.
