@@ -41,6 +41,9 @@ T = TypeVar("T")
 
 # Seconds between two exchanges where the first one found nothing that all ranks are ready for.
 PAUSE_S = 0.001
+# Seconds that our thread leaves what a program begins alone, unless somebody waits for it: what is begun together goes
+# in one exchange, and a name is still in use when it is given again at once, as Horovod's programs expect.
+CYCLE_S = 0.001
 # Seconds that what is under way may take at shutdown, and that the thread may take to see that it is over.
 DRAIN_S = 2.0
 # For a rank that has joined: it waits for as long as the others go on.
@@ -186,6 +189,7 @@ class Group:
         self._breaking = Breaking(self)
         self._is_driven = False
         self._thread: threading.Thread | None = None
+        self._drives_from = 0.0  # our thread, seconds on the monotonic clock
         self._is_closed = False
 
     @property
@@ -274,6 +278,9 @@ class Group:
     def _let_thread_drive(self) -> None:
         """What is pending goes on while the program does something else."""
         with self._changed:
+            now = time.monotonic()
+            if self._drives_from < now:
+                self._drives_from = now + CYCLE_S
             if self._thread is None:
                 self._thread = threading.Thread(target=self._drive, name="dualdist-progress", daemon=True)
                 self._thread.start()
@@ -305,8 +312,11 @@ class Group:
         """What the thread does: carry on whatever is pending and not driven by a waiting program."""
         with self._changed:
             while not self._is_closed:
+                early_s = self._drives_from - time.monotonic()
                 if self._is_driven or not self._pending:
                     self._left_alone.wait()
+                elif early_s > 0:
+                    self._left_alone.wait(early_s)
                 else:
                     self._drive_one_round()
 
