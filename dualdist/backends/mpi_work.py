@@ -40,7 +40,7 @@ OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
 # How a rank waits: it asks, then lets others have the core in between, then sleeps. MPI moves on only when it is asked:
 # nobody sleeps while the operation's bytes may still be moving, if at no more than this rate.
-ASKS = 200
+ASKS = 20
 BUSY_S = 0.005
 BYTES_PER_S = 500e6
 PAUSE_S = 0.0001

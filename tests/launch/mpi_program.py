@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import mpi4py
 import torch
@@ -35,6 +36,30 @@ def check(count: int) -> None:
     assert all(torch.equal(each.wait(), numbers * size + sum(range(size))) for each in begun)
 
 
+class Meet(torch.autograd.Function):
+    """What SyncBatchNorm does: the ranks meet in the midst of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return dd.allreduce(grad, "sum")
+
+
+def meet_with_a_bucket_full_on_one_rank() -> None:
+    """The last rank's bucket is not full yet when it waits for the others, whose own is, and must not hold them up."""
+    first, large, last = (torch.nn.Parameter(torch.ones(count)) for count in (3, 1 << 20, 3))
+    dd.wrap_optimizer(torch.optim.SGD([first, large, last], lr=1.0))
+    loss = Meet.apply(first).sum() + large.sum()
+    if dd.rank() < dd.size() - 1:
+        loss = loss + last.sum()
+    loss.backward()
+    assert first.grad is not None
+    assert first.grad.tolist() == [dd.size()] * 3
+
+
 def main(case: str) -> None:
     before(case)
     for _ in range(2):
@@ -46,6 +71,7 @@ def main(case: str) -> None:
         (weight * dd.rank()).sum().backward()
         optimizer.step()
         assert torch.equal(weight.detach(), torch.full((100_000,), 1 - (dd.size() - 1) / 2))
+        meet_with_a_bucket_full_on_one_rank()
         group = dd.new_group([dd.size() - 1])
         if group.is_member:
             assert dd.allreduce(torch.ones(2, dtype=torch.bfloat16), "sum", group=group).tolist() == [1, 1]
