@@ -60,9 +60,9 @@ def last_rank_begins_late() -> None:
     dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
 
 
-def stops_in_a_step() -> None:
-    """One rank does not come to the backward of a second step, whose gradient is large."""
-    weight = torch.nn.Parameter(torch.ones(1 << 18))
+def stops_in_a_step(count: int) -> None:
+    """One rank does not come to the backward of a second step, whose gradient has so many elements."""
+    weight = torch.nn.Parameter(torch.ones(count))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
     for step in range(2):
         if step == 1 and dd.rank() == 1:
@@ -77,7 +77,8 @@ OPERATIONS: dict[str, Callable[[], object]] = {
     "joined": waits_for_a_stopped_rank,
     "late joined": joins_early,
     "late begun": last_rank_begins_late,
-    "stops in a step": stops_in_a_step,
+    "stops in a small step": lambda: stops_in_a_step(3),
+    "stops in a large step": lambda: stops_in_a_step(1 << 18),
 }
 
 

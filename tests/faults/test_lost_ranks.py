@@ -38,10 +38,11 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuse
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum' of float32(3,)", "6 s", where)
 
 
-def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refuses) -> None:
-    """Where MPI reduces a large tensor, in a call that itself would wait for ever."""
+@pytest.mark.parametrize("case", ["stops in a small step", "stops in a large step"])
+def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refuses, case: str) -> None:
+    """Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever."""
     argv, first = LAUNCHERS["mpirun"]
-    outcome = refuses([*argv, *RANK[first:], "mpi", "stops in a step"], timeout_s=LIMIT_S)
+    outcome = refuses([*argv, *RANK[first:], "mpi", case], timeout_s=LIMIT_S)
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.1.0' of float32", "No answer from rank 1")
 
 
