@@ -43,7 +43,7 @@ def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refus
     """Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever."""
     argv, first = LAUNCHERS["mpirun"]
     outcome = refuses([*argv, *RANK[first:], "mpi", case], timeout_s=LIMIT_S)
-    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.2.0' of float32", "No answer from rank 1")
+    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.", "of float32", "No answer from rank 1")
 
 
 @pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
