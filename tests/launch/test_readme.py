@@ -42,7 +42,7 @@ def example(launch: Launch) -> Path:
     ("start", "words"),
     [
         ([sys.executable], "1 ranks, none, single over none"),
-        (["torchrun", "--standalone", "--nproc-per-node=2"], "2 ranks, torchrun, native over gloo"),
+        (["torchrun", "--standalone", "--nproc-per-node=2"], "2 ranks, torchrun, native over shm"),
         (["horovodrun", "--gloo", "-np", "2", sys.executable], "2 ranks, horovodrun, horovod over gloo"),
     ],
     ids=["python", "torchrun", "horovodrun"],
