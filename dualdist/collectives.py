@@ -111,7 +111,7 @@ def _allreduce(
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
     name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
+    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **reduction_terms(tensors[0].device.type, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         _reduce_in_place(backend, tensors, op, scales, name)
@@ -120,10 +120,10 @@ def _allreduce(
     return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
 
 
-def _reduction_terms(device: torch.device, op: Op, scales: tuple[float, float]) -> dict[str, Any]:
+def reduction_terms(device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
     """What all ranks must pass alike, besides the tensors."""
     scaled = {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
-    return {"device": device.type, "op": op, **scaled}
+    return {"device": device, "op": op, **scaled}
 
 
 def _reduce_in_place(
@@ -176,10 +176,16 @@ def stand_in(offer: Offer) -> Operation[Any]:
     return Operation(offer, perform, device)
 
 
+def spec(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Dtype and shape in words: "float32(17, 3)"."""
+    return f"{str(dtype).removeprefix('torch.')}{tuple(shape)}"
+
+
 def spec_of(tensor: torch.Tensor, *, but_rows: bool = False) -> str:
-    """Dtype and shape in words: "float32(17, 3)", or "float32(*, 3)" where the number of rows may differ."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}({', '.join(['*', *map(str, tensor.shape[1:])])})" if but_rows else f"{dtype}{tuple(tensor.shape)}"
+    """Dtype and shape in words, "float32(*, 3)" where the number of rows may differ."""
+    if not but_rows:
+        return spec(tensor.dtype, tensor.shape)
+    return f"{spec(tensor.dtype, ())[:-1]}{', '.join(['*', *map(str, tensor.shape[1:])])})"
 
 
 def _spec(words: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -230,7 +236,7 @@ def sparse_allreduce(
     name = name_of(group, "sparse_allreduce", name)
     mine, scales = tensor.detach(), scales_of(prescale, postscale)
     terms: dict[str, Any] = {"tensors": [f"sparse {spec_of(tensor)}"], "sparse_dim": tensor.sparse_dim()}
-    terms |= _reduction_terms(tensor.device, op, scales)
+    terms |= reduction_terms(tensor.device.type, op, scales)
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
         return sparse_sum(backend, mine, op, f"op.{name}", scales)
@@ -418,7 +424,7 @@ def _reducescatter(
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     given = [_values(tensor) if scales[0] == 1 else scale_(_copy(tensor), scales[0]) for tensor in tensors]
     name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **_reduction_terms(tensors[0].device, op, scales)}
+    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **reduction_terms(tensors[0].device.type, op, scales)}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -36,6 +36,9 @@ from dualdist.mailbox import Letters, Mailbox
 from dualdist.moves import Exchange
 from dualdist.negotiation import Decision, Offer, Row, decide
 from dualdist.watch import Watch, WatchedBackend
+
+if TYPE_CHECKING:
+    from dualdist.express import Express
 
 T = TypeVar("T")
 
@@ -187,6 +190,7 @@ class Group:
         self._moved_at = 0.0
         self._failure: BaseException | None = None
         self._breaking = Breaking(self)
+        self._express = ""  # the name of what happens at once
         self._is_driven = False
         self._thread: threading.Thread | None = None
         self._drives_from = 0.0  # our thread, seconds on the monotonic clock
@@ -232,7 +236,7 @@ class Group:
             self._perform(handle, [operation.offer.own])
             return handle
         with self._changed:
-            if handle.name in self._pending:
+            if handle.name in self._pending or handle.name == self._express:
                 raise UsageError(
                     f"{operation.offer.what}: an operation of this name is still under way; wait for it, or choose "
                     "another name"
@@ -303,6 +307,37 @@ class Group:
                 if self._pending:
                     self._left_alone.notify_all()
 
+    def at_once(self, express: Express) -> torch.Tensor | Handle[torch.Tensor] | None:
+        """Do what this rank's program waits for with as little as possible around it.
+
+        None, and nothing has been sent, where something else is under way. A handle, to be waited for, where not all
+        ranks do the same.
+        """
+        self.require_usable()
+        with self._changed:
+            if self._is_driven or self._pending or self.observer is not None or self.size == 1:
+                return None
+            self._is_driven, self._express = True, express.name
+        try:
+            with self.watch.over(express):
+                exchange = self.exchange(express.message)
+                values = exchange.tails(express.agreed)
+                if values is not None:
+                    return express.perform(self.backend, values)
+                said = exchange.wait()
+            handle = Handle(self, express.operation())
+            with self._changed:
+                self._pending[handle.name] = handle
+            self._carry_out(said, [handle])
+            return handle
+        except Exception as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._express = ""
+                self._released()
+
     def finish_pending(self) -> None:
         """What this rank has begun is over; where it failed, its own wait() says so."""
         for handle in list(self._pending.values()):
@@ -333,13 +368,17 @@ class Group:
                 time.sleep(PAUSE_S)
         finally:
             self._changed.acquire()
-            for handle in offered:
-                if handle.done() and self._pending.get(handle.name) is handle:
-                    del self._pending[handle.name]
-            self._is_driven = False
-            self._changed.notify_all()
-            if self._pending:
-                self._left_alone.notify_all()
+            self._released()
+
+    def _released(self) -> None:
+        """Nobody drives any more; called with the lock held."""
+        for name, handle in list(self._pending.items()) if self._pending else ():
+            if handle.done():
+                del self._pending[name]
+        self._is_driven = False
+        self._changed.notify_all()
+        if self._pending:
+            self._left_alone.notify_all()
 
     def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
@@ -357,6 +396,10 @@ class Group:
             self._perform(offered[0], [offered[0].offer.own] * self.size)
             self._moved_at = time.monotonic()
             return True
+        return self._carry_out(said, offered)
+
+    def _carry_out(self, said: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
+        """Do what the ranks' messages decide; whether that was anything."""
         rows = [Row.loads(data) for data in said]
         decision = decide(rows, self.ranks)
         self._settle(decision, offered, rows)

@@ -76,6 +76,19 @@ class Mailbox:
                 return False
         return True
 
+    def tails(self, head: bytes, length: int) -> list[bytes] | None:
+        """What follows `head` in every rank's message of this length; None where some rank posted anything else."""
+        self.neighbours.wait(self.have_all_posted)
+        rows, middle, turn = self._rows, len(head), (self._sent - 1) % 2
+        tails = []
+        for place in range(self.size):
+            start = (2 * place + turn) * ROW_BYTES + LENGTH_BYTES
+            message = bytes(rows[start : start + length])
+            if not message.startswith(head):
+                return None
+            tails.append(message[middle:])
+        return tails
+
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's message, on every rank."""
         self.post(message)
@@ -97,6 +110,12 @@ class Letters:
     def are_alike(self) -> bool:
         """Whether all ranks are known to have passed the same, which is quicker to say than what they passed."""
         return len(self._payload) <= SHEET_BYTES and self._mailbox.all_say(self._first)
+
+    def tails(self, agreed: bytes) -> list[bytes] | None:
+        """What follows `agreed` in what the ranks passed; None where some rank passed anything else."""
+        if len(self._payload) > SHEET_BYTES:
+            return None
+        return self._mailbox.tails(self._first[:LENGTH_BYTES] + agreed, len(self._first))
 
     def done(self) -> bool:
         """Whether the first sheet, mostly the only one, has arrived from every rank."""

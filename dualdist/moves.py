@@ -39,6 +39,13 @@ class Exchange:
         """Whether all ranks are known to have passed the same."""
         return all(payload == self._payload for payload in self.wait())
 
+    def tails(self, agreed: bytes) -> list[bytes] | None:
+        """What follows `agreed` in what the ranks passed; None where some rank passed anything else."""
+        length, said = len(self._payload), self.wait()
+        if any(len(payload) != length or not payload.startswith(agreed) for payload in said):
+            return None
+        return [payload[len(agreed) :] for payload in said]
+
     def wait(self) -> list[bytes]:
         """What the ranks passed, in rank order."""
         if self._said is None:

@@ -11,6 +11,8 @@ from typing import Any
 from dualdist.errors import UsageError
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+# Between what a rank says and what comes along with it: Note [riders]. JSON does not hold it.
+RIDERS = b"\0"
 SHOWN = 8  # tensors, or ranks, at most, in an error
 # What the ranks that go on may still do when others have joined, who take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
@@ -89,7 +91,7 @@ class Row:
 
     @staticmethod
     def loads(data: bytes) -> Row:
-        offers, waiting, joined = json.loads(data)
+        offers, waiting, joined = json.loads(data.partition(RIDERS)[0])
         return Row(tuple(Offer(*offer) for offer in offers), waiting, None if joined is None else Joined(*joined))
 
     def offer(self, name: str) -> Offer | None:

@@ -85,11 +85,13 @@ def allreduce(
     through "mean" and "sum": the same reduction of the ranks' gradients.
 
     MismatchError on every rank where shapes, dtypes, operations or names differ."""
-    from dualdist import collectives, differentiable
+    from dualdist import collectives, differentiable, express
 
-    if not async_op and differentiable.wants_gradient([tensor]):
+    if async_op:
+        return collectives.allreduce(_group(group), tensor, op, name, prescale, postscale).begin()
+    if differentiable.wants_gradient([tensor]):
         return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
-    return _now_or_later(collectives.allreduce(_group(group), tensor, op, name, prescale, postscale), async_op)
+    return express.allreduce(_group(group), tensor, op, name, prescale, postscale)
 
 
 @overload
@@ -126,9 +128,11 @@ def allreduce_(
     async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows."""
-    from dualdist import collectives
+    from dualdist import collectives, express
 
-    return _now_or_later(collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale), async_op)
+    if async_op:
+        return collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale).begin()
+    return express.allreduce_(_group(group), tensor, op, name, prescale, postscale)
 
 
 @overload

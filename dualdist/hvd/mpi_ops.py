@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from dualdist import collectives, differentiable
+from dualdist import collectives, differentiable, express
 from dualdist.errors import UsageError
 from dualdist.group import Handle
 from dualdist.hvd import basics
@@ -219,7 +219,7 @@ def allreduce(
         if differentiable.wants_gradient([sent]):
             found = differentiable.allreduce(group, sent, how[0], name, *how[1:])
         else:
-            found = collectives.allreduce(group, sent, how[0], name, *how[1:]).wait()
+            found = express.allreduce(group, sent, how[0], name, *how[1:])
         return compression.decompress(found, ctx)
 
 
