@@ -14,6 +14,8 @@ most are under way: whoever writes a fifth has seen that all posted the third, b
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +36,8 @@ REDUCE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 # What passes through in pieces passes through slots of this size; it fits a processor's second cache.
 STAGE_BYTES = 1 << 20
 AT_ONCE = 2
+# Two ranks pass smaller ones: what a rank has just written is still in its second cache when the other's has come.
+PIECE_BYTES = 1 << 19
 STAGES = 2 * AT_ONCE
 # Up to here every rank reduces all by itself, which takes one phase, not two.
 WHOLE_BYTES = 1 << 14
@@ -318,19 +322,47 @@ class HostLine:
     def _in_pieces(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
         """Two ranks read all of each other's values; more ranks share the work out, which takes them two phases."""
         self._finish_last()
-        begun: list[tuple[torch.Tensor, Whole | Reduction]] = []
         flat = buffer.view(-1)
+        if self.is_only_host and self._segment.size == 2:
+            self._in_pieces_of_two(flat, op)
+            return buffer
+        begun: list[tuple[torch.Tensor, Reduction]] = []
         for number, piece in enumerate(flat.split(STAGE_BYTES // flat.itemsize)):
-            if self.is_only_host and self._segment.size == 2:
-                begun.append((piece, Whole(self, piece, op)))
-            else:
-                stage = self._filled(piece)
-                begun.append((piece, Reduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
+            stage = self._filled(piece)
+            begun.append((piece, Reduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
             if len(begun) == AT_ONCE:
                 _finish(*begun.pop(0))
         for piece, work in begun:
             _finish(piece, work)
         return buffer
+
+    def _in_pieces_of_two(self, flat: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce in place with the other rank of two: each piece is still in the cache when the other's comes.
+
+        The order of the two values does not matter to the result of any operation: it is the same on both ranks.
+        """
+        pieces = flat.split(PIECE_BYTES // flat.itemsize)
+        count, place, reduce = len(pieces[0]), self._segment.place, REDUCE[op]
+        slots = [[slot[: count * flat.itemsize].view(flat.dtype) for slot in stage.slots] for stage in self._stages]
+        posted: deque[tuple[torch.Tensor, int, int]] = deque()
+
+        def finish_first() -> None:
+            piece, turn, number = posted.popleft()
+            if not self._stages[turn].have_all(POSTED, number):
+                self.neighbours.wait(functools.partial(self._stages[turn].have_all, POSTED, number))
+            theirs = slots[turn][1 - place]
+            reduce(piece, theirs if len(piece) == count else theirs[: len(piece)], out=piece)
+
+        for piece in pieces:
+            self._turn += 1
+            turn = self._turn % STAGES
+            mine = slots[turn][place]
+            (mine if len(piece) == count else mine[: len(piece)]).copy_(piece)
+            posted.append((piece, turn, self._stages[turn].post()))
+            if len(posted) == AT_ONCE:
+                finish_first()
+        while posted:
+            finish_first()
 
     def allgather(self, tensor: torch.Tensor) -> Passing:
         """See Backend.allgather; on the only host."""
