@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import Backend, Buffer, Work
+from dualdist.backends.base import Backend, Buffer, Settling, Work
 from dualdist.compression import Cast, Compressor
-from dualdist.errors import UsageError
+from dualdist.errors import CollectiveError, UsageError
 from dualdist.holders import is_kept, references, uses
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
@@ -20,10 +21,11 @@ from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 # reduced apart, in parameter order, after the buckets: as a dense one where another rank has it dense (of tied weights
 # a loss may touch one use only). From then on its place in the bucket is empty.
 
-# Note [gradients in the bucket]: what has been reduced lies in a row of this rank's own, and the parameters' gradients
-# become views of it; a copy is made only where a program keeps the tensor that autograd made. A row in which somebody
-# still looks at gradients (a parameter that was not set to None, or a program that has kept one) is not written to
-# again: another takes its place until then.
+# Note [gradients in the bucket]: the parameters' gradients become views of the row in which what has been reduced lies;
+# a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at
+# gradients (a parameter that was not set to None, or a program that has kept one) is not written to again: another
+# takes its place until then. Of rows in memory that ranks share there are few, and one must be free when the next
+# round begins: where none would be, what has been reduced is copied to a row of this rank's own.
 
 GradientOp = Literal["mean", "sum", "adasum"]
 
@@ -147,6 +149,7 @@ class Flat:
 
     def __init__(self, values: torch.Tensor, plan: BucketPlan, buffer: Buffer | None = None) -> None:
         counts = plan.counts
+        before = uses(values)
         self.values = values
         self.buffer = buffer  # whose values these are
         self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
@@ -157,14 +160,56 @@ class Flat:
             if number not in plan.apart
         }
         del pieces  # which would count as kept
-        self._unkept = self._looks()
+        self._references = list(map(references, self.views.values()))
+        self._uses = uses(values) - before + 1
+        # The rows in this memory: buckets that take each other's place may lie there at the same time.
+        self._rows: weakref.WeakSet[Flat] = weakref.WeakSet() if buffer is None else buffer.rows
+        self._uses_without_rows = before - 1 if buffer is None else buffer.uses_without_rows
+        self._rows.add(self)
 
     def is_kept(self) -> bool:
         """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
-        return any(map(operator.gt, self._looks(), self._unkept))
+        ours = self._uses_without_rows + sum(row._uses for row in self._rows)
+        return uses(self.values) > ours or any(row._is_referred_to() for row in self._rows)
 
-    def _looks(self) -> list[int]:
-        return [uses(self.values), *map(references, self.views.values())]
+    def _is_referred_to(self) -> bool:
+        return any(map(operator.gt, map(references, self.views.values()), self._references))
+
+
+class Rows:
+    """Rows that take turns: one in which nobody looks is always there, or can be made by `make(number)`."""
+
+    def __init__(self, make: Callable[[int], Flat | None]) -> None:
+        self._make = make
+        self._made = 0
+        self.rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
+
+    def free(self) -> Flat:
+        """A row to write to."""
+        row = next((row for row in reversed(self.rows) if not row.is_kept()), None) or self._new()
+        if row is None:
+            raise CollectiveError("the program looks at gradients in all the memory that ranks share for them")
+        others = [other for other in self.rows if other is not row]
+        self.rows = [*others[-1:], row]
+        return row
+
+    def has_another(self) -> bool:
+        """Whether one would be free if somebody looked at the one that was used last."""
+        others, last = self.rows[:-1], self.rows[-1]
+        if any(not row.is_kept() for row in others):
+            return True
+        row = self._new()
+        if row is not None:
+            self.rows = [row, last]
+        return row is not None
+
+    def _new(self) -> Flat | None:
+        while (row := self._make(self._made)) is not None:
+            self._made += 1
+            if not row.is_kept():
+                return row
+            self.rows = [*self.rows, row][-2:]  # where an earlier bucket's gradients are still looked at
+        return None
 
 
 class Bucket:
@@ -181,9 +226,9 @@ class Bucket:
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
+        self._rows, self._own_rows = Rows(self._new_row), Rows(self._own_row)
         self._sent: Flat | None = None  # where gradients are gathered
         self._reduced: Flat | None = None  # where they lie afterwards, and become the parameters'
-        self._spare: Flat | None = None
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients as they were taken in
         self._is_begun = False
         self._work: Work | None = None
@@ -200,27 +245,21 @@ class Bucket:
 
     def _begin(self) -> Flat:
         """The row to gather this round's gradients in: Note [gradients in the bucket]."""
-        if self._sent is None or (not self._is_begun and self._sent is self._reduced):
-            self._sent = self._free_row(self._sent, self._new_row)
+        if self._sent is None or not self._is_begun:
+            self._sent = self._rows.free()
         self._is_begun = True
         return self._sent
 
-    def _free_row(self, row: Flat | None, make: Callable[[], Flat]) -> Flat:
-        """The row, or another one where somebody looks at it: the one before, or a new one."""
-        if row is not None and row.is_kept():
-            row, self._spare = self._spare, row
-        return make() if row is None or row.is_kept() else row
-
-    def _new_row(self) -> Flat:
+    def _new_row(self, number: int) -> Flat | None:
         if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.reducible:
-            buffer = self._new_buffer(self.plan.dtype)
-            return Flat(buffer.values, self.plan, buffer)
-        return self._own_row()
+            buffer = self._new_buffer(self.plan.dtype, number)
+            return None if buffer is None else Flat(buffer.values, self.plan, buffer)
+        return self._own_row(number)
 
-    def _new_buffer(self, dtype: torch.dtype) -> Buffer:
-        return self._line.buffer(self.plan.place, self.plan.length, dtype, self.plan.device)
+    def _new_buffer(self, dtype: torch.dtype, number: int) -> Buffer | None:
+        return self._line.buffer(self.plan.place, number, self.plan.length, dtype, self.plan.device)
 
-    def _own_row(self) -> Flat:
+    def _own_row(self, number: int) -> Flat:
         return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan)
 
     def pack(self, number: int, grad: torch.Tensor | None) -> None:
@@ -259,13 +298,14 @@ class Bucket:
     def _send(self, flat: Flat) -> None:
         name = self.plan.name
         if flat.buffer is not None:
-            self._work = flat.buffer.allreduce("sum", name)
+            self._work = flat.buffer.allreduce("sum", name, Settling(flat.gradients.numel(), self._settle))
         elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.reducible:
             self._work = allreduce_(self._line, self._compressed(flat), "sum", name)
         else:
-            self._cast = self._cast or self._new_buffer(self._wire_dtype)
+            self._cast = self._cast or self._new_buffer(self._wire_dtype, 0)
+            assert self._cast is not None, "number 0 is always there"
             self._cast.values.copy_(flat.values)
-            self._work = self._cast.allreduce("sum", name)
+            self._work = self._cast.allreduce("sum", name, Settling(0, self._settle))
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
@@ -279,8 +319,7 @@ class Bucket:
 
     def drop(self) -> None:
         """This rank will not use the bucket again."""
-        rows = [row.buffer for row in (self._sent, self._spare) if row is not None]
-        for buffer in (*rows, self._cast):
+        for buffer in (*(row.buffer for row in self._rows.rows), self._cast):
             if buffer is not None:
                 buffer.drop()
 
@@ -374,49 +413,62 @@ class Bucket:
         return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])
 
     @torch.no_grad()
-    def unpack(self, size: int) -> None:
-        """The reduced gradients, divided where they shall be a mean, lie in their places, after wait()."""
+    def unpack(self, *, stays: bool = True) -> None:
+        """The reduced gradients, divided where they shall be a mean, lie in their places, after wait(); in memory that
+        ranks share only if they may stay there until nobody looks at them.
+        """
         sent, result = self._sent, self._result
         assert sent is not None, "unpacked after launch()"
         assert result is not None, "unpacked after wait()"
-        flat = self._reduced = self._row_for(result, sent)
-        is_mean = self.recipe.op == "mean"
+        is_settled = result is sent.values and sent.buffer is not None and sent.buffer.settles
+        flat = self._reduced = self._row_for(result, sent, stays and (not is_settled or self._rows.has_another()))
+        is_elsewhere = result.data_ptr() != flat.values.data_ptr()
         if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, Cast):
-            self._decompress_each(flat, result, size, self.recipe.compressor)
-        elif result.data_ptr() == flat.values.data_ptr() or result.dtype != flat.values.dtype or not is_mean:
-            if result.data_ptr() != flat.values.data_ptr():
-                flat.values.copy_(result)
-            if is_mean:
-                divide_(flat.gradients, size)
-        else:
+            self._decompress_each(flat, result, self.recipe.compressor)
+            self._multiply(flat.gradients)
+        elif is_elsewhere and result.dtype == flat.values.dtype and self.recipe.op == "mean" and not is_settled:
             count = flat.gradients.numel()
-            divide(result[:count], size, flat.gradients)
+            divide(result[:count], self._line.size, flat.gradients)  # in one pass
             flat.tail.copy_(result[count:])
-        if self.recipe.predivide != 1.0:
-            flat.gradients.mul_(self.recipe.predivide)
+            self._multiply(flat.gradients)
+        else:
+            if is_elsewhere:
+                flat.values.copy_(result)
+            if not is_settled:
+                self._settle(flat.gradients)
 
-    def _row_for(self, result: torch.Tensor, sent: Flat) -> Flat:
-        """Where the result shall lie: where it was sent from, but for what lies there in memory that ranks share."""
-        if sent.buffer is None or result.data_ptr() == sent.values.data_ptr():
+    def _settle(self, sums: torch.Tensor) -> None:
+        """Sums over the ranks become, in place, what the recipe makes of them."""
+        if self.recipe.op == "mean":
+            divide_(sums, self._line.size)
+        self._multiply(sums)
+
+    def _multiply(self, sums: torch.Tensor) -> None:
+        if self.recipe.predivide != 1.0:
+            sums.mul_(self.recipe.predivide)
+
+    def _row_for(self, result: torch.Tensor, sent: Flat, stays: bool) -> Flat:
+        """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""
+        if sent.buffer is None or (result.data_ptr() == sent.values.data_ptr() and stays):
             return sent
-        return self._free_row(self._reduced, self._own_row)
+        return self._own_rows.free()
 
     def _done_flat(self) -> Flat:
         assert self._reduced is not None, "asked after unpack()"
         return self._reduced
 
-    def _decompress_each(self, flat: Flat, result: torch.Tensor, size: int, compressor: Compressor) -> None:
+    def _decompress_each(self, flat: Flat, result: torch.Tensor, compressor: Compressor) -> None:
         sums, tail = result.tensor_split([result.numel() - flat.tail.numel()])
         flat.tail.copy_(tail)
         is_mean, can_divide = self.recipe.op == "mean", sums.is_floating_point() or sums.is_complex()
         if is_mean and can_divide:
-            divide_(sums, size)
+            divide_(sums, self._line.size)
         pieces = sums.split([shape.numel() for shape in self._shapes])
         sent = zip(pieces, self._shapes, self._dtypes, self._contexts, strict=True)
         for view, (piece, shape, dtype, ctx) in zip(flat.views.values(), sent, strict=True):
             view.copy_(compressor.decompress(piece.view(shape).to(dtype), ctx))
         if is_mean and not can_divide:
-            divide_(flat.gradients, size)
+            divide_(flat.gradients, self._line.size)
 
 
 def _sparse_dim(grad: torch.Tensor | None) -> int:

@@ -76,7 +76,7 @@ class Follower:
         for bucket in buckets:
             bucket.wait()
         for place, bucket in enumerate(buckets):
-            bucket.unpack(self._group.size)
+            bucket.unpack()
             apart = bucket.to_reduce_apart(bucket.told())
             for member, as_dense in apart:
                 bucket.reduce_apart(member, None, as_dense=as_dense)

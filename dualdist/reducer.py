@@ -177,16 +177,21 @@ class Reducer:
         apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
         shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
         plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NOWHERE, apart)
-        wire = wire_dtype(dtype, self._recipe)
+        # What Adasum's buckets carry is no gradients: nothing is compressed.
+        wire = dtype if self._recipe.op == "adasum" else wire_dtype(dtype, self._recipe)
         if wire is not None and wire in self._line.reducible:
             plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
         self._rounds.buckets.append(plan)
         self._members.append(members)
         self._buckets.append(self._rounds.bucket(place, self._line))
 
+    @property
+    def _may_plan_anew(self) -> bool:
+        return self._plans == 1 and not self._together and self._recipe.op != "adasum"
+
     def _shall_plan_anew(self) -> bool:
         """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
-        if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
+        if not self._may_plan_anew or not self._buckets:
             return False
         return self._buckets[0].ranks_taking_part() == self.group.size
 
@@ -351,7 +356,7 @@ class Reducer:
         all_params = self.params
         for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
             params = [all_params[number] for number in members]
-            bucket.unpack(self.group.size)
+            bucket.unpack(stays=not self._may_plan_anew)
             apart = bucket.put_back(params)
             for member, as_dense in apart:
                 grad = params[member].grad

@@ -74,10 +74,14 @@ class Segment:
         self._locks = locks
         fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)  # Note [who lives]
 
-    def allocate(self, start: int, nbytes: int) -> None:
-        """Make room at `start`; one process does it for all. BackendUnavailableError where there is none."""
+    def allocate(self, start: int, nbytes: int, end: int = 0) -> None:
+        """Make room at `start`, and let the segment reach as far as `end`, up to which it has no room yet; one process
+        does it for all. BackendUnavailableError where there is none.
+        """
         try:
             os.posix_fallocate(self._memory, start, nbytes)
+            if end > os.fstat(self._memory).st_size:
+                os.ftruncate(self._memory, end)
         except OSError as error:
             raise BackendUnavailableError(f"{FOLDER}: {error.strerror}") from error
 

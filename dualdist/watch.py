@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Store, Work
+from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Settling, Store, Work
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RendezvousError, UnsupportedError
 
@@ -191,11 +191,16 @@ class _WatchedBuffer:
 
     def __init__(self, backend: WatchedBackend, buffer: Buffer) -> None:
         self.values = buffer.values
+        self.settles = buffer.settles
+        self.rows = buffer.rows
+        self.uses_without_rows = buffer.uses_without_rows
         self._backend = backend
         self._buffer = buffer
 
-    def allreduce(self, op: ReduceOp, name: str) -> WatchedWork:
-        return self._backend._watched("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name))
+    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> WatchedWork:
+        return self._backend._watched(
+            "allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling)
+        )
 
     def drop(self) -> None:
         self._buffer.drop()
@@ -243,8 +248,9 @@ class WatchedBackend:
         with self._watch.over(f"reservation of {nbytes} bytes"):
             return self._backend.reserve(nbytes, device)
 
-    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        return _WatchedBuffer(self, self._backend.buffer(place, count, dtype, device))
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
+        buffer = self._backend.buffer(place, number, count, dtype, device)
+        return None if buffer is None else _WatchedBuffer(self, buffer)
 
     def channel(self, key: str) -> Backend:
         return WatchedBackend(self._backend.channel(key), self._watch)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import weakref
+
     import torch
 
 ReduceOp = Literal["sum", "min", "max", "product"]
@@ -39,12 +42,23 @@ class Work(Protocol):
         """Finish the operation and return its result; raises CollectiveError. On CUDA only the current stream waits."""
 
 
+@dataclass(frozen=True)
+class Settling:
+    """What is to be done, in place, with the first `count` elements of a result, piece by piece."""
+
+    count: int
+    settle: Callable[[torch.Tensor], object]
+
+
 class Buffer(Protocol):
     """A place for values that are reduced again and again."""
 
     values: torch.Tensor  # flat; what the next reduction takes from this rank
+    settles: bool  # the result itself, piece by piece, while it is in the processor's cache
+    rows: weakref.WeakSet[Any]  # for the caller, of whatever lies in the memory of the values
+    uses_without_rows: int  # of that memory, by tensors that are neither `values` nor the caller's
 
-    def allreduce(self, op: ReduceOp, name: str) -> Work:
+    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> Work:
         """Begin to reduce the values. The result lies in `values`, or where ranks share it: nobody may change it then,
         and it lasts until the next reduction begins.
         """
@@ -99,8 +113,10 @@ class Backend(Protocol):
     def reserve(self, nbytes: int, device: torch.device) -> int:
         """A place for a buffer of so many bytes on every rank: every rank calls this, and gets the same number."""
 
-    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """The buffer at a place that was reserved for it, its values undefined; not between ranks."""
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
+        """Buffer `number` at a place that was reserved, its values undefined; not between ranks, each of which chooses
+        one for every reduction. Number 0 is always there; None where there is no room for another.
+        """
 
     def channel(self, key: str) -> Backend:
         """Another line between the same ranks, on which operations do not wait behind this one's."""

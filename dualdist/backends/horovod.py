@@ -206,7 +206,7 @@ class HorovodBackend:
     def reserve(self, nbytes: int, device: torch.device) -> int:
         return 0
 
-    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
         return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def channel(self, key: str) -> HorovodBackend:

@@ -195,10 +195,10 @@ class NativeBackend:
         self._is_full = bool(reason)
         return NO_PLACE if reason else place
 
-    def buffer(self, place: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
         if self._host is None or place == NO_PLACE:
             return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
-        return self._host.buffer(place, count, dtype)
+        return self._host.buffer(place, number, count, dtype)
 
     def channel(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)

@@ -5,8 +5,12 @@ memory, and nothing is sent. Ranks move on when they look (Work.done and Work.wa
 several hosts, the first rank of each, its leader, reduces the result with the other leaders, and tells its neighbours.
 
 Note [phases]: a round of a buffer has two. A rank has "posted" when its values are in its slot, and has "finished" when
-it will not read the slots again, having reduced its part into the result. A slot is written again after all have
-finished. The result is written again after all have posted anew, which they do when they have read it.
+it has reduced its part. On the only host it writes its part of the result into the slots of all, each of which is its
+rank's own again when all have finished. A rank has two slots, and says which one it has "chosen" before it posts.
+
+Where there are several hosts, each rank writes its part into a slot for the result, which their leader reduces with
+those of the other hosts. A slot is written again after all have finished, the result after all have posted anew, which
+they do when they have read it.
 
 Note [in turn]: values that every rank reads whole need no second phase where four buffers are used in turn, and two at
 most are under way: whoever writes a fifth has seen that all posted the third, before which they had read the first.
@@ -15,13 +19,16 @@ most are under way: whoever writes a fifth has seen that all posted the third, b
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp, Work
+from dualdist.backends.base import Backend, ReduceOp, Settling, Work
 from dualdist.errors import BackendUnavailableError
+from dualdist.holders import uses
 from dualdist.mailbox import LINE_BYTES, WORD_BYTES, Mailbox
 from dualdist.mailbox import nbytes as mailbox_bytes
 from dualdist.moves import as_bytes
@@ -45,25 +52,32 @@ REASON = 500  # characters
 # A part begins on a cache line of its own, for every dtype.
 ALIGNED = 64
 # The words that each rank has in a buffer.
-POSTED, FINISHED, SPREAD, DROPPED = range(4)
+POSTED, FINISHED, SPREAD, DROPPED, CHOSEN = range(5)
+# How many slots a rank has to choose from.
+CHOICES = 2
 REMOVE = 9  # madvise(2): MADV_REMOVE
 
 
 class Shared:
-    """A slot for every rank, a place for the result, and the words that say how far each rank has come."""
+    """Slots, first one for every rank, and the words that say how far each rank has come."""
 
-    def __init__(self, segment: Segment, start: int, nbytes: int) -> None:
-        self.size, self.place, self.nbytes = segment.size, segment.place, nbytes
-        memory = segment.map(start, shared_bytes(segment.size, nbytes))
+    def __init__(self, segment: Segment, start: int, nbytes: int, slots: int) -> None:
+        self.size, self.place = segment.size, segment.place
+        memory = segment.map(start, shared_bytes(self.size, slots, nbytes))
         self._memory = memory
         self._words = memoryview(memory).cast("q")
         step, width = LINE_BYTES // WORD_BYTES, pages(nbytes)
         others = [place for place in range(self.size) if place != self.place]
         self._mine = self.place * step
         self._theirs = [place * step for place in others]
-        body = torch.frombuffer(memory, dtype=torch.uint8, offset=pages(self.size * LINE_BYTES))
-        self.slots = [body[place * width : place * width + nbytes] for place in range(self.size)]
-        self.result = body[self.size * width : self.size * width + nbytes]
+        body = pages(self.size * LINE_BYTES)
+        # Each has a storage of its own, whose users can be counted.
+        self.slots = [
+            torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=body + number * width)
+            for number in range(slots)
+        ]
+        self.uses_alone = uses(self.slots[0])
+        self.rows: list[weakref.WeakSet[Any]] = [weakref.WeakSet() for _ in self.slots]
 
     def post(self) -> int:
         """My values are in my slot; returns the number of the round."""
@@ -84,6 +98,14 @@ class Shared:
         """Whether this word of the leader has come so far."""
         return self._words[word] >= number
 
+    def told(self, word: int) -> list[int]:
+        """This word of every rank."""
+        return [self._words[place * LINE_BYTES // WORD_BYTES + word] for place in range(self.size)]
+
+    def is_looked_at(self) -> bool:
+        """Whether anybody here looks at this rank's slots."""
+        return any(uses(slot) > self.uses_alone for slot in self.slots[self.place :: self.size])
+
     def is_dropped(self) -> bool:
         """Whether no rank uses it any more."""
         return self.have_all(DROPPED, 1) and self._words[self._mine + DROPPED] == 1
@@ -95,28 +117,24 @@ class Shared:
 
 def line_bytes(size: int) -> int:
     """What a line of so many ranks takes from the start."""
-    return mailbox_bytes(size) + STAGES * shared_bytes(size, STAGE_BYTES)
+    return mailbox_bytes(size) + STAGES * shared_bytes(size, size + 1, STAGE_BYTES)
 
 
-def shared_bytes(size: int, nbytes: int) -> int:
-    """What a Shared takes of its segment."""
-    return pages(size * LINE_BYTES) + (size + 1) * pages(nbytes)
+def shared_bytes(size: int, slots: int, nbytes: int) -> int:
+    """What a Shared of so many ranks and slots takes of its segment."""
+    return pages(size * LINE_BYTES) + slots * pages(nbytes)
 
 
-class Reduction:
+class OnHost:
     """One round of a buffer, from the moment when this rank's values are in its slot. A Work."""
 
-    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+    def __init__(self, line: HostLine, shared: Shared, op: ReduceOp) -> None:
         self.is_between_hosts = False  # or has been
         self._line = line
         self._shared = shared
         self._op = op
-        self._name = name
-        nbytes = count * dtype.itemsize
-        self._slots = [slot[:nbytes].view(dtype) for slot in shared.slots]
-        self._result = shared.result[:nbytes].view(dtype)
+        self._result: torch.Tensor
         self._is_reduced = self._is_done = False
-        self._between_hosts: Work | None = None
         self._number = shared.post()
         line.under_way.append(self)
 
@@ -126,8 +144,8 @@ class Reduction:
         return self._is_done
 
     def wait(self) -> torch.Tensor:
-        """The result, which all ranks of the host see and none may change."""
-        self._line.neighbours.wait(self.done)
+        if not self._is_done:
+            self._line.neighbours.wait(self.done)
         return self._result
 
     def advance(self, *, may_leave: bool) -> bool:
@@ -136,14 +154,65 @@ class Reduction:
         if not self._is_reduced:
             if not shared.have_all(POSTED, number):
                 return False
-            self._reduce()
+            self._reduce(*_part(self._result.numel(), shared.place, shared.size))
             shared.say(FINISHED, number)
             self._is_reduced = True
-        self._is_done = shared.have_all(FINISHED, number) and (self._line.is_only_host or self._has_spread(may_leave))
+        self._is_done = shared.have_all(FINISHED, number) and self._has_spread(may_leave)
         return self._is_done
 
+    def _reduce(self, start: int, end: int) -> None:
+        """My part of everybody's values, in rank order, so that all sums round alike."""
+        raise NotImplementedError
+
     def _has_spread(self, may_leave: bool) -> bool:
-        """Whether the host's result has become that of all hosts, which its leader sees to."""
+        """Whether the host's result has become that of all hosts."""
+        return True
+
+
+def _part(count: int, place: int, size: int) -> tuple[int, int]:
+    """The first element of a rank's part, and the one after its last."""
+    each = -(-count // (size * ALIGNED)) * ALIGNED
+    return min(count, place * each), min(count, (place + 1) * each)
+
+
+class InSlots(OnHost):
+    """On the only host: the ranks write their parts of the result into everybody's slots."""
+
+    def __init__(self, line: HostLine, shared: Shared, values: torch.Tensor, op: ReduceOp, settling: Settling) -> None:
+        self._result = values
+        self._settling = settling
+        super().__init__(line, shared, op)
+
+    def _reduce(self, start: int, end: int) -> None:
+        shared, dtype = self._shared, self._result.dtype
+        slots = [shared.slots[choice * shared.size + place] for place, choice in enumerate(shared.told(CHOSEN))]
+        step = PIECE_BYTES // dtype.itemsize
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            total, *others = [slot[first * dtype.itemsize : last * dtype.itemsize].view(dtype) for slot in slots]
+            reduce_into(total, [total, *others], self._op)
+            if first < self._settling.count:
+                self._settling.settle(total[: self._settling.count - first])
+            for other in others:
+                other.copy_(total)
+
+
+class Reduction(OnHost):
+    """One of several hosts: the ranks share the work out, and its leader, with those of the other hosts, ends it."""
+
+    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+        self._name = name
+        self._between_hosts: Work | None = None
+        *self._slots, self._result = [slot[: count * dtype.itemsize].view(dtype) for slot in shared.slots]
+        super().__init__(line, shared, op)
+
+    def _reduce(self, start: int, end: int) -> None:
+        if start < end:
+            reduce_into(self._result[start:end], [slot[start:end] for slot in self._slots], self._op)
+
+    def _has_spread(self, may_leave: bool) -> bool:
+        if self._line.is_only_host:
+            return True
         leaders = self._line.leaders
         if leaders is None:
             return self._shared.has_leader(SPREAD, self._number)
@@ -155,14 +224,6 @@ class Reduction:
         self._between_hosts.wait()
         self._shared.say(SPREAD, self._number)
         return True
-
-    def _reduce(self) -> None:
-        """My part of everybody's values, in rank order, so that all sums round alike."""
-        count = self._result.numel()
-        each = -(-count // (self._shared.size * ALIGNED)) * ALIGNED
-        start, end = (min(count, place * each) for place in (self._shared.place, self._shared.place + 1))
-        if start < end:
-            reduce_into(self._result[start:end], [slot[start:end] for slot in self._slots], self._op)
 
 
 def reduce_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -177,19 +238,27 @@ def reduce_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
 
 
 class SharedBuffer:
-    """A Buffer whose values lie in this rank's slot."""
+    """A Buffer whose values lie in one of this rank's slots."""
 
-    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype) -> None:
-        self.values = shared.slots[shared.place].view(dtype)
+    def __init__(self, line: HostLine, shared: Shared, number: int, count: int, dtype: torch.dtype) -> None:
+        chosen = number * shared.size + shared.place
+        slot = shared.slots[chosen]
+        self.values = slot[: count * dtype.itemsize].view(dtype)
+        self.settles = line.is_only_host
+        self.rows = shared.rows[chosen]
+        self.uses_without_rows = shared.uses_alone
         self._line = line
         self._shared = shared
-        self._count = count
+        self._number = number
 
-    def allreduce(self, op: ReduceOp, name: str) -> Reduction:
-        return Reduction(self._line, self._shared, self._count, self.values.dtype, op, name)
+    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> OnHost:
+        if not self._line.is_only_host:
+            return Reduction(self._line, self._shared, len(self.values), self.values.dtype, op, name)
+        self._shared.say(CHOSEN, self._number)
+        return InSlots(self._line, self._shared, self.values, op, settling)
 
     def drop(self) -> None:
-        self._shared.say(DROPPED, 1)
+        self._line.drop(self._shared)
 
 
 class Whole:
@@ -228,7 +297,8 @@ class Posted:
 
     def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """What every rank has posted."""
-        return [slot[: count * dtype.itemsize].view(dtype) for slot in self._stage.slots]
+        slots = self._stage.slots[: self._stage.size]
+        return [slot[: count * dtype.itemsize].view(dtype) for slot in slots]
 
 
 class Passing:
@@ -257,13 +327,16 @@ class HostLine:
         self.neighbours = Neighbours(segment, ranks, timeout_s)
         self.is_only_host = is_only_host
         self.leaders = leaders  # the line between the hosts' first ranks, on those
-        self.under_way: list[Reduction] = []
+        self.under_way: list[OnHost] = []
         self._segment = segment
         self._mailbox = Mailbox(self.neighbours)
-        stage_bytes, start = shared_bytes(segment.size, STAGE_BYTES), mailbox_bytes(segment.size)
-        self._stages = [Shared(segment, start + number * stage_bytes, STAGE_BYTES) for number in range(STAGES)]
+        slots = segment.size + 1
+        stage_bytes, start = shared_bytes(segment.size, slots, STAGE_BYTES), mailbox_bytes(segment.size)
+        self._stages = [Shared(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
         self._end = start + STAGES * stage_bytes
-        self._made: dict[int, Shared] = {}  # by the leader, who frees them
+        self._reserved: dict[int, int] = {}  # where buffers start -> bytes of a slot
+        self._made: dict[int, Shared] = {}
+        self._dropped: list[Shared] = []
         self._turn = 0
         self._last: Whole | None = None
 
@@ -278,18 +351,26 @@ class HostLine:
 
     def reserve(self, nbytes: int) -> tuple[int, str]:
         """Where a buffer of so many bytes for each rank lies, and why it does not fit: the same on all hosts."""
-        start, wanted = self._end, shared_bytes(self._segment.size, nbytes)
-        self._end += wanted
+        start = self._end
+        self._end += shared_bytes(self._segment.size, self._slots, nbytes)
         said = b""
+        self._reserved[start] = nbytes
+        self._free_dropped()
         if self._segment.place == 0:
-            self._free_dropped()
-            said = self._allocated(start, wanted).encode()[:REASON]
+            said = self._allocated(start, nbytes).encode()[:REASON]
         return start, self._mailbox.exchange(said)[0].decode(errors="replace")
 
+    @property
+    def _slots(self) -> int:
+        """Those of a buffer: two for each rank, or where there are several hosts one, and one for the result."""
+        return self._segment.size * CHOICES if self.is_only_host else self._segment.size + 1
+
     def _allocated(self, start: int, nbytes: int) -> str:
+        """Make room, for the first slot of every rank only: a rank that needs its second one sees to it then."""
+        slots = self._segment.size if self.is_only_host else self._slots
         reason = ""
         try:
-            self._segment.allocate(start, nbytes)
+            self._segment.allocate(start, shared_bytes(self._segment.size, slots, nbytes), self._end)
         except BackendUnavailableError as error:
             reason = str(error)
         if self.leaders is not None:
@@ -299,17 +380,34 @@ class HostLine:
         return reason
 
     def _free_dropped(self) -> None:
+        """What nobody looks at any more, on no rank, goes back to the system."""
+        for shared in [shared for shared in self._dropped if not shared.is_looked_at()]:
+            shared.say(DROPPED, 1)
+            self._dropped.remove(shared)
         for start, shared in list(self._made.items()):
             if shared.is_dropped():
-                shared.free()
-                del self._made[start]
+                if self._segment.place == 0:
+                    shared.free()
+                del self._made[start], self._reserved[start]
 
-    def buffer(self, start: int, count: int, dtype: torch.dtype) -> SharedBuffer:
-        """The buffer that was reserved there."""
-        shared = Shared(self._segment, start, count * dtype.itemsize)
-        if self._segment.place == 0:
-            self._made.setdefault(start, shared)
-        return SharedBuffer(self, shared, count, dtype)
+    def buffer(self, start: int, number: int, count: int, dtype: torch.dtype) -> SharedBuffer | None:
+        """This rank's buffer of that number where it was reserved; None where there is no such slot, or no room."""
+        nbytes, size = self._reserved[start], self._segment.size
+        if number:
+            if not self.is_only_host or number >= CHOICES:
+                return None
+            try:
+                mine = shared_bytes(size, number * size + self._segment.place, nbytes)
+                self._segment.allocate(start + mine, pages(nbytes))
+            except BackendUnavailableError:
+                return None
+        if start not in self._made:
+            self._made[start] = Shared(self._segment, start, nbytes, self._slots)
+        return SharedBuffer(self, self._made[start], number, count, dtype)
+
+    def drop(self, shared: Shared) -> None:
+        """This rank uses it no more, but for those who still look at what lies there."""
+        self._dropped.append(shared)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""
@@ -343,7 +441,7 @@ class HostLine:
         """
         pieces = flat.split(PIECE_BYTES // flat.itemsize)
         count, place, reduce = len(pieces[0]), self._segment.place, REDUCE[op]
-        slots = [[slot[: count * flat.itemsize].view(flat.dtype) for slot in stage.slots] for stage in self._stages]
+        slots = [[slot[: count * flat.itemsize].view(flat.dtype) for slot in stage.slots[:2]] for stage in self._stages]
         posted: deque[tuple[torch.Tensor, int, int]] = deque()
 
         def finish_first() -> None:
