@@ -236,7 +236,7 @@ class Bucket:
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []  # a compressor may choose one for each gradient
-        self._large = {
+        self.large = {
             number
             for number, shape in enumerate(plan.shapes)
             if shape.numel() * plan.dtype.itemsize >= LARGE_BYTES and plan.device.type == "cpu"
@@ -263,8 +263,8 @@ class Bucket:
         return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan)
 
     def pack(self, number: int, grad: torch.Tensor | None) -> None:
-        """Take in a large gradient as soon as it is finished, while it is in the processor's cache."""
-        if number not in self._large or grad is None or grad.is_sparse:
+        """Take in a gradient as soon as it is finished, while it is in the processor's cache; of the large ones."""
+        if grad is None or grad.is_sparse:
             return
         view = self._begin().views.get(number)
         if view is not None:

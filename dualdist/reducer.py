@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dualdist.group import Group
 
 NOWHERE = -1
+_current_backward = torch._C._current_graph_task_id
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 
 # Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in
@@ -250,7 +251,7 @@ class Reducer:
         with self._lock:
             if self.is_suspended:
                 return
-            backward = torch._C._current_graph_task_id()
+            backward = _current_backward()
             if backward not in self._backwards_open:
                 with self.errors(), self.group.breaking():
                     self._begin_backward(backward)
@@ -259,7 +260,9 @@ class Reducer:
                 return
             self._arrived[number] = True
             bucket = self._buckets[self._bucket_of[number]]
-            bucket.pack(self._seat_of[number], param.grad)
+            seat = self._seat_of[number]
+            if seat in bucket.large:
+                bucket.pack(seat, param.grad)
             bucket.waiting_for -= 1
             if bucket.waiting_for == 0 and len(self.group.reducers) == 1:
                 with self.errors(), self.group.breaking():
@@ -394,6 +397,8 @@ def drop(buckets: Sequence[Bucket]) -> None:
 
 class _Hook:
     """Tells a reducer that autograd has finished one of its parameters' gradients."""
+
+    __slots__ = ("_number", "reducer")
 
     def __init__(self, reducer: Reducer, number: int) -> None:
         self.reducer = reducer
