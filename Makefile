@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
-	"import hypothesis, PIL, mpi4py, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+	"import hypothesis, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
 .PHONY: setup install demo bench test check clean
 
@@ -41,7 +41,7 @@ install:
 	@$(PIP) $(TORCH) $(BUILD_TOOLS)
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,bench,examples,test]'
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,examples,test]'
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
 	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
