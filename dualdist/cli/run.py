@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dualdist.cli import schedule
 from dualdist.errors import UsageError
 from dualdist.launchers import LAUNCHERS, Command, Job, command
 from dualdist.launchers.run import look
@@ -23,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""
     add = parser.add_argument
     parser.usage = "dualdist run [option ...] [-m] program [argument ...]"
-    add("-np", "--ranks", type=int, default=1, metavar="N", help="how many ranks, on this host (default: 1)")
+    add("-np", "--ranks", type=int, metavar="N", help="how many ranks (default: 1, or what --scheduler gives)")
     add(
         "--launcher",
         metavar="NAME",
@@ -42,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--dry-run", action="store_true", help="print the command line and do nothing")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as for python -m")
+    schedule.configure(parser)
     add("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
     parser.epilog = "Exit code: the job's own."
 
@@ -49,7 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end, or print its command line; its exit code."""
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
-    job = Job(program(words, is_module=args.is_module, as_horovod=args.as_horovod), args.ranks, args.backend)
+    found = program(words, is_module=args.is_module, as_horovod=args.as_horovod)
+    if args.scheduler is not None:
+        return schedule.run(args, found, launcher=args.launcher, ranks=args.ranks, backend=args.backend)
+    schedule.refuse_stray(args)
+    job = Job(found, 1 if args.ranks is None else args.ranks, args.backend)
     launcher = args.launcher
     if launcher is None:
         launcher, reason = default_launcher(os.environ, args.backend)

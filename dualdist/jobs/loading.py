@@ -27,7 +27,11 @@ EXPECTED = {
     "model_type": "a mapping of names to values",
     "string_too_short": "a text that is not empty",
 }
-PATTERNS = {"memory": "a number and a unit, as 64G", "time": "[days-]hours:minutes:seconds, as 2:00:00"}
+PATTERNS = {
+    "memory": "a number and a unit, as 64G",
+    "memory_per_task": "a number and a unit, as 8G",
+    "time": "[days-]hours:minutes:seconds, as 2:00:00",
+}
 
 
 def load(path: Path, *, horovod_has_mpi: bool | None = None) -> JobFile:

@@ -31,15 +31,17 @@ class _Part(BaseModel):
 class Resources(_Part):
     """What a scheduler is asked for; each is left to the scheduler where it is None.
 
-    `memory` is one node's, as the scheduler writes it ("64G"); `time` is "[days-]hours:minutes:seconds"; `setup` are
+    `memory` is one node's, as "64G"; GPUs and memory are asked for per node or per task. `time` is "[days-]hours:minutes:seconds"; `setup` are
     lines of shell before the job, such as `module load openmpi`; `container` is an image.
     """
 
     nodes: Count | None = None
     tasks_per_node: Count | None = None
     gpus_per_node: Annotated[int, Field(ge=0, strict=True)] | None = None
+    gpus_per_task: Annotated[int, Field(ge=0, strict=True)] | None = None
     cpus_per_task: Count | None = None
     memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[KMGT]?i?[bB]?$")] | None = None
+    memory_per_task: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[KMGT]?i?[bB]?$")] | None = None
     time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")] | None = None
     partition: Text | None = None
     queue: Text | None = None

@@ -13,6 +13,8 @@ TIME = re.compile(r"(?:(?P<days>[0-9]{1,4})-)?(?P<hours>[0-9]{1,5}):(?P<minutes>
 MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,3})?)(?P<unit>[KMGT])(?:i?[bB])?")
 MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+WORD = re.compile(r"[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,12 @@ class Request:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.program:
-            raise UsageError("a job needs a program: a script, or -m and a module")
-        for name, least in (("nodes", 1), ("tasks_per_node", 1), ("cpus_per_task", 1)):
-            _at_least(name, getattr(self, name), least)
-        for name in ("gpus_per_node", "gpus_per_task"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 0)
-        _one_of("gpus_per_node", self.gpus_per_node, "gpus_per_task", self.gpus_per_task)
-        _one_of("memory", self.memory, "memory_per_task", self.memory_per_task)
+        self._check_numbers()
+        self._check_words()
         if self.launcher == "torchrun" and self.gpus_per_task:
             raise UsageError(
-                f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, and all its ranks need to see "
-                f"the GPUs of the node: --gpus-per-node {self.gpus_per_task * self.tasks_per_node}"
+                f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, whose ranks all see the node's "
+                f"GPUs: --gpus-per-node {self.gpus_per_task * self.tasks_per_node}"
             )
         if self.gpus_per_node and self.gpus_per_node < self.tasks_per_node:
             raise UsageError(
@@ -67,15 +62,33 @@ class Request:
         if self.container and self.launcher == "horovodrun":
             raise UsageError(
                 "horovodrun starts ranks by ssh, outside of any container: choose another launcher, "
-                "DUALDIST_BACKEND=horovod runs under all of them"
+                "the backend horovod runs under all of them"
             )
-        if self.name and not NAME.fullmatch(self.name):
-            raise UsageError(f"job name {self.name!r}: expected letters, digits, dots, dashes and underscores, at most 63")
-        for written in (self.queue, self.account, self.container):
-            if written is not None and (not written or any(c in written for c in "\n'\"") or written.startswith("-")):
-                raise UsageError(f"{written!r}: expected a name without quotes, and not empty")
+
+    def _check_numbers(self) -> None:
+        for name, least in (("nodes", 1), ("tasks_per_node", 1), ("cpus_per_task", 1)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("gpus_per_node", "gpus_per_task"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 0)
+        _one_of("gpus_per_node", self.gpus_per_node, "gpus_per_task", self.gpus_per_task)
+        _one_of("memory", self.memory, "memory_per_task", self.memory_per_task)
         self.node_memory_mib()
         self.seconds()
+
+    def _check_words(self) -> None:
+        if not self.program:
+            raise UsageError("a job needs a program: a script, or -m and a module")
+        if self.name and not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"--job-name {self.name}: expected letters, digits, dots, dashes and underscores, at most 63"
+            )
+        for option, word in (("partition", self.queue), ("account", self.account), ("container", self.container)):
+            if word is not None and not WORD.fullmatch(word):
+                raise UsageError(f"--{option} {word!r}: expected one word of letters, digits and ._:/@+-")
+        for variable in self.env:
+            if not VARIABLE.fullmatch(variable):
+                raise UsageError(f"{variable!r} is no name of a variable: expected letters, digits and underscores")
 
     @property
     def size(self) -> int:
@@ -97,7 +110,8 @@ class Request:
         """What every rank must find in its environment."""
         chosen = {"DUALDIST_BACKEND": self.backend, "DUALDIST_TRANSPORT": self.transport}
         given = {name: value for name, value in chosen.items() if value is not None}
-        return {"OMP_NUM_THREADS": str(self.cpus_per_task), **self.env, **given}
+        own = {"OMP_NUM_THREADS": str(self.cpus_per_task), "PYTHONUNBUFFERED": "1"}
+        return {**own, **self.env, **given}
 
     def node_memory_mib(self) -> int | None:
         """Memory of one node in MiB, None where the scheduler shall choose."""
@@ -116,9 +130,7 @@ def duration(text: str) -> int:
     """Seconds of [days-]hours:minutes:seconds. Two numbers alone mean different things to different schedulers."""
     found = TIME.fullmatch(text)
     parts = {name: int(value) for name, value in found.groupdict("0").items()} if found else {}
-    seconds = (
-        ((parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"] if found else 0
-    )
+    seconds = ((parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"] if found else 0
     if seconds == 0:
         raise UsageError(f"--time {text}: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00")
     return seconds

@@ -7,7 +7,7 @@ import re
 
 from dualdist.errors import UsageError
 from dualdist.schedulers.base import Request, amount
-from dualdist.schedulers.shell import FROM, TO
+from dualdist.schedulers.shell import FROM, TO, sizes
 
 GPU = "nvidia.com/gpu"
 # Pods have 64 MiB of shared memory unless a volume in memory takes its place.
@@ -33,7 +33,7 @@ def _pytorch_job(request: Request) -> str:
     first = "Worker" if request.nodes > 1 else "Master"
     head = replicas or ["    Master:\n      replicas: 1"]
     lines = [
-        f"# Kubernetes, PyTorchJob of Kubeflow's training operator: {request.nodes} pods, {request.tasks_per_node} ranks each.",
+        f"# Kubernetes, PyTorchJob of Kubeflow's training operator: {sizes(request)}, a pod.",
         "# Made by `dualdist run --scheduler`, see launch/README.md.",
         FROM,
         "apiVersion: kubeflow.org/v1",
@@ -59,7 +59,7 @@ def _mpi_job(request: Request) -> str:
     root = ["--allow-run-as-root", "--bind-to", "none"]
     run = ["mpirun", *root, "-n", str(request.size), *given, "python", *request.program]
     lines = [
-        f"# Kubernetes, MPIJob of Kubeflow's MPI operator: {request.nodes} workers, {request.tasks_per_node} ranks each.",
+        f"# Kubernetes, MPIJob of Kubeflow's MPI operator: {sizes(request)}, a pod.",
         "# Made by `dualdist run --scheduler`, see launch/README.md.",
         FROM,
         "apiVersion: kubeflow.org/v2beta1",

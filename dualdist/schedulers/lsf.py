@@ -55,8 +55,8 @@ def _resource_sets(request: Request) -> list[str]:
 def _jsrun(request: Request) -> list[str]:
     sets = 'jsrun --nrs "$ranks" --rs_per_host "$ranks_per_node" --tasks_per_rs 1'
     room = '--cpu_per_rs "$cpus_per_rank" --gpu_per_rs "$gpus_per_rank" --bind "packed:$cpus_per_rank"'
-    return ["setup", MEETING, *shell.continued([sets, room, shell.python(request)])]
+    return [*shell.START, MEETING, *shell.continued([sets, room, shell.python(request)])]
 
 
 def _mpirun(request: Request) -> list[str]:
-    return ["setup", *shell.mpirun(request, "$LSB_DJOB_NUMPROC")]
+    return [*shell.START, *shell.mpirun(request, "$LSB_DJOB_NUMPROC")]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dualdist.errors import UsageError
 from dualdist.schedulers import shell
 from dualdist.schedulers.base import Request, amount, clock
 
 # mpiprocs, the lines of a node in $PBS_NODEFILE, is how often pbsdsh starts a program there.
-NODES = "$(sort -u \"$PBS_NODEFILE\" | wc -l)"
-RANKS = "$(wc -l < \"$PBS_NODEFILE\")"
-START = ["cd \"$PBS_O_WORKDIR\"", "setup"]
+NODES = '$(sort -u "$PBS_NODEFILE" | wc -l)'
+RANKS = '$(wc -l < "$PBS_NODEFILE")'
+START = ['cd "$PBS_O_WORKDIR"', *shell.START]
 
 
 def script(request: Request) -> str:
@@ -33,15 +32,16 @@ def _directives(request: Request) -> list[str]:
     asked += [f"-l walltime={clock(seconds)}"] * (seconds is not None)
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-A {request.account}"] * bool(request.account)
     lines = [f"#PBS {words}" for words in asked]
-    return [*lines, "# Torque knows no select and place; there, instead of these two lines:", f"##PBS -l {':'.join(torque)}"]
+    return [
+        *lines,
+        "# Torque knows no select and place; there, instead of these two lines:",
+        f"##PBS -l {':'.join(torque)}",
+    ]
 
 
 def _torchrun(request: Request) -> list[str]:
     if request.nodes == 1:
         return [*START, shell.standalone(request)]
-    agent = shell.continued(["exec " + shell.agents(request, "$nodes", "$PBS_JOBID")[0],
-                             *shell.agents(request, "$nodes", "$PBS_JOBID")[1:]], "        ")
-    carried = "folder program nodes ranks_per_node head port" + (" container" if request.container else "")
     return [
         *START,
         shell.NOTE_PORT,
@@ -49,23 +49,12 @@ def _torchrun(request: Request) -> list[str]:
         f'port="$({shell.FREE_PORT})"',
         'folder="$PBS_O_WORKDIR"',
         f'nodes="{NODES}"',
-        "agent() {",
-        '    cd "$folder" || return',
-        "    setup",
-        *(f"    {line}" for line in agent),
-        "}",
-        "# pbsdsh hands no variables on: the agent's shell is told what it needs. One for each host of the nodefile.",
-        f'told="$(declare -f setup agent; declare -p {carried})"',
-        "pids=()",
-        "for slot in $(awk '!seen[$1]++ { print NR - 1 }' \"$PBS_NODEFILE\"); do",
-        '    pbsdsh -n "$slot" -- bash -c "$told"$\'\\n\'agent &',
-        "    pids+=($!)",
-        "done",
-        "code=0",
-        'for pid in "${pids[@]}"; do',
-        '    wait "$pid" || code=$?',
-        "done",
-        'exit "$code"',
+        *shell.agent_function(request, "$PBS_JOBID"),
+        "# pbsdsh counts the lines of the nodefile from 0: one agent for the first line of each host.",
+        "mapfile -t slots < <(awk '!seen[$1]++ { print NR - 1 }' \"$PBS_NODEFILE\")",
+        *shell.awaited(
+            ['for slot in "${slots[@]}"; do', '    pbsdsh -n "$slot" -- bash -c "$told" &', "    pids+=($!)", "done"]
+        ),
     ]
 
 
@@ -74,14 +63,11 @@ def _mpirun(request: Request) -> list[str]:
 
 
 def _horovodrun(request: Request) -> list[str]:
-    if request.transport == "mpi":
-        raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
-    run = [f'horovodrun --gloo -np "{RANKS}"', 'python "${program[@]}"']
     if request.nodes == 1:
-        return [*START, " ".join(run)]
-    hosts = (
-        'hosts="$(awk \'{ slots[$1]++ } END { for (host in slots) '
-        '{ printf "%s%s:%s", separator, host, slots[host]; separator = "," } }\' "$PBS_NODEFILE")"'
-    )
-    return [*START, "# It reaches the other nodes by ssh, which must not ask for a password.", hosts,
-            *shell.continued([run[0] + ' -H "$hosts"', run[1]])]
+        return [*START, *shell.horovodrun(request, RANKS)]
+    return [
+        *START,
+        shell.NOTE_SSH,
+        'hosts="$(sort "$PBS_NODEFILE" | uniq -c | awk \'{ printf "%s%s:%s", comma, $2, $1; comma = "," }\')"',
+        *shell.horovodrun(request, RANKS, '-H "$hosts"'),
+    ]

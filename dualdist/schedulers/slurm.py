@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dualdist.errors import UsageError
 from dualdist.schedulers import shell
 from dualdist.schedulers.base import Request, amount, clock
 
@@ -42,14 +41,14 @@ def _directives(request: Request) -> list[str]:
 
 def _srun(request: Request) -> list[str]:
     mpi = " --mpi=pmix" if "mpi" in (request.backend, request.transport) else ""
-    return ["setup", CPUS, f"{SRUN}{mpi} {shell.python(request)}"]
+    return [*shell.START, CPUS, f"{SRUN}{mpi} {shell.python(request)}"]
 
 
 def _torchrun(request: Request) -> list[str]:
     if request.nodes == 1:
-        return ["setup", shell.standalone(request)]
+        return [*shell.START, shell.standalone(request)]
     return [
-        "setup",
+        *shell.START,
         CPUS,
         shell.NOTE_PORT,
         'head="$(hostname)"',
@@ -59,18 +58,16 @@ def _torchrun(request: Request) -> list[str]:
 
 
 def _mpirun(request: Request) -> list[str]:
-    return ["setup", *shell.mpirun(request, "$SLURM_NTASKS")]
+    return [*shell.START, *shell.mpirun(request, "$SLURM_NTASKS")]
 
 
 def _horovodrun(request: Request) -> list[str]:
-    if request.transport == "mpi":
-        raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
-    run = ['horovodrun --gloo -np "$SLURM_NTASKS"', 'python "${program[@]}"']
     if request.nodes == 1:
-        return ["setup", " ".join(run)]
-    hosts = (
-        'hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |'
-        ' awk -v slots="$SLURM_NTASKS_PER_NODE" \'{ printf "%s%s:%s", separator, $1, slots; separator = "," }\')"'
-    )
-    return ["setup", "# It reaches the other nodes by ssh, which must not ask for a password.", hosts,
-            *shell.continued([run[0] + ' -H "$hosts"', run[1]])]
+        return [*shell.START, *shell.horovodrun(request, "$SLURM_NTASKS")]
+    return [
+        *shell.START,
+        shell.NOTE_SSH,
+        'hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |',
+        '    awk -v slots="$SLURM_NTASKS_PER_NODE" \'{ printf "%s%s:%s", comma, $1, slots; comma = "," }\')"',
+        *shell.horovodrun(request, "$SLURM_NTASKS", '-H "$hosts"'),
+    ]

@@ -14,7 +14,7 @@ def script(request: Request) -> str:
     start = {
         "torchrun": [shell.standalone(request)],
         "mpirun": shell.mpirun(request, "$ranks_per_node"),
-        "horovodrun": ['horovodrun --gloo -np "$ranks_per_node" python "${program[@]}"'],
+        "horovodrun": shell.horovodrun(request, "$ranks_per_node"),
     }[request.launcher]
     block = [f"ranks_per_node={request.tasks_per_node}"]
-    return shell.script(request, f"A workstation, {request.launcher}", [], block, ["setup", *start])
+    return shell.script(request, f"A workstation, {request.launcher}", [], block, [*shell.START, *start])
