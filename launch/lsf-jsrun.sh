@@ -16,6 +16,7 @@ program=(train.py --epochs 90)
 variables=(OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1) # of every rank
 setup() { # makes python the one that has dualdist
     module load miniforge
+    eval "$(conda shell.bash hook)"
     conda activate dualdist
 }
 # ==== to here; what follows needs no change ====

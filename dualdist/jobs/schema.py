@@ -31,8 +31,9 @@ class _Part(BaseModel):
 class Resources(_Part):
     """What a scheduler is asked for; each is left to the scheduler where it is None.
 
-    `memory` is one node's, as "64G"; GPUs and memory are asked for per node or per task. `time` is "[days-]hours:minutes:seconds"; `setup` are
-    lines of shell before the job, such as `module load openmpi`; `container` is an image.
+    `memory` is one node's, as "64G"; GPUs and memory can be asked for per task instead. `time` is
+    "[days-]hours:minutes:seconds"; `setup` are lines of shell before the job, such as `module load openmpi`;
+    `container` is an image.
     """
 
     nodes: Count | None = None

@@ -51,8 +51,8 @@ class Request:
         self._check_words()
         if self.launcher == "torchrun" and self.gpus_per_task:
             raise UsageError(
-                f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, whose ranks all see the node's "
-                f"GPUs: --gpus-per-node {self.gpus_per_task * self.tasks_per_node}"
+                f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, and its ranks see all GPUs: "
+                f"--gpus-per-node {self.gpus_per_task * self.tasks_per_node}"
             )
         if self.gpus_per_node and self.gpus_per_node < self.tasks_per_node:
             raise UsageError(

@@ -29,7 +29,8 @@ def _directives(request: Request) -> list[str]:
     torque = [f"nodes={request.nodes}:ppn={cpus if request.launcher == 'torchrun' else tasks}"]
     torque += [f"gpus={gpus}"] * bool(gpus)
     asked = [f"-N {request.title[:15]}", "-j oe", f"-l {':'.join(chunk)}", "-l place=scatter"]
-    asked += [f"-l walltime={clock(seconds)}"] * (seconds is not None)
+    if seconds is not None:
+        asked.append(f"-l walltime={clock(seconds)}")
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-A {request.account}"] * bool(request.account)
     lines = [f"#PBS {words}" for words in asked]
     return [
