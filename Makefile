@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
-	"import hypothesis, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+	"import hypothesis, kubeflow.training, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
 .PHONY: setup install demo bench test check clean
 
@@ -65,7 +65,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	bash -n .ci/run
+	$(BIN)/shellcheck .ci/run launch/*.sh
 
 clean:
 	rm -rf $(VENV)
