@@ -23,7 +23,7 @@ CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
 	"import hypothesis, kubeflow.training, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
-.PHONY: setup install demo bench test check clean
+.PHONY: setup install demo bench launch test check clean
 
 setup:
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
@@ -50,6 +50,12 @@ install:
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The files under launch/, from its job files.
+launch: setup
+	@for job in $(basename $(notdir $(wildcard launch/jobs/*.yaml))); do \
+		case $$job in kubernetes-*) file=launch/$$job.yaml;; *) file=launch/$$job.sh;; esac; \
+		$(BIN)/dualdist run --config launch/jobs/$$job.yaml --scheduler $${job%%-*} >$$file || exit; done
 
 # Takes long, and wants a quiet machine. BENCH adds options to the first two, e.g. BENCH='--launches 5'.
 bench: setup

