@@ -9,6 +9,8 @@ TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
 # 77 reads the licence as pyproject.toml gives it; Horovod's build needs one below 81.
 BUILD_TOOLS := 'setuptools>=77,<81' wheel
+# For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
+MPICH := mpich==5.0.2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,6 +44,7 @@ install:
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
 	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,examples,test]'
+	@$(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpich $(MPICH)
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
 	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
