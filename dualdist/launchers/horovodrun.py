@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dualdist.errors import LaunchError
 from dualdist.launchers.base import Command, Job, Site
 
@@ -26,6 +28,9 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     # horovodrun looks for mpirun, and its ranks for python, on PATH.
     variables = {**job.variables(), "PATH": site.path}
     flags = [controller, "-np", str(job.ranks)]
+    if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
+        # It starts mpirun by its mere name, which then looks for its daemon on the other hosts' PATH.
+        flags.append(f"--mpi-args=--prefix {Path(site.tool('mpirun')).parent.parent}")
     if job.hosts:
         # What it found out about ssh and interfaces an hour ago need not hold any more.
         flags += ["-H", ",".join(map(str, job.hosts)), "--disable-cache"]

@@ -22,7 +22,7 @@ from dualdist.launchers.interrupts import undisturbed
 from dualdist.launchers.relay import Relay
 
 # Seconds that the others get to end by themselves after a failure.
-GRACE_S = 5.0
+GRACE_S = 3.0
 # Seconds in which launchers and ranks must have ended when told to: more than a rank gives its program.
 END_S = 8.0
 TICK_S = 0.1
