@@ -24,6 +24,6 @@ setup() { # makes python the one that has dualdist
 set -eo pipefail
 setup
 export "${variables[@]}"
-mpirun -n "$LSB_DJOB_NUMPROC" --bind-to none \
+"$(command -v mpirun)" -n "$LSB_DJOB_NUMPROC" --bind-to none \
     env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
     python "${program[@]}"

@@ -24,6 +24,6 @@ set -eo pipefail
 cd "$PBS_O_WORKDIR"
 setup
 export "${variables[@]}"
-mpirun -n "$(wc -l < "$PBS_NODEFILE")" --bind-to none --machinefile "$PBS_NODEFILE" \
+"$(command -v mpirun)" -n "$(wc -l < "$PBS_NODEFILE")" --bind-to none --machinefile "$PBS_NODEFILE" \
     env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
     python "${program[@]}"

@@ -31,7 +31,7 @@ agent() {
 told="$(declare -f setup agent; declare -p folder program variables nodes ranks_per_node head port)"$'\n'agent
 # With a terminal (-tt) the far side ends together with this script.
 pids=()
-trap 'kill "${pids[@]}" 2> /dev/null' EXIT
+trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 for host in "${hosts[@]}"; do
     ssh -tt -o BatchMode=yes "$host" "bash -c $(printf %q "$told")" < /dev/null &
     pids+=($!)

@@ -113,9 +113,10 @@ def awaited(start: Sequence[str]) -> list[str]:
 def mpirun(request: Request, ranks: str, *options: str) -> list[str]:
     """mpirun of Open MPI or MPICH. By env, as they have no option in common that hands variables over.
 
-    Without --bind-to none a rank may have one core for all its threads.
+    Open MPI that is called by its full path finds its daemon on other hosts, whatever their PATH is. Without
+    --bind-to none a rank may have one core for all its threads.
     """
-    words = [f'mpirun -n "{ranks}" --bind-to none', *options]
+    words = [f'"$(command -v mpirun)" -n "{ranks}" --bind-to none', *options]
     given = 'env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}"'
     return continued([" ".join(words), given, python(request)])
 

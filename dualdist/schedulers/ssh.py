@@ -31,7 +31,7 @@ def _torchrun(request: Request) -> list[str]:
         "# With a terminal (-tt) the far side ends together with this script.",
         *shell.awaited(
             [
-                "trap 'kill \"${pids[@]}\" 2> /dev/null' EXIT",
+                "trap 'kill \"${pids[@]}\" 2> /dev/null || true' EXIT",
                 'for host in "${hosts[@]}"; do',
                 '    ssh -tt -o BatchMode=yes "$host" "bash -c $(printf %q "$told")" < /dev/null &',
                 "    pids+=($!)",

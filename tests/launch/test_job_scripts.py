@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness import problem
+from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Launch, collect
 from harness.slurm import Slurm, eventually
 
@@ -160,3 +161,37 @@ def test_an_lsf_script_gives_jsrun_a_resource_set_a_rank(launch: Launch) -> None
 def test_a_workstation_script_trains(launch: Launch) -> None:
     path = written(launch, "--scheduler", "workstation", "-np", "2", program=(str(PROGRAM), "native"))
     check(launch.reports(["bash", str(path)], 2), 1, 2, launcher="torchrun", backend="native", transport="shm")
+
+
+# The second network of each host leads nowhere.
+AWAY = {"OMPI_MCA_oob_tcp_if_include": "eth0", "OMPI_MCA_btl_tcp_if_include": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}
+
+
+def train_on_hosts(
+    launch: Launch, two_hosts: Hosts, launcher: str, asked: Sequence[str], env: Mapping[str, str]
+) -> None:
+    """The script, run on the first of two hosts, trains two ranks on each."""
+    backend, folder = "horovod" if launcher == "horovodrun" else "native", launch.directory / "reports"
+    folder.mkdir()
+    needs = {"PYTHONPATH": launch.env["PYTHONPATH"], REPORT_DIR: str(folder)}
+    words = [word for name, value in needs.items() for word in ("--env", f"{name}={value}")]
+    setup = ("--setup", f"export PATH={shlex.quote(two_hosts.env['PATH'])}")
+    asked = (*asked, "--launcher", launcher, "--backend", backend, *words, *setup)
+    path = written(launch, *asked, program=(str(PROGRAM), backend))
+    outcome = launch(two_hosts.on(0, "bash", str(path)), env={**two_hosts.env, **AS_ROOT, **AWAY, **env})
+    check(collect(folder, 4, outcome), 2, 2, launcher=launcher, backend=backend)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_hosts_by_ssh_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    train_on_hosts(launch, two_hosts, launcher, ("--scheduler", "ssh", "-H", "hosta:2,hostb:2"), {})
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_the_hosts_of_a_nodefile_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    """What PBS's scripts do after qsub: only the nodefile and PBS's variables are written by hand."""
+    nodefile = launch.directory / "nodes"
+    nodefile.write_text("hosta\nhosta\nhostb\nhostb\n")
+    env = {"PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": str(launch.directory), "PBS_JOBID": "1"}
+    asked = ("--scheduler", "pbs", "--nodes", "2", "--tasks-per-node", "2")
+    train_on_hosts(launch, two_hosts, launcher, asked, env)

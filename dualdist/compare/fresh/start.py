@@ -79,10 +79,12 @@ def _held() -> dict[str, int | None]:
             return None
         return 1024 * sum(int(words[1]) for words in lines if words and words[0].rstrip(":") in names)
 
-    try:
-        sockets = sum(os.readlink(entry.path).startswith("socket:") for entry in list(os.scandir("/proc/self/fd"))[:-1])
-    except OSError:
-        sockets = None
+    sockets = None
+    for entry in list(os.scandir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else ():
+        try:
+            sockets = (sockets or 0) + os.readlink(entry.path).startswith("socket:")
+        except OSError:  # closed since: the listing's own, or a connection that a library has ended
+            continue
     return {
         "peak_bytes": sum_of("status", "VmHWM"),
         "own_bytes": sum_of("smaps_rollup", "Private_Clean", "Private_Dirty"),
