@@ -89,13 +89,11 @@ def test_what_sbatch_refuses_is_said(slurm: Slurm, launch: Launch) -> None:
     assert "invalid partition specified: nowhere" in outcome.stderr
 
 
-def test_the_cores_of_a_task_reach_it_through_srun(slurm: Slurm, launch: Launch) -> None:
+def test_the_cores_of_a_task_are_its_threads(slurm: Slurm, launch: Launch) -> None:
     asked = ("--scheduler", "slurm", "--nodes", "1", "--tasks-per-node", "2", "--cpus-per-task", "2")
-    program = (str(PROGRAM), "native", "SLURM_CPUS_PER_TASK,OMP_NUM_THREADS,SLURM_STEP_NUM_TASKS")
-    path = written(launch, *asked, program=program)
+    path = written(launch, *asked, program=(str(PROGRAM), "native", "SRUN_CPUS_PER_TASK,OMP_NUM_THREADS"))
     for seen in launch.reports([*slurm.sbatch(), str(path)], 2, env=slurm.env):
-        wanted = {"SLURM_CPUS_PER_TASK": "2", "OMP_NUM_THREADS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-        assert seen["variables"] == wanted
+        assert seen["variables"] == {"SRUN_CPUS_PER_TASK": "2", "OMP_NUM_THREADS": "2"}
 
 
 # Neither PBS nor LSF has a server here. These do what the manuals say that pbsdsh and jsrun do, on this one host:
