@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 LINK = "DUALDIST_RUN"
 WELCOME = b"ok\n"
 CONNECT_S = 3.0
-# A host that is silent for this long has been lost: the kernel asks after 5 s, and 3 times more.
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# A host that is silent for 14 s has been lost: the kernel asks after 5 s, and 3 times more.
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+SILENT_MS = 14_000
 LIMIT = 1 << 20
 
 
@@ -48,12 +49,16 @@ class Address:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says first. `round` counts how often the launcher has restarted the ranks."""
+    """What a rank says first. `round` counts how often the launcher has restarted the ranks.
+
+    A keeper, which is no rank, only wants to know when the job is over.
+    """
 
     token: str
     rank: int | None
     host: str
     round: int
+    is_keeper: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def keep_alive(connection: socket.socket) -> None:
     if sys.platform == "linux":
         for name, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
 
 
 def connect(address: Address, hello: Hello) -> socket.socket:

@@ -82,7 +82,9 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
     if settings.is_dry:
         return Report(launcher, plan.commands())
     with ExitStack() as stack:
-        listener = Listener.open((LOOPBACK, *plan.back), is_local=_is_all_here(plan))
+        # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
+        is_local = _is_all_here(plan)
+        listener = Listener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
         stack.callback(listener.close)
         return _rounds(plan, listener)
 

@@ -233,6 +233,6 @@ class Supervisor:
         self._selector.unregister(connection)
         line = self._lines.pop(connection)
         connection.close()
-        if line.hello is not None and not line.has_ended and not self._has_cut:
-            hello = line.hello
+        hello = line.hello
+        if hello is not None and not (line.has_ended or hello.is_keeper or self._has_cut):
             self.ends.append(RankEnd(hello.rank, hello.host, None, time.monotonic(), hello.round))
