@@ -9,6 +9,8 @@ TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
 # 77 reads the licence as pyproject.toml gives it; Horovod's build needs one below 81.
 BUILD_TOOLS := 'setuptools>=77,<81' wheel
+# For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
+MPICH := mpich==5.0.2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,9 +23,9 @@ READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
-	"import hypothesis, PIL, mpi4py, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+	"import hypothesis, kubeflow.training, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
-.PHONY: setup install demo bench test check clean
+.PHONY: setup install demo bench launch test check clean
 
 setup:
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
@@ -41,7 +43,8 @@ install:
 	@$(PIP) $(TORCH) $(BUILD_TOOLS)
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,bench,examples,test]'
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,examples,test]'
+	@$(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpich $(MPICH)
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
 	@$(BIN)/python -c "import torch; v = torch.__version__; assert v.split('+')[0] == '$(TORCH)'[7:], v"
@@ -50,6 +53,12 @@ install:
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The files under launch/, from its job files.
+launch: setup
+	@for job in $(basename $(notdir $(wildcard launch/jobs/*.yaml))); do \
+		case $$job in kubernetes-*) file=launch/$$job.yaml;; *) file=launch/$$job.sh;; esac; \
+		$(BIN)/dualdist run --config launch/jobs/$$job.yaml --scheduler $${job%%-*} >$$file || exit; done
 
 # Takes long, and wants a quiet machine. BENCH adds options to the first two, e.g. BENCH='--launches 5'.
 bench: setup
@@ -65,7 +74,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	bash -n .ci/run
+	$(BIN)/shellcheck .ci/run launch/*.sh
 
 clean:
 	rm -rf $(VENV)

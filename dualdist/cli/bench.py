@@ -71,6 +71,8 @@ def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.Arg
     add = part.add_argument
     if name == "scale":
         add("--ranks", default=RANKS, metavar="N,N,...", help=f"for which numbers of ranks (default: {RANKS})")
+    elif name == "startup":
+        add("-np", "--ranks", default="2", metavar="N,N,...", help="how many ranks, on this host (default: 2)")
     else:
         add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
     add(
@@ -157,7 +159,8 @@ def _startup(args: argparse.Namespace, folder: Path) -> Bench:
         raise UsageError("bench startup launches every job anew anyway: say --rounds, not --launches")
     found = places(_backends(args), args.transport, None)
     where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
-    jobs = bench_startup.plan(where, _setting(args), look(), folder, rounds=args.rounds)
+    settings = [_setting(args, ranks=ranks) for ranks in _numbers(args.ranks)]
+    jobs = bench_startup.plan(where, settings, look(), folder, rounds=args.rounds)
     return list(jobs), bench_startup.judge, bench_startup.tables
 
 
@@ -222,7 +225,14 @@ def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(ranks or args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+    return Setting(
+        args.ranks if ranks is None else ranks,
+        args.threads,
+        args.device,
+        args.timeout,
+        min(300.0, args.timeout),
+        variables,
+    )
 
 
 def _backends(args: argparse.Namespace) -> str:

@@ -6,76 +6,108 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dualdist.cli import schedule
+from dualdist.cli.run_request import Request, from_arguments
 from dualdist.errors import UsageError
-from dualdist.launchers import LAUNCHERS, Command, Job, command
-from dualdist.launchers.run import look
-from dualdist.launchers.run import run as run_command
+from dualdist.launchers import LAUNCHERS, Command
+from dualdist.launchers.endings import describe
+from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.planning import default_launcher
+from dualdist.launchers.starting import Report, run_job
 
 FACE = ("-m", "dualdist.hvd")
 BACKENDS = ("native", "horovod", "mpi", "auto")
-SLURM_JOB = "SLURM_JOB_ID"
+TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""
     add = parser.add_argument
     parser.usage = "dualdist run [option ...] [-m] program [argument ...]"
-    add("-np", "--ranks", type=int, default=1, metavar="N", help="how many ranks, on this host (default: 1)")
+    add("-np", "--ranks", type=int, metavar="N", help="how many ranks (default: one a slot of the hosts, else 1)")
     add(
         "--launcher",
         metavar="NAME",
         help=f"what starts them: {', '.join(LAUNCHERS)} (default: mpirun for the backend mpi, srun in a Slurm "
-        "allocation, else torchrun)",
+        "allocation, the backend's own where hosts are named, else torchrun)",
     )
     add(
         "--backend",
         choices=BACKENDS,
         help="what moves their tensors (default: what DUALDIST_BACKEND says, else auto, or native with --as-horovod)",
     )
+    add("--transport", choices=TRANSPORTS, help="what carries them (default: what DUALDIST_TRANSPORT says, else auto)")
+    where = parser.add_argument_group("hosts").add_argument
+    where("-H", "--hosts", metavar="A:2,B:2", help="hosts, reached by ssh, and how many ranks each takes")
+    where("--hostfile", metavar="FILE", help="the same from a file: `a slots=2` or `a:2` on each line")
+    where("--network-interface", metavar="IF", help="the interface by which the hosts reach each other")
+    add("--config", metavar="JOB.yaml", help="a job file; options of the command line go before it")
+    add("--env", action="append", default=[], metavar="K=V", help="a variable for every rank; may come several times")
+    add("--max-restarts", type=int, metavar="N", help="start all ranks anew when one has failed (default: 0 times)")
+    add("--timeout", type=float, metavar="S", help="end the job after so many seconds, with exit code 124")
+    add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rank-N.log on its host")
+    add("--tag-output", action="store_true", help="begin each line with its rank, [3], or [3 host] on several hosts")
     add(
         "--as-horovod",
         action="store_true",
         help="the program was written for Horovod: in it `import horovod.torch` finds dualdist.hvd",
     )
-    add("--dry-run", action="store_true", help="print the command line and do nothing")
+    add("--dry-run", action="store_true", help="print what would run and start nothing; hosts are looked at")
+    add("--json", metavar="FILE", help="write how the job went to FILE, or to standard output for -")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as for python -m")
+    schedule.configure(parser)
     add("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
-    parser.epilog = "Exit code: the job's own."
+    parser.epilog = "Exit code: that of the rank that failed first, 128 + N where the signal N ended it."
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end, or print its command line; its exit code."""
-    words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
-    job = Job(program(words, is_module=args.is_module, as_horovod=args.as_horovod), args.ranks, args.backend)
-    launcher = args.launcher
+    request = from_arguments(args)
+    is_elsewhere = args.scheduler is not None
+    words = program(
+        request.words, is_module=request.is_module, as_horovod=request.as_horovod, is_elsewhere=is_elsewhere
+    )
+    if is_elsewhere:
+        return schedule.run(args, request, words)
+    schedule.refuse_stray(args)
+    launcher = request.launcher
     if launcher is None:
-        launcher, reason = default_launcher(os.environ, args.backend)
-        print(f"dualdist run: {launcher} starts {job.ranks} rank(s), as {reason}", file=sys.stderr)
-    built = command(launcher, job, look())
+        launcher, reason = default_launcher(
+            os.environ, request.backend, request.transport, has_hosts=bool(request.hosts)
+        )
+        print(f"dualdist run: {launcher} starts {request.ranks} rank(s), as {reason}", file=sys.stderr)
+    request.require_possible(launcher)
+    with termination_raises():
+        report = run_job(request.job(words), launcher, request.settings(args), os.environ)
     if args.dry_run:
-        print(line(built))
-        return 0
-    code = run_command(built, timeout_s=None, what="the job", capture=False).code
-    return code if code >= 0 else 128 - code  # as a shell does for a launcher that a signal ended
+        print("\n".join(lines(report.commands)))
+    elif report.outcome is not None:
+        tell(report, request)
+    if args.json is not None:
+        write_json(args.json, report.to_json())
+    return 0 if report.outcome is None else report.outcome.code
 
 
-def default_launcher(environ: Mapping[str, str], backend: str | None) -> tuple[str, str]:
-    """The launcher where none was named, and why this one."""
-    if backend == "mpi":
-        return "mpirun", "no --launcher was named and the backend mpi needs one that starts MPI"
-    if environ.get(SLURM_JOB):
-        return "srun", f"no --launcher was named and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
-    return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"
+def tell(report: Report, request: Request) -> None:
+    """The last words on a job that failed."""
+    outcome = report.outcome
+    assert outcome is not None
+    if outcome.why:
+        print(f"dualdist run: {outcome.why}", file=sys.stderr)
+    elif outcome.failure is not None:
+        print(f"dualdist run: {describe(outcome.failure, has_hosts=bool(request.hosts))}", file=sys.stderr)
+    elif outcome.code:
+        print(f"dualdist run: {report.launcher} ended with exit code {outcome.code}; no rank said why", file=sys.stderr)
 
 
-def program(words: Sequence[str], *, is_module: bool, as_horovod: bool) -> tuple[str, ...]:
-    """What follows `python` on a rank; UsageError where nothing could be run."""
+def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsewhere: bool = False) -> tuple[str, ...]:
+    """What follows `python` on a rank; UsageError where nothing could be run. A script elsewhere is not looked for."""
     if not words:
         raise UsageError("no program: expected dualdist run [option ...] script.py, or -m and a module")
-    if not is_module and not Path(words[0]).exists():
+    if not is_module and not is_elsewhere and not Path(words[0]).exists():
         is_python = Path(words[0]).name.startswith("python")
         hint = "leave the interpreter out, as in dualdist run -np 2 train.py" if is_python else "or -m for a module?"
         raise UsageError(f"there is no script {words[0]!r} in {Path.cwd()}; {hint}")
@@ -86,3 +118,24 @@ def line(built: Command) -> str:
     """The command as one would type it in a shell, with the variables that it needs."""
     variables = [f"{name}={value}" for name, value in built.env.items()]
     return shlex.join([*(["env", *variables] if variables else []), *built.argv])
+
+
+def lines(commands: Sequence[Command]) -> Iterator[str]:
+    """All commands of a job, for a shell that runs them side by side."""
+    if len(commands) == 1:
+        yield line(commands[0])
+        return
+    yield from (f"{line(command)} &" for command in commands)
+    yield "wait"
+
+
+def write_json(name: str, text: str) -> None:
+    if name == "-":
+        sys.stdout.write(f"{text}\n")
+        return
+    try:
+        Path(name).write_text(f"{text}\n")
+    except OSError as error:
+        raise UsageError(
+            f"--json {name}: cannot write it ({error.strerror}); name another file, or - for stdout"
+        ) from error

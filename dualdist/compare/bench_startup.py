@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, program_command
@@ -16,6 +18,8 @@ from dualdist.launchers import Site
 SCRIPT = Path(__file__).with_name("fresh") / "start.py"
 KINDS = ("raw", "dualdist")
 LIBRARIES = {"native": "torch.distributed", "horovod": "horovod.torch", "mpi": "mpi4py"}
+# What a rank holds after its second allreduce; of memory the unit is MiB in tables.
+HELD = ("peak_bytes", "own_bytes", "sockets")
 PHASES = ("torch", "import", "init", "first", "second")
 # Sums of phases. dualdist imports a backend's library in init, so that only sums can be held against each other.
 SUMS = {
@@ -26,6 +30,11 @@ EXPLAINED = (
     "torch: import torch; import: of the library, beside torch (dualdist, which comes before torch, imports its "
     "backend's in init); init begins when all ranks have imported; first, second: allreduces of 8 bytes; each is the "
     "slowest rank's"
+)
+
+GROWN = (
+    "times as above, all ranks on one machine; peak: the most memory of a rank that was resident; own: what it shares "
+    "with no other process after the second allreduce; the rank that holds the most, the median over rounds"
 )
 
 
@@ -44,27 +53,34 @@ def _launcher(place: Place) -> str:
     return "mpirun" if "mpi" in (place.backend, place.transport) else "horovodrun"
 
 
-def plan(places: Sequence[Place], setting: Setting, site: Site, folder: Path, *, rounds: int) -> Iterator[Planned]:
-    """Two jobs a round and place; who comes first changes with every round."""
+def plan(
+    places: Sequence[Place], settings: Sequence[Setting], site: Site, folder: Path, *, rounds: int
+) -> Iterator[Planned]:
+    """Two jobs for each round, place and setting (a number of ranks); who comes first changes with every round."""
     for number in range(rounds):
-        for place in places:
+        for place, setting in itertools.product(places, settings):
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-                own = folder / f"startup-{place.backend}-{place.transport or 'own'}-{kind}-{number}"
-                program = (str(SCRIPT), kind, place.backend, str(setting.ranks), str(own), setting.device)
-                reports = tuple(own / f"{rank}.json" for rank in range(setting.ranks))
-                tags = {"place": place, "kind": kind}
-                name = LIBRARIES[place.backend] if kind == "raw" else f"dualdist {place.backend}"
-                what = f"round {number + 1}, start-up of {name}, {place}"
-                yield Planned(what, program_command(place, program, setting, site), reports, tags)
+                yield _job(place, setting, site, folder, kind, number)
+
+
+def _job(place: Place, setting: Setting, site: Site, folder: Path, kind: str, number: int) -> Planned:
+    own = folder / f"startup-{place.backend}-{place.transport or 'own'}-{setting.ranks}-{kind}-{number}"
+    program = (str(SCRIPT), kind, place.backend, str(setting.ranks), str(own), setting.device)
+    reports = tuple(own / f"{rank}.json" for rank in range(setting.ranks))
+    name = LIBRARIES[place.backend] if kind == "raw" else f"dualdist {place.backend}"
+    what = f"round {number + 1}, start-up of {name}, {setting.ranks} ranks, {place}"
+    tags = {"place": place, "kind": kind, "ranks": setting.ranks}
+    return Planned(what, program_command(place, program, setting, site), reports, tags)
 
 
 def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """One result for every place."""
-    groups: dict[Place, dict[str, list[list[dict[str, Any]]]]] = {}
+    """One result for every place and number of ranks, place by place."""
+    groups: dict[tuple[Place, int], dict[str, list[list[dict[str, Any]]]]] = {}
     for planned, reports in done:
-        kinds = groups.setdefault(planned.tags["place"], {kind: [] for kind in KINDS})
-        kinds[planned.tags["kind"]].append(reports)
-    return [_result(place, kinds) for place, kinds in groups.items()]
+        key = (planned.tags["place"], planned.tags["ranks"])
+        groups.setdefault(key, {kind: [] for kind in KINDS})[planned.tags["kind"]].append(reports)
+    places = list(dict.fromkeys(place for place, _ in groups))
+    return [_result(one, kinds) for place in places for (one, _), kinds in groups.items() if one == place]
 
 
 def _result(place: Place, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -85,6 +101,7 @@ def _result(place: Place, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[
         "library": LIBRARIES[place.backend],
         "ranks": len(kinds["raw"][0]),
         "rounds": len(kinds["raw"]),
+        "held": {kind: {name: _most(jobs, name) for name in HELD} for kind, jobs in kinds.items()},
         "noise": {**asdict(quiet), "is_noisy": quiet.is_noisy, "words": str(quiet)},
         "parts": {
             part: {
@@ -102,6 +119,12 @@ def _slowest(reports: list[dict[str, Any]], phases: Sequence[str]) -> float:
     return max(float(sum(report["seconds"][phase] for phase in phases)) for report in reports)
 
 
+def _most(jobs: list[list[dict[str, Any]]], name: str) -> float | None:
+    """Of the rank that holds the most; the median over the jobs."""
+    found = [max(report[name] for report in job) for job in jobs if all(report[name] is not None for report in job)]
+    return median(found) if found else None
+
+
 def _foreign(reports: list[dict[str, Any]]) -> float | None:
     found: float | None = reports[0][FOREIGN]
     return found
@@ -113,16 +136,46 @@ def _worse(first: float | None, second: float | None) -> float | None:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
-    """One table a place."""
+    """One table for each result, and one for each place about what grows with the number of ranks."""
     for result in results:
-        over = f" over {result['transport']}" if result["transport"] else ""
         yield Table(
-            f"start-up of {result['backend']}{over}, {result['ranks']} ranks, {result['launcher']}, {result['rounds']} "
+            f"start-up of {_where(result)}, {result['ranks']} ranks, {result['rounds']} "
             "rounds of fresh processes, warm disk",
             ("phase", f"{result['library']} ms", "dualdist ms", "least raw", "least", "above raw ms", "95%"),
             tuple(_row(name, part) for name, part in result["parts"].items()),
             (EXPLAINED, f"machine: {result['noise']['words']}"),
         )
+    for where in dict.fromkeys(_where(result) for result in results):
+        yield Table(
+            f"what a rank takes as their number grows: {where}",
+            (
+                "ranks",
+                "init ms raw",
+                "dualdist",
+                "to the first ms raw",
+                "dualdist",
+                "peak MiB raw",
+                "dualdist",
+                "own MiB raw",
+                "dualdist",
+                "sockets raw",
+                "dualdist",
+            ),
+            tuple(_grown(result) for result in results if _where(result) == where),
+            (GROWN,),
+        )
+
+
+def _where(result: dict[str, Any]) -> str:
+    over = f" over {result['transport']}" if result["transport"] else ""
+    return f"{result['backend']}{over}, {result['launcher']}"
+
+
+def _grown(result: dict[str, Any]) -> tuple[str, ...]:
+    parts = [result["parts"][name][kind]["value"] * 1e3 for name in ("init", list(SUMS)[-1]) for kind in KINDS]
+    held = [(result["held"][kind][name], name) for name in HELD for kind in KINDS]
+    words = ["-" if value is None else f"{value / (1 if name == 'sockets' else 1 << 20):.0f}" for value, name in held]
+    return (str(result["ranks"]), *(f"{value:.0f}" for value in parts), *words)
 
 
 def _row(name: str, part: dict[str, Any]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from dualdist.session import BACKENDS, TRANSPORTS
 WORKER = ("-m", "dualdist.compare.worker")
 SPAWNED = ("-m", "dualdist.compare.spawned")
 SPAWN = "spawn"
-CHOICES = (*LAUNCHERS, SPAWN)
+CHOICES = tuple(LAUNCHERS)
 SHOWN_LINES = 30
 FOREIGN = "foreign_cores_of_job"  # in every report: what others did to the machine from the job's start to its end
 

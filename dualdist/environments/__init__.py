@@ -17,6 +17,7 @@ from dualdist.environments import (
     openmpi,
     override,
     pals,
+    pbs,
     pmi,
     single,
     slurm,
@@ -45,6 +46,7 @@ LAUNCHERS: tuple[Detect, ...] = (
 )
 OTHERWISE: tuple[Detect, ...] = (
     handset.detect,  # RANK and WORLD_SIZE without a launcher
+    pbs.refuse,  # pbsdsh, which numbers its tasks and names no size
     single.detect,  # nothing
 )
 ORDER = FINAL + LAUNCHERS + OTHERWISE

@@ -1,4 +1,4 @@
-"""What starts the ranks: a launcher is a function from a Job to the Command a person would type, and nothing else."""
+"""What starts the ranks: a launcher is a function from a Job to the Commands a person would type, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import difflib
 import importlib
 
 from dualdist.errors import UsageError
-from dualdist.launchers.base import Command, Job, Site
+from dualdist.launchers.base import Command, Host, Job, Meeting, Site
 
-# name: module of this package and function(job, site) -> Command.
+# name: module of this package and function(job, site) -> tuple of Commands.
 LAUNCHERS = {
-    "python": ("python", "command"),
-    "torchrun": ("torchrun", "command"),
-    "horovodrun": ("horovodrun", "gloo_command"),
-    "horovodrun-mpi": ("horovodrun", "mpi_command"),
-    "mpirun": ("mpirun", "command"),
-    "srun": ("srun", "command"),
+    "python": ("python", "commands"),
+    "torchrun": ("torchrun", "commands"),
+    "horovodrun": ("horovodrun", "gloo_commands"),
+    "horovodrun-mpi": ("horovodrun", "mpi_commands"),
+    "mpirun": ("mpirun", "commands"),
+    "srun": ("srun", "commands"),
+    "spawn": ("spawn", "commands"),
 }
 
 
-def command(launcher: str, job: Job, site: Site) -> Command:
-    """The command by which this launcher starts the job; LaunchError where the site lacks what it needs."""
-    if launcher not in LAUNCHERS:
-        close = difflib.get_close_matches(launcher, LAUNCHERS, 1, cutoff=0)[0]
-        raise UsageError(f"launcher {launcher!r}: expected one of {', '.join(LAUNCHERS)}; did you mean {close!r}?")
-    module, function = LAUNCHERS[launcher]
-    built = getattr(importlib.import_module(f"dualdist.launchers.{module}"), function)(job, site)
-    assert isinstance(built, Command)
+def commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
+    """The commands that together are the job; LaunchError where the site lacks what the launcher needs."""
+    module, function = LAUNCHERS[known(launcher)]
+    built: tuple[Command, ...] = getattr(importlib.import_module(f"dualdist.launchers.{module}"), function)(job, site)
     return built
 
 
-__all__ = ["LAUNCHERS", "Command", "Job", "Site", "command"]
+def known(launcher: str) -> str:
+    """The launcher; UsageError, with the nearest, where there is none of this name."""
+    if launcher not in LAUNCHERS:
+        close = difflib.get_close_matches(launcher, LAUNCHERS, 1, cutoff=0)[0]
+        raise UsageError(f"launcher {launcher!r}: expected one of {', '.join(LAUNCHERS)}; did you mean {close!r}?")
+    return launcher
+
+
+def command(launcher: str, job: Job, site: Site) -> Command:
+    """The only command of a job that this launcher starts with one, as all but spawn do on one host."""
+    (built,) = commands(launcher, job, site)
+    return built
+
+
+__all__ = ["LAUNCHERS", "Command", "Host", "Job", "Meeting", "Site", "command", "commands", "known"]

@@ -22,11 +22,25 @@ INSTALL = {
 
 
 @dataclass(frozen=True)
+class Host:
+    """Where ranks may run: a name by which ssh reaches it, and how many of them it takes. `is_here`: this very host."""
+
+    name: str
+    slots: int
+    is_here: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
 class Job:
-    """A Python program to run on `ranks` ranks of this host.
+    """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
 
     `program` is what follows `python`: a script and its arguments, or "-m", a module and its arguments. `env` is set
-    for every rank, on top of what they inherit.
+    for every rank, on top of what they inherit. `hosts` are filled one after the other. `nodes`, of a scheduler's
+    allocation, is None where the scheduler shall choose. `interface` is the network interface that the ranks use on
+    every host.
     """
 
     program: tuple[str, ...]
@@ -34,24 +48,52 @@ class Job:
     backend: str | None = None
     transport: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()
+    nodes: int | None = 1
+    interface: str | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if not self.program:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
+        slots = sum(host.slots for host in self.hosts)
+        if self.hosts and slots < self.ranks:
+            named = ",".join(map(str, self.hosts))
+            raise UsageError(
+                f"{self.ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
+            )
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""
         chosen = {BACKEND: self.backend, TRANSPORT: self.transport}
         return {**self.env, **{name: value for name, value in chosen.items() if value is not None}}
 
+    def filled(self) -> list[tuple[Host, int]]:
+        """The hosts that get ranks, and how many each."""
+        found, left = [], self.ranks
+        for host in self.hosts:
+            if left > 0:
+                found.append((host, min(left, host.slots)))
+                left -= host.slots
+        return found
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the first host can be reached by the others, and a port that was free there."""
+
+    address: str
+    port: int
+
 
 @dataclass(frozen=True)
 class Site:
     """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
 
-    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is.
+    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
+    where the job runs, on every host; `meeting` is None where nobody has looked for one.
     """
 
     python: str
@@ -59,16 +101,27 @@ class Site:
     path: str
     mpi: Mpi = "unknown"
     is_root: bool = False
+    folder: str = "."
+    meeting: Meeting | None = None
 
     def tool(self, name: str) -> str:
         if name not in self.tools:
             raise LaunchError(f"{name} was not found beside {self.python} or on PATH; {INSTALL[name]}")
         return self.tools[name]
 
+    def met(self) -> Meeting:
+        assert self.meeting is not None, "a job that names its own meeting needs a site that has one"
+        return self.meeting
+
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, and the variables it needs on top of the caller's."""
+    """One command line, and the variables it needs on top of the caller's, on the host where it runs (None: here).
+
+    `prefix` matches what the launcher puts in front of every line that a rank prints.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    host: str | None = None
+    prefix: str = ""

@@ -10,19 +10,48 @@ OPENMPI = {
     "openmpi4": ("--oversubscribe", "--bind-to", "none"),
     "openmpi5": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
 }
+# The same, where ranks shall fill one host after the other.
+OPENMPI_BY_SLOT = {
+    "openmpi4": ("--oversubscribe", "--map-by", "slot", "--bind-to", "none"),
+    "openmpi5": ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+}
+# By which interface the daemons talk, before the ranks do.
+OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--prtemca", "prte_if_include")}
 
 
-def command(job: Job, site: Site) -> Command:
-    variables = job.variables()
-    mpirun, ranks = site.tool("mpirun"), ("-np", str(job.ranks))
+def commands(job: Job, site: Site) -> tuple[Command, ...]:
+    variables, mpirun = job.variables(), site.tool("mpirun")
     if site.mpi in OPENMPI:
-        root = ("--allow-run-as-root",) if site.is_root else ()
-        forwarded = tuple(word for name in variables for word in ("-x", name))
-        flags = (*root, *OPENMPI[site.mpi], *ranks, *forwarded)
+        flags = _of_openmpi(job, site)
     elif site.mpi == "mpich":
-        flags = (*ranks, *(word for name, value in variables.items() for word in ("-genv", name, value)))
+        flags = _of_mpich(job)
     else:
         raise LaunchError(
             f"{mpirun} belongs to neither Open MPI nor MPICH nor Intel MPI: put one of theirs first on PATH"
         )
-    return Command((mpirun, *flags, site.python, *job.program), variables)
+    return (Command((mpirun, *flags, site.python, *job.program), variables),)
+
+
+def _of_openmpi(job: Job, site: Site) -> list[str]:
+    flags = ["--allow-run-as-root"] if site.is_root else []
+    flags += [*(OPENMPI_BY_SLOT if job.hosts else OPENMPI)[site.mpi], "-np", str(job.ranks)]
+    if job.hosts:
+        flags += ["-H", ",".join(map(str, job.hosts))]
+    if job.interface is not None:
+        flags += ["--mca", "btl_tcp_if_include", job.interface]
+        if any(host.is_here for host in job.hosts):  # else mpirun's own host may have no such interface
+            flags += [*OPENMPI_DAEMONS[site.mpi], job.interface]
+    for name in job.variables():
+        flags += ["-x", name]
+    return flags
+
+
+def _of_mpich(job: Job) -> list[str]:
+    flags = ["-np", str(job.ranks)]
+    if job.hosts:
+        flags += ["-hosts", ",".join(map(str, job.hosts))]
+    if job.interface is not None:
+        flags += ["-iface", job.interface]
+    for name, value in job.variables().items():
+        flags += ["-genv", name, value]
+    return flags

@@ -6,7 +6,8 @@ from dualdist.errors import LaunchError
 from dualdist.launchers.base import Command, Job, Site
 
 
-def command(job: Job, site: Site) -> Command:
-    if job.ranks != 1:
-        raise LaunchError(f"plain python starts 1 rank, not {job.ranks}: choose a launcher, or call dd.spawn")
-    return Command((site.python, *job.program), job.variables())
+def commands(job: Job, site: Site) -> tuple[Command, ...]:
+    if job.ranks != 1 or job.hosts:
+        asked = f"{job.ranks} on {', '.join(host.name for host in job.hosts)}" if job.hosts else f"{job.ranks}"
+        raise LaunchError(f"plain python starts 1 rank, not {asked}: choose a launcher, or call dd.spawn")
+    return (Command((site.python, *job.program), job.variables()),)

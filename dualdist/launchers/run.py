@@ -10,20 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from dualdist.errors import LaunchError
+from dualdist.launchers import processes
 from dualdist.launchers.base import INSTALL, Command, Mpi, Site
+from dualdist.launchers.interrupts import termination_raises
 
-# Marks every process of a job, by inheritance: launchers put ranks into sessions and process groups of their own.
-MARK = "DUALDIST_JOB"
 # Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
 GRACE_S = 5.0
 
@@ -44,7 +40,7 @@ def look() -> Site:
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
         mpi = mpi_of(run(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output)
-    return Site(sys.executable, tools, path, mpi, is_root=os.geteuid() == 0)
+    return Site(sys.executable, tools, path, mpi, is_root=os.geteuid() == 0, folder=str(Path.cwd()))
 
 
 def mpi_of(version: str) -> Mpi:
@@ -61,14 +57,13 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
     `what` names the job in errors. Without `capture` the output goes where ours goes. LaunchError where the command
     cannot be started, is not done after `timeout_s`, or leaves processes behind. Ctrl-C and SIGTERM end the job, too.
     """
-    mark = uuid.uuid4().hex
-    marks = ":".join(filter(None, [os.environ.get(MARK), mark]))
+    mark, marking = processes.marked(os.environ)
     started = time.monotonic()
-    with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, _termination_raises():
+    with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env, MARK: marks},
+                env={**os.environ, **command.env, **marking},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if capture else None,
@@ -79,7 +74,7 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            alive = _describe(_members(mark))
+            alive = processes.describe(processes.members(mark))
             _end(process, mark)
             raise LaunchError(
                 f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
@@ -106,55 +101,6 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> str:
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        _signal(_members(mark), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while (left := _members(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    described = _describe(left) if left else ""
-    while left or process.poll() is None:
-        _signal([process.pid, *left] if process.poll() is None else left, signal.SIGKILL)
-        time.sleep(0.05)
-        left = _members(mark)  # what they started in the meantime
-    return described
-
-
-def _signal(members: list[int], number: signal.Signals) -> None:
-    for pid in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _members(mark: str) -> list[int]:
-    """The living processes that carry the mark, as far as the system tells: on Linux, all that are ours to read."""
-    members = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                members.append(int(folder.name))
-    return members
-
-
-def _describe(members: list[int]) -> str:
-    commands = []
-    for pid in members:
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            commands.append(f"{pid} ({b' '.join(words).decode(errors='replace').strip()[:120]})")
-    return "still running: " + (", ".join(commands) or "nothing that could be seen")
-
-
-@contextlib.contextmanager
-def _termination_raises() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that it can clean up; only the main thread can arrange that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        processes.send(processes.members(mark), signal.SIGTERM)
+    left = processes.killed(mark, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
+    return processes.describe(left) if left else ""

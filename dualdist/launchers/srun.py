@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dualdist.launchers.base import Command, Job, Site
 
 
-def command(job: Job, site: Site) -> Command:
+def commands(job: Job, site: Site) -> tuple[Command, ...]:
     # Without the first flag Slurm waits for the other ranks when one has failed. Tasks inherit the variables.
-    flags = ("--kill-on-bad-exit=1", "--nodes=1", f"--ntasks={job.ranks}")
-    pmix = ("--mpi=pmix",) if job.transport == "mpi" else ()
-    return Command((site.tool("srun"), *flags, *pmix, site.python, *job.program), job.variables())
+    flags = ("--kill-on-bad-exit=1", *_places(job), f"--ntasks={job.ranks}")
+    pmix = ("--mpi=pmix",) if job.transport == "mpi" or job.backend == "mpi" else ()
+    return (Command((site.tool("srun"), *flags, *pmix, site.python, *job.program), job.variables()),)
+
+
+def _places(job: Job) -> Iterator[str]:
+    if not job.hosts:
+        if job.nodes is not None:
+            yield f"--nodes={job.nodes}"
+        return
+    # Arbitrary: the list says of every rank where it runs, in order.
+    yield "--distribution=arbitrary"
+    yield "--nodelist=" + ",".join(host.name for host, ranks in job.filled() for _ in range(ranks))

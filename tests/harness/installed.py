@@ -10,8 +10,8 @@ import pytest
 IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
 
 
-def lack(what: str, packages: str) -> NoReturn:
-    message = f"{what} not found: apt-get install --no-install-recommends {packages}"
+def lack(what: str, packages: str, install: str = "apt-get install --no-install-recommends") -> NoReturn:
+    message = f"{what} not found: {install} {packages}"
     if IN_CI:
         pytest.fail(message, pytrace=False)
     pytest.skip(message)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 DEBIANS_MPICH = "/usr/lib/*/libmpich.so.12"
+# Not in the environment itself, whose mpirun is Open MPI's.
+PYPIS_MPICH = Path(sys.prefix, "mpich")
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,8 @@ def of_mpich(folder: Path) -> Mapping[str, str]:
     if not link.exists():
         link.symlink_to(next(Path("/").glob(DEBIANS_MPICH.removeprefix("/"))))
     return {"LD_LIBRARY_PATH": str(folder), "MPI4PY_LIBMPI": str(link)}
+
+
+def of_pypis_mpich() -> Mapping[str, str]:
+    """The same for PyPI's MPICH, which the set-up installs into a folder of its own."""
+    return {"MPI4PY_LIBMPI": str(PYPIS_MPICH / "lib" / "libmpi.so.12")}

@@ -87,11 +87,11 @@ class Slurm:
 
     def cancel_all(self) -> list[str]:
         """The jobs that had to be cancelled; the queue is empty afterwards."""
-        if not _eventually(lambda: not self.queue(), within_s=5):
+        if not eventually(lambda: not self.queue(), within_s=5):
             left = self.queue()
             self._query("scancel", "--full", "--signal=KILL", *[line.split()[0] for line in left])
             self._query("scancel", *[line.split()[0] for line in left])
-            assert _eventually(lambda: not self.queue(), within_s=20), f"cannot cancel {self.queue()}"
+            assert eventually(lambda: not self.queue(), within_s=20), f"cannot cancel {self.queue()}"
             return left
         return []
 
@@ -142,7 +142,7 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm
         jobs[name] = daemons.enter_context(Job(argv, env=own, cwd=home, grace_s=0))
 
     def wait_for(what: str, ready: Callable[[], bool]) -> None:
-        _eventually(lambda: ready() or not all(job.is_running() for job in jobs.values()), within_s=START_S)
+        eventually(lambda: ready() or not all(job.is_running() for job in jobs.values()), within_s=START_S)
         if not ready():
             raise ClusterError(f"no {what} in {home}\n" + "\n".join(f"{n}: {j.output()}" for n, j in jobs.items()))
 
@@ -195,7 +195,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _eventually(holds: Callable[[], bool], *, within_s: float) -> bool:
+def eventually(holds: Callable[[], bool], *, within_s: float) -> bool:
     """Whether holds() became true in time; asks again and again, as Slurm offers no event to wait for."""
     deadline = time.monotonic() + within_s
     while not holds():

@@ -111,11 +111,16 @@ def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> No
 
 
 def test_startup_times_fresh_processes_of_every_backend(launch: Launch) -> None:
-    kept = record(launch, "startup", "--rounds", "1", "--backend", "native,horovod:mpi")
-    check_record(kept, "startup", jobs=4)
-    assert [result["launcher"] for result in kept["results"]] == ["torchrun", "mpirun"]
+    kept = record(launch, "startup", "--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1")
+    check_record(kept, "startup", jobs=8)
+    found = [(result["launcher"], result["ranks"]) for result in kept["results"]]
+    assert found == [("torchrun", 1), ("torchrun", 2), ("mpirun", 1), ("mpirun", 2)]
+    alone, together = (result["held"]["dualdist"]["sockets"] for result in kept["results"][:2])
+    assert 0 < alone < together
     for result in kept["results"]:
         parts = result["parts"]
+        for held in result["held"].values():
+            assert 100 << 20 < held["own_bytes"] < held["peak_bytes"] < 1 << 30
         phases = {name: parts[name]["dualdist"]["value"] for name in ("torch", "import", "init", "first")}
         assert parts["torch"]["raw"]["value"] > 0.2
         assert 0 < phases["import"] < phases["torch"]

@@ -168,6 +168,23 @@ def test_mpirun_in_a_batch_script_is_mpiruns_job(
     check(reports, per_node, launcher="mpirun", backend=backend, transport=transport)
 
 
+@pytest.mark.parametrize(
+    ("allocate", "backend", "options", "per_node"),
+    [
+        pytest.param("sbatch", "native", *UNEVEN, id="sbatch-native-3+1"),
+        pytest.param("sbatch", "horovod", *EVEN, id="sbatch-horovod-2+2"),
+        pytest.param("salloc", "native", *UNEVEN, id="salloc-native-3+1"),
+        pytest.param("salloc", "horovod", *TWO_NODES, id="salloc-horovod-1+1"),
+    ],
+)
+def test_srun_in_an_allocation_takes_all_of_it(
+    slurm: Slurm, launch: Launch, allocate: str, backend: str, options: tuple[str, ...], per_node: tuple[int, ...]
+) -> None:
+    batch = script(launch.directory / "batch.sh", shlex.join([*slurm.srun(), *tiny_rank(backend)]))
+    argv = [*slurm.sbatch(*options), batch] if allocate == "sbatch" else [*slurm.salloc(*options), "sh", batch]
+    check(launch.reports(argv, sum(per_node), env=slurm.env), per_node, launcher="srun", backend=backend)
+
+
 def test_torchrun_in_a_batch_script_is_torchruns_job(slurm: Slurm, launch: Launch) -> None:
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(PROGRAM), "native"]
     batch = script(launch.directory / "batch.sh", shlex.join(torchrun))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.cli.run import configure, default_launcher, line, program
+from dualdist.cli.run import configure, line, lines, program
 from dualdist.errors import UsageError
 from dualdist.launchers import Command
+from dualdist.launchers.planning import default_launcher
 
 FACE = ("-m", "dualdist.hvd")
 
@@ -36,7 +37,25 @@ def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launche
 
 def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
     assert default_launcher({"SLURM_JOB_ID": "17"}, "mpi")[0] == "mpirun"
+    assert default_launcher({}, "native", "mpi")[0] == "mpirun"
     assert default_launcher({}, "horovod")[0] == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "backend", "launcher"),
+    [
+        ({}, None, "torchrun"),
+        ({}, "auto", "torchrun"),
+        ({}, "native", "torchrun"),
+        ({}, "horovod", "horovodrun"),
+        ({"DUALDIST_BACKEND": "horovod"}, None, "horovodrun"),
+        ({"DUALDIST_BACKEND": "horovod"}, "native", "torchrun"),
+        ({}, "mpi", "mpirun"),
+        ({"SLURM_JOB_ID": "17"}, "horovod", "srun"),
+    ],
+)
+def test_hosts_get_the_backends_own_launcher(environ: Mapping[str, str], backend: str | None, launcher: str) -> None:
+    assert default_launcher(environ, backend, has_hosts=True)[0] == launcher
 
 
 @pytest.mark.parametrize(
@@ -76,6 +95,10 @@ def test_line_can_be_pasted_into_a_shell() -> None:
     assert line(Command(("python", "x.py"))) == "python x.py"
 
 
+def test_several_commands_run_side_by_side_when_pasted() -> None:
+    assert list(lines([Command(("a", "1")), Command(("b c",))])) == ["a 1 &", "'b c' &", "wait"]
+
+
 def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "dualdist", "run", *words]
     return subprocess.run(argv, env=dict(env), cwd=folder, capture_output=True, text=True, timeout=120)
@@ -90,7 +113,8 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
     assert done.returncode == 0
     variables, backend, torchrun, *rest = shlex.split(done.stdout)
     assert (variables, backend, os.path.basename(torchrun)) == ("env", "DUALDIST_BACKEND=native", "torchrun")
-    assert rest[-7:] == ["--nproc-per-node=2", *FACE, "train.py", "-np", "7", "--dry-run"]
+    wrapped = ["-m", "dualdist.launchers.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
+    assert rest[-9:] == ["--nproc-per-node=2", *wrapped]
     assert done.stderr == (
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was named and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"
@@ -104,7 +128,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         (("-np", "0", "x.py"), 1, "ranks=0"),
         (("-np", "two", "x.py"), 2, "invalid int value: 'two'"),
         (("--backend", "nccl", "x.py"), 2, "choose from"),
-        (("--launcher", "python", "-np", "2", "x.py"), 1, "starts 1 rank, not 2"),
+        (("--launcher", "python", "-np", "2", "x.py"), 1, "plain python starts one rank"),
         ((), 1, "no program"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dualdist.environments import detect
+from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
 Env = dict[str, str]
@@ -186,3 +187,67 @@ def test_the_override_says_as_much_as_it_says(env: Env, expected: Mapping[str, A
     rendezvous = {"DUALDIST_RENDEZVOUS": "file:///a/shared/folder/name"}
     found = detect({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | rendezvous | env)
     assert {name: getattr(found, name) for name in expected} == expected
+
+
+# The variables that pbs_mom of PBS Pro and of Torque gives to a batch script, as people have posted them.
+BATCH = [
+    {
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_JOBID": "188691.pbspl1",
+        "PBS_NODENUM": "0",
+        "PBS_TASKNUM": "1",
+        "NCPUS": "8",
+    },
+    {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODENUM": "0", "PBS_TASKNUM": "146", "PBS_VNODENUM": "0", "PBS_NP": "4"},
+]
+
+
+@pytest.mark.parametrize("env", BATCH, ids=["pbs-pro", "torque"])
+def test_a_batch_script_of_pbs_is_one_rank(env: Env) -> None:
+    found = detect(env | {"PBS_NODEFILE": "/var/spool/pbs/aux/1"})
+    assert (found.launcher, found.rank, found.size) == ("none", 0, 1)
+
+
+@pytest.mark.parametrize("name", ["PBS_NODENUM", "PBS_VNODENUM"])
+def test_a_task_of_pbsdsh_is_no_silent_job_of_one(name: str) -> None:
+    with pytest.raises(TopologyError, match=rf"{name}=1.*pbsdsh.*torchrun"):
+        detect(BATCH[0] | {name: "1"})
+
+
+@pytest.mark.parametrize("env", [JSM[3], PALS[3], MVAPICH[3]], ids=["jsm", "pals", "mvapich"])
+def test_a_launcher_under_pbs_or_lsf_says_it_all(env: Env) -> None:
+    """mpiexec and mpirun may start their ranks by PBS's task manager, which numbers the nodes for them, too."""
+    assert detect(env | {"PBS_NODENUM": "1", "LSB_JOBID": "1"}) == detect(env)
+
+
+def test_torchrun_under_pbsdsh_is_torchruns() -> None:
+    worker = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    worker |= {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    assert detect(worker | {"PBS_NODENUM": "1"}) == detect(worker)
+
+
+# IBM Spectrum MPI under jsrun: PMIx names the rank, Open MPI's variables the place, in a folder of JSM's.
+SPECTRUM = rows(
+    (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "PMIX_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
+    *((0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (2, 0, 2, 2, 0), (3, 1, 3, 3, 1)),
+    JSM_NAMESPACE_SIZE="4",
+    JSM_NAMESPACE_LOCAL_SIZE="2",
+    JSM_NAMESPACE_ID="1",
+    PMIX_NAMESPACE="1",
+    OMPI_COMM_WORLD_SIZE="4",
+    OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    LSB_JOBID="1",
+    LSB_DJOB_RANKFILE="/a/rankfile",
+)
+
+
+def test_pmix_and_spectrum_mpi_beside_jsrun_say_the_same() -> None:
+    assert [place(detect(env)) for env in SPECTRUM] == BLOCK
+    with pytest.raises(TopologyError, match=r"OMPI_COMM_WORLD_RANK=0.*rank 3"):
+        detect(SPECTRUM[3] | {"OMPI_COMM_WORLD_RANK": "0"})

@@ -1,8 +1,10 @@
 """Times, in a new process, the way to a first collective: python start.py raw|dualdist BACKEND SIZE FOLDER DEVICE.
 
 Every rank leaves FOLDER/RANK.json: seconds for `torch` (its import), `import` (the library's, beside torch), `init`,
-`first` and `second` (allreduces of 8 bytes). Ranks wait for each other in FOLDER before init, and that wait is not
-counted: how far apart their imports ended is the launcher's and the scheduler's doing. "raw" needs no dualdist.
+`first` and `second` (allreduces of 8 bytes), and what the process then holds: `peak_bytes` and `own_bytes` of memory
+(the most that was resident, and what it shares with nobody now) and `sockets`. Ranks wait for each other in FOLDER
+before init, and that wait is not counted: how far apart their imports ended is the launcher's and the scheduler's
+doing. "raw" needs no dualdist.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def main() -> None:
     seconds = {name: marks[name] - marks[before] for before, name in itertools.pairwise(points)}
     del seconds["met"]
     draft = Path(folder, f"{rank}.draft")
-    draft.write_text(json.dumps({"rank": rank, "seconds": seconds}))
+    draft.write_text(json.dumps({"rank": rank, "seconds": seconds, **_held()}))
     draft.replace(Path(folder, f"{rank}.json"))
     end()
 
@@ -64,6 +66,30 @@ def _meet(folder: Path, size: int) -> None:
         if time.monotonic() > deadline:
             raise SystemExit(f"not all {size} ranks came to {folder} within {WAIT_S:g} s: did one of them fail?")
         time.sleep(LOOK_S)
+
+
+def _held() -> dict[str, int | None]:
+    """What Linux says of this process; None elsewhere."""
+    import os
+
+    def sum_of(file: str, *names: str) -> int | None:
+        try:
+            lines = [line.split() for line in Path("/proc/self", file).read_text().splitlines()]
+        except OSError:
+            return None
+        return 1024 * sum(int(words[1]) for words in lines if words and words[0].rstrip(":") in names)
+
+    sockets = None
+    for entry in list(os.scandir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else ():
+        try:
+            sockets = (sockets or 0) + os.readlink(entry.path).startswith("socket:")
+        except OSError:  # closed since: the listing's own, or a connection that a library has ended
+            continue
+    return {
+        "peak_bytes": sum_of("status", "VmHWM"),
+        "own_bytes": sum_of("smaps_rollup", "Private_Clean", "Private_Dirty"),
+        "sockets": sockets,
+    }
 
 
 def _import_dualdist() -> Callable[[Any, str], Started]:

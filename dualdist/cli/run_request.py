@@ -1,0 +1,157 @@
+"""What was asked of `dualdist run`: the command line, over the job file where one was named."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualdist.errors import UsageError
+from dualdist.horovod_build.record import read_record
+from dualdist.jobs.pairs import Choice, impossible
+from dualdist.launchers import hosts as host_lists
+from dualdist.launchers import known
+from dualdist.launchers.base import Host, Job
+from dualdist.launchers.reach import is_here
+from dualdist.launchers.starting import Settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job as it was asked for. `words` is the program and its arguments; `hosts` is empty for this host.
+
+    `ranks_asked` is None where nobody said how many; `resources` are for a scheduler.
+    """
+
+    words: tuple[str, ...]
+    ranks: int
+    is_module: bool = False
+    as_horovod: bool = False
+    launcher: str | None = None
+    backend: str | None = None
+    transport: str | None = None
+    hosts: tuple[Host, ...] = ()
+    interface: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    log_dir: str | None = None
+    tag_output: bool = False
+    ranks_asked: int | None = None
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts}: expected 0 or more")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise UsageError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
+
+    def require_possible(self, launcher: str) -> None:
+        """UsageError where what was asked for cannot go together."""
+        record = read_record()
+        choice = Choice(known(launcher), self.backend, self.transport, self.ranks, has_hosts=bool(self.hosts))
+        for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
+            raise UsageError(found.message)
+
+    def job(self, program: tuple[str, ...]) -> Job:
+        return Job(
+            program,
+            self.ranks,
+            self.backend,
+            self.transport,
+            self.env,
+            self.hosts,
+            None,
+            self.interface,
+            self.max_restarts,
+        )
+
+    def settings(self, args: argparse.Namespace) -> Settings:
+        return Settings(
+            is_dry=args.dry_run,
+            is_stdout_ours=args.json == "-",
+            timeout_s=self.timeout_s,
+            log_dir=self.log_dir,
+            tag_output=self.tag_output,
+        )
+
+
+def from_arguments(args: argparse.Namespace) -> Request:
+    """The request of a command line; what it leaves open, the job file may say."""
+    asked = _of_file(Path(args.config)) if args.config is not None else {}
+    words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
+    if words:
+        asked.update(words=words, is_module=args.is_module)
+    elif args.is_module:
+        raise UsageError("-m names no module: expected dualdist run [option ...] -m module")
+    given = {
+        "launcher": args.launcher,
+        "backend": args.backend,
+        "transport": args.transport,
+        "interface": args.network_interface,
+        "max_restarts": args.max_restarts,
+        "timeout_s": args.timeout,
+        "log_dir": args.log_dir,
+        "as_horovod": args.as_horovod or None,
+        "tag_output": args.tag_output or None,
+        "hosts": _hosts(args.hosts, args.hostfile),
+        "ranks": args.ranks,
+    }
+    asked.update({name: value for name, value in given.items() if value is not None})
+    asked["env"] = {**asked.get("env", {}), **_variables(args.env)}
+    asked["ranks_asked"] = asked.get("ranks")
+    slots = sum(host.slots for host in asked.get("hosts", ()))
+    asked.setdefault("ranks", slots or 1)
+    if asked["ranks"] > slots > 0:
+        named = ",".join(map(str, asked["hosts"]))
+        raise UsageError(f"{asked['ranks']} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more")
+    if all(is_here(host.name) for host in asked.get("hosts", ())):
+        asked["hosts"] = ()
+    return Request(**{"words": (), **asked})
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    """What the job file says. Its relative paths are of the folder in which the command is given, as on the line."""
+    try:
+        loading = importlib.import_module("dualdist.jobs.loading")
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--config needs {error.name}: pip install 'dualdist[job]'") from error
+    record = read_record()
+    job = loading.load(path, horovod_has_mpi=None if record is None else record.mpi)
+    said = {
+        "launcher": job.launcher,
+        "backend": job.backend,
+        "transport": job.transport,
+        "interface": job.network_interface,
+        "timeout_s": job.timeout,
+        "log_dir": job.log_dir,
+        "ranks": job.ranks,
+        "hosts": _hosts(",".join(job.hosts) or None, job.hostfile),
+    }
+    found = {name: value for name, value in said.items() if value is not None}
+    found.update(max_restarts=job.max_restarts, tag_output=job.tag_output, as_horovod=job.as_horovod, env=job.env)
+    found["resources"] = job.resources.model_dump()
+    if job.program is not None or job.module is not None:
+        found.update(words=(job.module or job.program, *job.args), is_module=job.module is not None)
+    return found
+
+
+def _hosts(listed: str | None, file: str | None) -> tuple[Host, ...] | None:
+    if listed is not None and file is not None:
+        raise UsageError("-H and --hostfile both say where to run: give one of them")
+    if listed is not None:
+        return host_lists.parse(listed)
+    return host_lists.read(Path(file)) if file is not None else None
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--env {word}: expected a name and a value, as in --env NCCL_DEBUG=INFO")
+        found[name] = value
+    return found

@@ -1,0 +1,92 @@
+"""`dualdist run --scheduler`: the options that describe a job to a scheduler, its script written or submitted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualdist.cli.run_request import Request
+from dualdist.errors import UsageError
+from dualdist.schedulers import SCHEDULERS, script
+from dualdist.schedulers.asking import requested
+from dualdist.schedulers.submit import submit
+
+# Words of `resources:` in a job file, which are the options' names too.
+COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task")
+WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container")
+ONLY_WITH = (*COUNTS, *WORDS, "setup", "job_name", "write", "submit")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of a scheduler, in a group of their own."""
+    group = parser.add_argument_group("job scripts", "a job for a scheduler, instead of ranks on this host")
+    add = group.add_argument
+    add("--scheduler", metavar="NAME", help=f"print its job script: {', '.join(SCHEDULERS)}")
+    add("--nodes", type=int, metavar="N", help="how many nodes (default: 1)")
+    add("--tasks-per-node", type=int, metavar="N", help="ranks on each (default: one a GPU, else 1)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs that all ranks of a node see")
+    add("--gpus-per-task", type=int, metavar="N", help="GPUs that one rank alone sees")
+    add("--cpus-per-task", type=int, metavar="N", help="cores of a rank, and its threads (default: 1)")
+    add("--memory", metavar="SIZE", help="of one node, as 64G")
+    add("--memory-per-task", metavar="SIZE", help="of one rank, as 8G")
+    add("--time", metavar="[D-]H:MM:SS", help="after which the scheduler ends the job")
+    add("--partition", "--queue", dest="queue", metavar="NAME", help="where the job waits")
+    add("--account", metavar="NAME", help="who pays")
+    add("--container", metavar="IMAGE", help="for Apptainer, or Kubernetes' own")
+    add("--setup", action="append", metavar="LINE", help="a line of shell before the job; again for more")
+    add("--job-name", metavar="NAME", help="default: as the program is called")
+    add("--write", metavar="FILE", help="write the script instead of printing it")
+    add("--submit", action="store_true", default=None, help="hand it to sbatch, qsub, bsub or kubectl")
+
+
+def refuse_stray(args: argparse.Namespace) -> None:
+    """UsageError where an option of this group was given without --scheduler, and would be passed over."""
+    stray = [name for name in ONLY_WITH if getattr(args, name) is not None]
+    if stray:
+        raise UsageError(f"--{stray[0].replace('_', '-')} describes a job to a scheduler: add --scheduler NAME")
+
+
+def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
+    """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
+    asked = requested(
+        args.scheduler,
+        tuple(program),
+        launcher=request.launcher,
+        ranks=request.ranks_asked,
+        hosts=[str(host) for host in request.hosts],
+        resources=_asked(args, request.resources),
+        backend=request.backend,
+        transport=request.transport,
+        env=request.env,
+    )
+    text = script(args.scheduler, asked)
+    if args.write is not None:
+        _write(Path(args.write), text)
+    if args.submit:
+        sys.stdout.write(submit(args.scheduler, text))
+    elif args.write is None:
+        sys.stdout.write(text)
+    return 0
+
+
+def _asked(args: argparse.Namespace, resources: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for: by options, else by the job file."""
+    given = dict(resources)
+    for rivals in (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("queue", "partition")):
+        if any(getattr(args, name, None) is not None for name in rivals):
+            given = {name: value for name, value in given.items() if name not in rivals}
+    given |= {name: getattr(args, name) for name in (*COUNTS, *WORDS, "setup") if getattr(args, name) is not None}
+    return given | ({} if args.job_name is None else {"name": args.job_name})
+
+
+def _write(path: Path, text: str) -> None:
+    """The file says the text. One that a person has changed is left alone."""
+    try:
+        if path.exists() and path.read_text() != text:
+            raise UsageError(f"{path} is there and says something else: remove it, or write to another file")
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"--write {path}: {error.strerror}") from error

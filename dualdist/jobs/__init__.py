@@ -1,0 +1,1 @@
+"""Jobs as people write them: a YAML file, read and checked."""

@@ -1,0 +1,61 @@
+"""Choices that cannot go together, found before anything starts: the same for a job file and a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
+WITH_MPI = ("mpirun", "horovodrun-mpi")
+# What carries each backend's tensors.
+CARRIERS = {"native": ("gloo", "shm", "nccl"), "horovod": ("gloo", "mpi", "nccl"), "mpi": ("mpi",)}
+REBUILD = "build one with MPI by dualdist install-horovod --force"
+INSTEAD = "choose mpirun, horovodrun-mpi or srun"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a job decides whether its parts fit together; None for what is left open."""
+
+    launcher: str | None = None
+    backend: str | None = None
+    transport: str | None = None
+    ranks: int | None = None
+    has_hosts: bool = False
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """One sentence, and the setting that it is about."""
+
+    setting: str
+    message: str
+
+
+def impossible(choice: Choice, *, horovod_has_mpi: bool | None) -> Iterator[Impossible]:
+    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known."""
+    launcher, backend, transport = choice.launcher, choice.backend, choice.transport
+    if launcher in WITHOUT_MPI:
+        for setting, value in (("backend", backend), ("transport", transport)):
+            if value == "mpi":
+                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {INSTEAD}"
+                yield Impossible(setting, why)
+    if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
+        valid = ", ".join(CARRIERS[backend])
+        yield Impossible("transport", f"expected one of {valid} for the backend {backend}, not {transport}")
+    if horovod_has_mpi is False and backend == "horovod":
+        yield from _without_mpi(launcher, transport)
+    if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
+        yield Impossible("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
+
+
+def _without_mpi(launcher: str | None, transport: str | None) -> Iterator[Impossible]:
+    """For an installed Horovod without MPI."""
+    if transport == "mpi":
+        yield Impossible("transport", f"the installed Horovod was built without MPI: {REBUILD}")
+    elif launcher in WITH_MPI and transport is None:
+        yield Impossible(
+            "launcher",
+            f"{launcher} starts MPI, but the installed Horovod was built without it: choose torchrun or the "
+            f"transport gloo, or {REBUILD}",
+        )

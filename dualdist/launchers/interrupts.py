@@ -1,0 +1,45 @@
+"""Signals that end a program, turned into exceptions while it runs a job, and held off while it cleans up."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def termination_raises() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it can clean up; only the main thread can arrange that.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled([number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN], end):
+        yield
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No signal that asks the program to end interrupts the block: it is ending already."""
+    with _handled([*ENDING, signal.SIGINT], signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(numbers: list[signal.Signals], handler: signal._HANDLER) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, previous in before:
+            signal.signal(number, previous)

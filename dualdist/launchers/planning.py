@@ -1,0 +1,68 @@
+"""What `dualdist run` decides before it starts anything: the launcher, and the variables that people forget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dualdist.launchers.base import BACKEND
+from dualdist.launchers.link import LINK
+from dualdist.launchers.processes import MARK
+
+SLURM_JOB = "SLURM_JOB_ID"
+UNBUFFERED = "PYTHONUNBUFFERED"
+THREADS = "OMP_NUM_THREADS"
+# The launcher that each backend brings along, for hosts that are reached by ssh.
+OWN = {"native": "torchrun", "horovod": "horovodrun", "mpi": "mpirun"}
+# Which interface libraries take; MPI and horovodrun have options for it.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+# What ranks on another host get of the variables here. The others belong to a host, or are nobody else's business.
+FORWARDED = ("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", UNBUFFERED)
+FORWARDED_PREFIXES = (
+    *("DUALDIST_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_"),
+    *("NCCL_", "GLOO_", "HOROVOD_", "UCX_", "FI_"),
+)
+OURS = (LINK, MARK)
+
+
+def default_launcher(
+    environ: Mapping[str, str], backend: str | None, transport: str | None = None, *, has_hosts: bool = False
+) -> tuple[str, str]:
+    """The launcher where none was named, and why this one."""
+    backend = backend or environ.get(BACKEND) or None
+    for setting, value in (("backend", backend), ("transport", transport)):
+        if value == "mpi":
+            return "mpirun", f"no --launcher was named and the {setting} mpi needs one that starts MPI"
+    if environ.get(SLURM_JOB):
+        return "srun", f"no --launcher was named and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
+    if has_hosts:
+        own = OWN.get(backend or "", "torchrun")
+        whose = f"the backend {backend}'s own" if backend in OWN else "torch's own"
+        return own, f"no --launcher was named, hosts are, and it is {whose}"
+    return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"
+
+
+def threads(cores: int, ranks: int) -> int:
+    """Of each rank, so that those of a host share its cores."""
+    return max(1, cores // ranks)
+
+
+def variables(
+    environ: Mapping[str, str],
+    given: Mapping[str, str],
+    *,
+    threads_a_rank: int | None,
+    interface: str | None,
+    has_hosts: bool,
+) -> dict[str, str]:
+    """The variables of every rank: the user's word goes before ours, and the one given with the job before all."""
+    kept = {name: value for name, value in environ.items() if has_hosts and _is_forwarded(name)}
+    ours = {UNBUFFERED: "1"}
+    if threads_a_rank is not None:
+        ours[THREADS] = str(threads_a_rank)
+    ours = {name: value for name, value in ours.items() if name not in environ}
+    named = {name: interface for name in INTERFACES} if interface is not None else {}
+    return {**kept, **ours, **named, **given}
+
+
+def _is_forwarded(name: str) -> bool:
+    return name not in OURS and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))

@@ -1,0 +1,112 @@
+"""Looks at the hosts of a job before it starts: each is reached, has what the job needs, and reaches the first."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from dualdist.errors import LaunchError
+from dualdist.launchers import probe, ssh
+from dualdist.launchers.base import Host, Meeting, Site
+from dualdist.launchers.probe import Facts
+from dualdist.version import __version__
+
+PROBE_S = 30.0
+AT_ONCE = 32
+
+# Runs the probe on a host that is not this one, with its last arguments; LaunchError where that host cannot take part.
+Ask = Callable[[str, Sequence[str]], Facts]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores."""
+
+    hosts: tuple[Host, ...]
+    meeting: Meeting
+    back: tuple[str, ...]
+    cores: tuple[int, ...]
+
+
+def is_here(name: str) -> bool:
+    """Whether the name is one of this host: an address to which one can bind is its own."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probed:
+                probed.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def look(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> Reached:
+    """What the hosts say. LaunchError names the first that cannot take part, and why."""
+    known = [replace(host, is_here=is_here(host.name)) for host in hosts]
+    return judge(known, interface, probe.look(None), lambda host, target: _asked(host, target, site, env))
+
+
+def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -> Reached:
+    """The first host is asked first, as the others have to reach it."""
+    first = here if hosts[0].is_here else ask(hosts[0].name, ())
+    facts = {hosts[0].name: first}
+    address = first.interfaces.get(interface, "") if interface is not None else first.server
+    target = (address, str(first.port)) if address else ()
+    others = [host for host in hosts[1:] if not host.is_here]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        asked = pool.map(lambda host: (host.name, ask(host.name, target)), others)
+        facts.update(asked)
+    facts.update({host.name: here for host in hosts if host.is_here})
+    _check(facts, interface, hosts[0].name, address)
+    if not address:  # the first host is this one: as the others see it
+        address = next((found.client for found in facts.values() if found.client), "127.0.0.1")
+    seen = [found.client for found in facts.values() if found.client]
+    back = tuple(dict.fromkeys([*seen, *here.addresses()]))
+    return Reached(tuple(hosts), Meeting(address, first.port), back, tuple(facts[host.name].cores for host in hosts))
+
+
+def _check(facts: Mapping[str, Facts], interface: str | None, first: str, address: str) -> None:
+    for name, found in facts.items():
+        has = ", ".join(f"{known} ({own})" for known, own in found.interfaces.items())
+        if interface is not None and interface not in found.interfaces:
+            raise LaunchError(f"host {name!r} has no network interface {interface!r} with an address; it has {has}")
+        if found.version != __version__:
+            raise LaunchError(
+                f"host {name!r} has dualdist {found.version}, and this one {__version__}: install the same"
+            )
+    for name, found in facts.items():
+        if found.unreachable:
+            named = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
+            has = ", ".join(f"{known} ({own})" for known, own in facts[first].interfaces.items())
+            raise LaunchError(
+                f"host {name!r} cannot reach host {first!r} at {address} ({named}): {found.unreachable}; "
+                f"{first} has {has}: name the one that they share by --network-interface"
+            )
+
+
+def _asked(host: str, target: Sequence[str], site: Site, env: Mapping[str, str]) -> Facts:
+    argv = ssh.probe(host, site, env, target)
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except OSError as error:
+        raise LaunchError(f"ssh cannot be started ({error}): it is needed to reach host {host!r}") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"host {host!r} did not say within {PROBE_S:g} s what it has: is it up?") from error
+    if done.returncode != 0:
+        raise LaunchError(ssh.failure(host, done.returncode, done.stderr, site))
+    try:
+        return Facts(**json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, TypeError, IndexError) as error:
+        raise LaunchError(
+            f"host {host!r} answers by {done.stdout[-200:]!r}, which this dualdist did not write"
+        ) from error

@@ -1,0 +1,97 @@
+"""Moves what a process prints to where it belongs, line by line where lines are changed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+from collections.abc import Sequence
+
+CHUNK = 1 << 16
+# Of a line that has no end yet, such as a progress bar's, no more than this is held back.
+LONGEST_LINE = 1 << 14
+# After a newline, or after a carriage return by which a progress bar begins its line anew.
+LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
+
+
+class Relay:
+    """From one pipe to some files. Each line gets `tag` in front and loses what `strip` matches there.
+
+    The last `keep` bytes, as they came, are in `tail`. A reader that has gone ends the relay, so that the writer finds
+    its pipe broken, as it would without us.
+    """
+
+    def __init__(self, source: int, targets: Sequence[int], *, tag: str = "", strip: str = "", keep: int = 0) -> None:
+        os.set_blocking(source, False)
+        self.source = source
+        self.tail = b""
+        self.is_open = True
+        self._targets = list(targets)
+        self._tag = tag.encode()
+        self._strip = re.compile(strip.encode()) if strip else None
+        self._keep = keep
+        self._line = b""
+
+    def pump(self) -> bytes:
+        """Move all that is there; returns it as it came. At the end of the source the relay is closed."""
+        found = b""
+        while self.is_open:
+            try:
+                chunk = os.read(self.source, CHUNK)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self.close()
+                break
+            found += chunk
+            self._pass_on(chunk)
+            if len(found) >= CHUNK:  # others wait, too
+                break
+        if self._keep:
+            self.tail = (self.tail + found)[-self._keep :]
+        return found
+
+    def close(self) -> None:
+        """What was held back goes out; the source is closed."""
+        if self.is_open:
+            self.is_open = False
+            self._write(self._changed([self._line]) if self._line else b"")
+            os.close(self.source)
+
+    def _pass_on(self, chunk: bytes) -> None:
+        if not (self._tag or self._strip):
+            self._write(chunk)
+            return
+        *lines, self._line = LINE_ENDS.split(self._line + chunk)
+        if len(self._line) > LONGEST_LINE:
+            lines, self._line = [*lines, self._line], b""
+        self._write(self._changed(lines))
+
+    def _changed(self, lines: Sequence[bytes]) -> bytes:
+        """Each line ends, so that no two ranks share one."""
+        texts = [line.rstrip(b"\r\n") for line in lines]
+        if self._strip is not None:
+            texts = [self._strip.sub(b"", text, count=1) for text in texts]
+        return b"".join(self._tag + text + b"\n" for text in texts)
+
+    def _write(self, data: bytes) -> None:
+        for target in tuple(self._targets):
+            try:
+                write_all(target, data)
+            except OSError:
+                self._targets.remove(target)
+        if data and not self._targets and self.is_open:
+            self.is_open = False
+            with contextlib.suppress(OSError):
+                os.close(self.source)
+
+
+def write_all(target: int, data: bytes) -> None:
+    """All of data is written, also where the file does not block."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:
+            select.select([], [target], [])

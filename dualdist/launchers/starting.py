@@ -1,0 +1,144 @@
+"""From a Job to its end: looks at the hosts, has every rank report, starts it, and starts it again where asked to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+
+from dualdist.launchers import commands, planning, probe, rank, reach, ssh
+from dualdist.launchers.base import Command, Job, Meeting, Site
+from dualdist.launchers.link import LINK
+from dualdist.launchers.run import look
+from dualdist.launchers.supervise import Listener, Outcome, Supervisor
+
+LOOPBACK = "127.0.0.1"
+ROUND = "DUALDIST_RUN_ROUND"
+# Launchers that restart failed ranks themselves, on one host.
+RESTARTING = ("torchrun",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run a job, whatever it is."""
+
+    is_dry: bool = False
+    is_stdout_ours: bool = False  # so that what ranks print there goes to stderr
+    timeout_s: float | None = None
+    log_dir: str | None = None
+    tag_output: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done; no outcome where nothing was started."""
+
+    launcher: str
+    commands: tuple[Command, ...]
+    outcome: Outcome | None = None
+    restarts: int = 0
+
+    def to_json(self) -> str:
+        known = {"launcher": self.launcher, "restarts": self.restarts, "commands": [asdict(c) for c in self.commands]}
+        return json.dumps({**known, "outcome": None if self.outcome is None else asdict(self.outcome)}, indent=1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that the commands of each round are built from."""
+
+    job: Job
+    launcher: str
+    site: Site
+    settings: Settings
+    environ: Mapping[str, str]
+    restarts: int = 0
+    back: tuple[str, ...] = ()
+
+    def in_round(self, attempt: int) -> _Plan:
+        """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
+        if attempt == 0:
+            return self
+        site = self.site if self.job.hosts else replace(self.site, meeting=Meeting(LOOPBACK, _free_port()))
+        return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(attempt)}))
+
+    def commands(self, listener: Listener | None = None) -> tuple[Command, ...]:
+        job, port = self.job, None
+        if listener is not None:
+            job = replace(job, env={**job.env, LINK: listener.address.dumps()})
+            port = listener.address.port
+        return tuple(
+            ssh.over(command, self.site, link_port=port) for command in commands(self.launcher, job, self.site)
+        )
+
+
+def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> Report:
+    """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
+    plan = _planned(job, launcher, settings, environ)
+    if settings.is_dry:
+        return Report(launcher, plan.commands())
+    with ExitStack() as stack:
+        # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
+        is_local = _is_all_here(plan)
+        listener = Listener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
+        stack.callback(listener.close)
+        return _rounds(plan, listener)
+
+
+def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
+    """The job as it will run: with the variables that it needs, and its ranks wrapped."""
+    site, here = look(), probe.look(None)
+    back = here.addresses()
+    if job.hosts:
+        forwarded = planning.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
+        reached = reach.look([host for host, _ in job.filled()], job.interface, site, forwarded)
+        job, back = replace(job, hosts=reached.hosts), reached.back
+        site = replace(site, meeting=reached.meeting)
+        each = [planning.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)]
+    else:
+        site = replace(site, meeting=Meeting(LOOPBACK, _free_port()))
+        each = [planning.threads(here.cores, job.ranks)]
+    env = planning.variables(
+        environ,
+        job.env,
+        threads_a_rank=None if launcher == "srun" else min(each),
+        interface=job.interface,
+        has_hosts=bool(job.hosts),
+    )
+    output = rank.Settings(job.program, settings.tag_output, bool(job.hosts), settings.log_dir)
+    is_launchers = launcher in RESTARTING and not job.hosts
+    inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
+    job = replace(job, program=rank.words(output), env=env, max_restarts=inner)
+    return _Plan(job, launcher, site, settings, environ, outer, back)
+
+
+def _rounds(plan: _Plan, listener: Listener) -> Report:
+    """Start the job, and start it again after a failure as often as was asked for and the launcher does not itself."""
+    began = time.monotonic()
+    timeout_s, inner = plan.settings.timeout_s, plan.job.max_restarts
+    for attempt in range(plan.restarts + 1):
+        current = plan.in_round(attempt)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
+        stdout = 2 if plan.settings.is_stdout_ours else None
+        outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
+        if outcome.code == 0 or outcome.why or attempt == plan.restarts:
+            break
+        who = outcome.failure.who(has_hosts=bool(plan.job.hosts)) if outcome.failure is not None else plan.launcher
+        print(
+            f"dualdist run: {who} failed; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr
+        )
+    return Report(plan.launcher, current.commands(), replace(outcome, seconds=time.monotonic() - began), attempt)
+
+
+def _is_all_here(plan: _Plan) -> bool:
+    """Whether no rank can be on another host: in an allocation MPI's launchers and srun go where they may."""
+    return not plan.job.hosts and plan.launcher in ("python", "spawn", "torchrun", "horovodrun")
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        return int(free.getsockname()[1])

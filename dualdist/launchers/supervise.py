@@ -1,0 +1,238 @@
+"""Runs the commands of a job to their end: hears from every rank, ends all when one fails, leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dualdist.errors import LaunchError
+from dualdist.launchers import endings, link, processes
+from dualdist.launchers.base import Command
+from dualdist.launchers.endings import RankEnd
+from dualdist.launchers.interrupts import undisturbed
+from dualdist.launchers.relay import Relay
+
+# Seconds that the others get to end by themselves after a failure.
+GRACE_S = 3.0
+# Seconds in which launchers and ranks must have ended when told to: more than a rank gives its program.
+END_S = 8.0
+TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `why` says what ended it where that was neither a rank nor a launcher."""
+
+    code: int
+    seconds: float
+    failure: RankEnd | None = None
+    why: str = ""
+
+
+@dataclass
+class _Line:
+    """A rank's line to us, and what has arrived of its next message."""
+
+    hello: link.Hello | None = None
+    data: bytes = b""
+    has_ended: bool = False
+
+
+@dataclass
+class Listener:
+    """Where ranks report; open it before the commands are built, as they carry its address."""
+
+    server: socket.socket
+    address: link.Address
+
+    @staticmethod
+    def open(addresses: Sequence[str], *, is_local: bool) -> Listener:
+        """It listens on loopback only where all ranks run on this host."""
+        server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
+        server.setblocking(False)
+        return Listener(server, link.Address.new(addresses, server.getsockname()[1]))
+
+    def close(self) -> None:
+        self.server.close()
+
+
+@dataclass
+class Supervisor:
+    """One run of a job. `restarts` is how often the launcher restarts failed ranks itself."""
+
+    commands: Sequence[Command]
+    listener: Listener
+    environ: Mapping[str, str]
+    restarts: int = 0
+    stdout: int | None = None
+    ends: list[RankEnd] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, _Line] = {}
+        self._relays: list[Relay] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._mark, self._marking = processes.marked(self.environ)
+        self._has_cut = False
+
+    def run(self, timeout_s: float | None) -> Outcome:
+        """Start all, and return when all have ended, on every host. LaunchError where a command cannot be started."""
+        began = time.monotonic()
+        self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
+        why = ""
+        try:
+            for command in self.commands:
+                self._start(command)
+            why = self._watch(began + timeout_s if timeout_s is not None else None)
+            if why:
+                why = f"{why} after {timeout_s:g} s; {processes.describe(processes.members(self._mark))}"
+        finally:
+            self._end()
+        codes = [process.returncode for process in self._processes]
+        failure = endings.first_failure(self.ends)
+        code = 124 if why else endings.exit_code(codes, failure, may_restart=self.restarts > 0)
+        return Outcome(code, time.monotonic() - began, failure if code and not why else None, why)
+
+    def _start(self, command: Command) -> None:
+        relayed = bool(command.prefix)
+        output = subprocess.PIPE if relayed else self.stdout
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                env={**self.environ, **command.env, **self._marking},
+                stdout=output,
+                stderr=subprocess.PIPE if relayed else None,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"the job could not be started ({error}): {shlex.join(command.argv)}") from error
+        self._processes.append(process)
+        for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
+            if source is not None:
+                relay = Relay(os.dup(source.fileno()), [target], strip=command.prefix)
+                source.close()
+                self._relays.append(relay)
+                self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
+
+    def _watch(self, deadline: float | None) -> str:
+        """Until all commands have ended, or a failed job has had its time; says so where the job's time was up."""
+        failed_at: float | None = None
+        while any(process.poll() is None for process in self._processes):
+            self._step(TICK_S)
+            now = time.monotonic()
+            if failed_at is None and self._has_failed():
+                failed_at = now
+            if failed_at is not None and now > failed_at + GRACE_S:
+                return ""
+            if deadline is not None and now > deadline:
+                return "the job was not done"
+        return ""
+
+    def _has_failed(self) -> bool:
+        """Whether nothing that is still to come can make the job succeed."""
+        return any(process.poll() for process in self._processes) or any(
+            end.has_failed and end.round >= self.restarts for end in self.ends
+        )
+
+    def _end(self) -> None:
+        """Nothing of the job is left, here or elsewhere: launchers are asked to end, and every rank's line is cut."""
+        with undisturbed():
+            for process in self._processes:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)
+            self._has_cut = True
+            for connection in self._lines:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+            self._until(lambda: not self._lines and not self._running(), END_S)
+            left = processes.killed(self._mark, 1.0, self._running)
+            if left and not any(process.poll() for process in self._processes):
+                print(f"dualdist run: what the job left behind was ended; {processes.describe(left)}", file=sys.stderr)
+            self._until(lambda: not any(relay.is_open for relay in self._relays), 1.0)
+            for relay in self._relays:
+                relay.close()
+            for connection in self._lines:
+                connection.close()
+            self._selector.close()
+
+    def _running(self) -> list[int]:
+        return [process.pid for process in self._processes if process.poll() is None]
+
+    def _until(self, holds: Callable[[], bool], within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while not holds() and time.monotonic() < deadline:
+            self._step(TICK_S)
+
+    def _step(self, wait_s: float) -> None:
+        for key, _ in self._selector.select(wait_s):
+            key.data()
+
+    def _pump(self, relay: Relay) -> None:
+        source = relay.source
+        relay.pump()
+        if not relay.is_open:
+            self._selector.unregister(source)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self.listener.server.accept()
+            connection.setblocking(False)
+            self._lines[connection] = _Line()
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+
+    def _hear(self, connection: socket.socket) -> None:
+        line = self._lines[connection]
+        try:
+            data = connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or len(line.data) > link.LIMIT:
+            self._drop(connection)
+            return
+        *messages, line.data = (line.data + data).split(b"\n")
+        for message in messages:
+            if not self._understood(connection, line, message):
+                self._drop(connection)
+                return
+
+    def _understood(self, connection: socket.socket, line: _Line, message: bytes) -> bool:
+        """A rank says who it is, then how it ended; whoever says anything else is no rank of ours."""
+        if line.hello is None:
+            line.hello = link.loads_hello(message)
+            if line.hello is None or line.hello.token != self.listener.address.token or self._has_cut:
+                line.hello = None
+                return False
+            with contextlib.suppress(OSError):
+                connection.sendall(link.WELCOME)
+                link.keep_alive(connection)
+            return True
+        ended = link.loads_ended(message)
+        if ended is None:
+            return False
+        line.has_ended = True
+        at_s = time.monotonic() - ended.age_s
+        told = ended.was_told
+        self.ends.append(
+            RankEnd(line.hello.rank, line.hello.host, ended.code, at_s, line.hello.round, told, ended.text)
+        )
+        return True
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        line = self._lines.pop(connection)
+        connection.close()
+        hello = line.hello
+        if hello is not None and not (line.has_ended or hello.is_keeper or self._has_cut):
+            self.ends.append(RankEnd(hello.rank, hello.host, None, time.monotonic(), hello.round))

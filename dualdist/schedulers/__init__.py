@@ -1,0 +1,54 @@
+"""Job scripts: for each scheduler a pure function from a Request to the text that a person submits."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+
+from dualdist.errors import UsageError
+from dualdist.schedulers.base import Request
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A module of this package with script(request), the inner launchers that it knows, the default first.
+
+    `submit` is the command that takes the text on its standard input, None where there is nobody to submit it to.
+    """
+
+    module: str
+    launchers: tuple[str, ...]
+    submit: tuple[str, ...] | None
+
+
+SCHEDULERS = {
+    "slurm": Scheduler("slurm", ("srun", "torchrun", "mpirun", "horovodrun"), ("sbatch",)),
+    "pbs": Scheduler("pbs", ("torchrun", "mpirun", "horovodrun"), ("qsub",)),
+    "lsf": Scheduler("lsf", ("jsrun", "mpirun"), ("bsub",)),
+    "kubernetes": Scheduler("kubernetes", ("torchrun", "mpirun"), ("kubectl", "create", "-f", "-")),
+    "ssh": Scheduler("ssh", ("torchrun", "mpirun", "horovodrun"), None),
+    "workstation": Scheduler("workstation", ("torchrun", "mpirun", "horovodrun"), None),
+}
+
+
+def find(name: str) -> Scheduler:
+    """The scheduler of this name; UsageError lists those that there are."""
+    if name not in SCHEDULERS:
+        close = difflib.get_close_matches(name, SCHEDULERS, 1, cutoff=0)[0]
+        raise UsageError(f"scheduler {name!r}: expected one of {', '.join(SCHEDULERS)}; did you mean {close!r}?")
+    return SCHEDULERS[name]
+
+
+def script(name: str, request: Request) -> str:
+    """The job script by which this scheduler runs what is requested; UsageError where it cannot."""
+    scheduler = find(name)
+    if request.launcher not in scheduler.launchers:
+        known = ", ".join(scheduler.launchers)
+        raise UsageError(f"launcher {request.launcher!r} under {name}: expected one of {known}")
+    text = importlib.import_module(f"dualdist.schedulers.{scheduler.module}").script(request)
+    assert isinstance(text, str)
+    return text
+
+
+__all__ = ["SCHEDULERS", "Request", "Scheduler", "find", "script"]

@@ -1,0 +1,67 @@
+"""From what a job file and options say to a Request: which launcher, how many ranks on each of how many nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualdist.errors import UsageError
+from dualdist.schedulers import find
+from dualdist.schedulers.base import Request
+
+
+def requested(
+    scheduler: str,
+    program: tuple[str, ...],
+    *,
+    launcher: str | None = None,
+    ranks: int | None = None,
+    hosts: Sequence[str] = (),
+    resources: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    transport: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Request:
+    """The Request; `hosts` are names, or host:slots, and `resources` what a job file says under that key."""
+    asked = {name: value for name, value in (resources or {}).items() if value is not None}
+    if "partition" in asked:
+        asked["queue"] = asked.pop("partition")
+    names, slots = _hosts(hosts)
+    nodes = asked.pop("nodes", len(names) or 1)
+    tasks = asked.pop("tasks_per_node", slots)
+    if tasks is None and ranks is None:
+        tasks = asked.get("gpus_per_node") or 1
+    return Request(
+        program,
+        launcher or find(scheduler).launchers[0],
+        nodes=nodes,
+        tasks_per_node=_tasks(tasks, ranks, nodes),
+        hosts=names,
+        setup=tuple(asked.pop("setup", ())),
+        backend=backend,
+        transport=transport,
+        env=env or {},
+        **asked,
+    )
+
+
+def _tasks(tasks: int | None, ranks: int | None, nodes: int) -> int:
+    """Ranks on each node: as said, or as the number of all ranks gives them."""
+    if ranks is None or nodes < 1:
+        return 1 if tasks is None else tasks
+    if ranks % nodes or tasks not in (None, ranks // nodes):
+        on_each = "the same number" if tasks is None else str(tasks)
+        raise UsageError(f"-np {ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not fit together")
+    return ranks // nodes
+
+
+def _hosts(hosts: Sequence[str]) -> tuple[tuple[str, ...], int | None]:
+    """The names of the hosts, and the slots that each has."""
+    pairs = [host.partition(":")[::2] for host in hosts]
+    counts = {slots for _, slots in pairs}
+    if len(counts) > 1 or any(slots and not slots.isdecimal() for slots in counts):
+        raise UsageError(
+            f"hosts {','.join(hosts)}: a script wants the same number of slots on each, as host1:4,host2:4"
+        )
+    slots = counts.pop() if counts else ""
+    return tuple(name for name, _ in pairs), int(slots) if slots else None

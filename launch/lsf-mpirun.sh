@@ -1,0 +1,29 @@
+#!/bin/bash
+# LSF, mpirun: 4 nodes, 4 ranks on each. Made by `dualdist run --scheduler`, see launch/README.md.
+
+# ==== edit from here ====
+#BSUB -J train
+#BSUB -o %J.out
+#BSUB -n 16
+#BSUB -R "span[ptile=4]"
+#BSUB -R "affinity[core(8)]"
+#BSUB -gpu "num=4:mode=shared"
+#BSUB -R "rusage[mem=256GB]"
+#BSUB -W 2:00
+#BSUB -q gpu
+#BSUB -P project
+program=(train.py --epochs 90)
+variables=(OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1) # of every rank
+setup() { # makes python the one that has dualdist
+    module purge
+    module load python/3.11 cuda/12.6 openmpi/4.1
+    . "$HOME/venvs/dualdist/bin/activate"
+}
+# ==== to here; what follows needs no change ====
+
+set -eo pipefail
+setup
+export "${variables[@]}"
+"$(command -v mpirun)" -n "$LSB_DJOB_NUMPROC" --bind-to none \
+    env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}" \
+    python "${program[@]}"

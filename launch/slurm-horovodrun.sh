@@ -1,0 +1,31 @@
+#!/bin/bash
+# Slurm, horovodrun: 4 nodes, 4 ranks on each. Made by `dualdist run --scheduler`, see launch/README.md.
+
+# ==== edit from here ====
+#SBATCH --job-name=train
+#SBATCH --output=%x-%j.out
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=256G
+#SBATCH --time=02:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=project
+program=(train.py --epochs 90)
+variables=(OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1) # of every rank
+setup() { # makes python the one that has dualdist
+    module purge
+    module load python/3.11 cuda/12.6
+    . "$HOME/venvs/dualdist/bin/activate"
+}
+# ==== to here; what follows needs no change ====
+
+set -eo pipefail
+setup
+export "${variables[@]}"
+# horovodrun reaches the other nodes by ssh, which must not ask for a password.
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
+    awk -v slots="$SLURM_NTASKS_PER_NODE" '{ printf "%s%s:%s", comma, $1, slots; comma = "," }')"
+horovodrun --gloo -np "$SLURM_NTASKS" -H "$hosts" \
+    python "${program[@]}"

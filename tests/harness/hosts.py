@@ -1,0 +1,154 @@
+"""Two hosts on this machine: network namespaces with names and addresses of their own, and an ssh server in each.
+
+Both have two networks. By eth0 they reach each other; eth1 leads each into a network where the other one is not.
+Nothing outside a directory is written but /etc/netns, from where `ip netns exec` takes a namespace's /etc/hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.jobs import Job
+
+PROGRAMS = ("ip", "sshd", "ssh-keygen", "unshare")
+PACKAGES = "iproute2 openssh-server"
+NAMES = ("hosta", "hostb")
+ADDRESSES = ("10.231.78.1", "10.231.78.2")
+APART = ("10.231.79.1", "10.231.80.2")
+ETC = Path("/etc/netns")
+START_S = 20.0
+POLL_S = 0.05
+SSHD_OPTIONS = {
+    "StrictModes": "no",
+    "UsePAM": "no",
+    "PermitRootLogin": "yes",
+    "MaxStartups": "100",
+    "PasswordAuthentication": "no",
+}
+SSH_CONFIG = """\
+IdentityFile {key}
+IdentitiesOnly yes
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that are up. env is what a command on one of them needs beside the base environment."""
+
+    spaces: Sequence[str]
+    env: Mapping[str, str] = field(repr=False)
+
+    def on(self, host: int, *argv: str) -> list[str]:
+        """The argv that runs another one on a host."""
+        return _on(self.spaces[host], NAMES[host], *argv)
+
+    def processes(self, *words: str) -> list[str]:
+        """The command lines, of all hosts, that have all these words."""
+        found = []
+        for space in self.spaces:
+            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True)
+            for pid in pids.stdout.split():
+                try:
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+                if all(word in line for word in words):
+                    found.append(f"{space} {pid} {line}")
+        return found
+
+    def cut_off(self, host: int) -> None:
+        """The host does not answer any more, as if its cable were pulled."""
+        _ip("-n", self.spaces[host], "link", "set", "eth0", "down")
+
+    def connect(self, host: int) -> None:
+        """The host is reached again."""
+        _ip("-n", self.spaces[host], "link", "set", "eth0", "up")
+
+
+def missing(path: str) -> list[str]:
+    """The programs that path lacks."""
+    return [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+
+
+@contextmanager
+def two_hosts(directory: Path, base_env: Mapping[str, str]) -> Iterator[Hosts]:
+    """Hosts that are up inside the block and gone after it."""
+    spaces = [f"dd{os.getpid()}{name}" for name in NAMES]
+    key, authorized = directory / "key", directory / "authorized"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    authorized.write_bytes(key.with_suffix(".pub").read_bytes())
+    env = {**base_env, "PATH": f"{_ssh(directory, key)}:{base_env['PATH']}"}
+    Path("/run/sshd").mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        for space in spaces:
+            _ip("netns", "add", space)
+            stack.callback(_gone, space)
+        _cable(spaces)
+        sshd = shutil.which("sshd", path=base_env["PATH"])
+        assert sshd is not None
+        options = {**SSHD_OPTIONS, "AuthorizedKeysFile": str(authorized), "PidFile": "none"}
+        words = ["-D", "-e", "-f", "/dev/null", "-h", str(key), *(f"-o{name}={to}" for name, to in options.items())]
+        for space, name in zip(spaces, NAMES, strict=True):
+            daemon = stack.enter_context(Job(_on(space, name, sshd, *words), env=env, cwd=directory, grace_s=0))
+            _wait_for_ssh(space, name, env, daemon)
+        yield Hosts(spaces, env)
+
+
+def _ssh(directory: Path, key: Path) -> Path:
+    """A folder with an ssh that has the key of these hosts: launchers start ssh by its name."""
+    config, folder = directory / "ssh_config", directory / "bin"
+    folder.mkdir()
+    config.write_text(SSH_CONFIG.format(key=key))
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    return folder
+
+
+def _cable(spaces: Sequence[str]) -> None:
+    pair = [f"{space}v"[-15:] for space in spaces]
+    _ip("link", "add", pair[0], "netns", spaces[0], "type", "veth", "peer", "name", pair[1], "netns", spaces[1])
+    lines = "".join(f"{address} {name}\n" for name, address in zip(NAMES, ADDRESSES, strict=True))
+    for space, link, address, apart in zip(spaces, pair, ADDRESSES, APART, strict=True):
+        _ip("-n", space, "link", "set", link, "name", "eth0")
+        _ip("-n", space, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1end")
+        for interface, at in (("eth0", address), ("eth1", apart)):
+            _ip("-n", space, "addr", "add", f"{at}/24", "dev", interface)
+        for interface in ("lo", "eth0", "eth1", "eth1end"):
+            _ip("-n", space, "link", "set", interface, "up")
+        (ETC / space).mkdir(parents=True)
+        (ETC / space / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
+
+
+def _gone(space: str) -> None:
+    subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+    shutil.rmtree(ETC / space, ignore_errors=True)
+    if ETC.exists() and not any(ETC.iterdir()):
+        ETC.rmdir()
+
+
+def _on(space: str, name: str, *argv: str) -> list[str]:
+    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name, *argv]
+    return ["ip", "netns", "exec", space, *named]
+
+
+def _wait_for_ssh(space: str, name: str, env: Mapping[str, str], daemon: Job) -> None:
+    deadline = time.monotonic() + START_S
+    argv = _on(space, name, "ssh", name, "true")
+    while subprocess.run(argv, env=dict(env), capture_output=True, check=False).returncode != 0:
+        assert daemon.is_running(), daemon.output()
+        assert time.monotonic() < deadline, f"no ssh server in {space}: {daemon.output()}"
+        time.sleep(POLL_S)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,195 @@
+"""Job scripts that `dualdist run --scheduler` wrote, submitted for real to Slurm; the others run by stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import problem
+from harness.hosts import Hosts
+from harness.jobs import REPORT_DIR, Launch, collect
+from harness.slurm import Slurm, eventually
+
+PROGRAM = Path(problem.__file__).with_name("tiny_rank.py")
+RUN = (sys.executable, "-m", "dualdist", "run")
+# More than two gradients are added in an order of the backend's own, each sum rounding to 2**-24 of its size.
+TOLERANCE = 1e-6
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def written(launch: Launch, *options: str, program: Sequence[str]) -> Path:
+    """The file that the command line wrote."""
+    path = launch.directory / "job.sh"
+    launch([*RUN, *options, "--write", str(path), *program])
+    return path
+
+
+def check(reports: Sequence[Mapping[str, Any]], nodes: int, tasks: int, **same: str) -> None:
+    """The ranks fill node after node, say `same`, and hold what one process trains."""
+    size = nodes * tasks
+    for rank, seen in enumerate(reports):
+        place = (seen["rank"], seen["size"], seen["local_rank"], seen["local_size"], seen["node"], seen["nodes"])
+        assert place == (rank, size, rank % tasks, tasks, rank // tasks, nodes)
+        assert {name: seen[name] for name in same} == same
+        assert seen["sum"] == [(1 << size) - 1, size << 40]
+        assert seen["parameters"] == reports[0]["parameters"], "ranks differ"
+    expected = problem.trained_by_one_process(size)
+    assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "tasks", "backend", "transport"),
+    [
+        pytest.param("srun", 2, 2, "native", "gloo", id="srun-native"),
+        pytest.param("srun", 2, 1, "horovod", "gloo", id="srun-horovod"),
+        pytest.param("srun", 1, 2, "mpi", "mpi", id="srun-mpi"),
+        pytest.param("torchrun", 2, 2, "native", "gloo", id="torchrun-2-nodes"),
+        pytest.param("torchrun", 2, 1, "horovod", "gloo", id="torchrun-horovod"),
+        pytest.param("torchrun", 1, 2, "native", "shm", id="torchrun-1-node"),
+        pytest.param("mpirun", 2, 2, "native", "gloo", id="mpirun-native"),
+        pytest.param("mpirun", 2, 1, "horovod", "mpi", id="mpirun-horovod"),
+        pytest.param("horovodrun", 1, 2, "horovod", "gloo", id="horovodrun"),
+    ],
+)
+def test_sbatch_runs_what_was_written(
+    slurm: Slurm, launch: Launch, launcher: str, nodes: int, tasks: int, backend: str, transport: str
+) -> None:
+    asked = ("--scheduler", "slurm", "--nodes", str(nodes), "--tasks-per-node", str(tasks), "--time", "0:05:00")
+    path = written(launch, *asked, "--launcher", launcher, "--backend", backend, program=(str(PROGRAM), backend))
+    env = {**slurm.env, **AS_ROOT, "DUALDIST_TRANSPORT": transport}
+    reports = launch.reports([*slurm.sbatch(), str(path)], nodes * tasks, env=env)
+    check(reports, nodes, tasks, launcher=launcher, backend=backend, transport=transport)
+
+
+def test_submit_hands_the_job_to_sbatch(slurm: Slurm, launch: Launch) -> None:
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    words = ("--scheduler", "slurm", "--nodes", "2", "--submit", str(PROGRAM), "native")
+    outcome = launch([*RUN, *words], env={**slurm.env, REPORT_DIR: str(folder)})
+    assert outcome.stdout.startswith("Submitted batch job "), str(outcome)
+    assert eventually(lambda: not slurm.queue(), within_s=60)
+    check(collect(folder, 2, outcome), 2, 1, launcher="srun", backend="native")
+
+
+def test_what_sbatch_refuses_is_said(slurm: Slurm, launch: Launch) -> None:
+    words = ("--scheduler", "slurm", "--nodes", "3", "--partition", "nowhere", "--submit", str(PROGRAM), "native")
+    outcome = launch([*RUN, *words], env=slurm.env, check=False)
+    assert outcome.rc == 1
+    assert "sbatch refused the job with exit code 1, and said: " in outcome.stderr
+    assert "invalid partition specified: nowhere" in outcome.stderr
+
+
+def test_the_cores_of_a_task_are_its_threads(slurm: Slurm, launch: Launch) -> None:
+    asked = ("--scheduler", "slurm", "--nodes", "1", "--tasks-per-node", "2", "--cpus-per-task", "2")
+    path = written(launch, *asked, program=(str(PROGRAM), "native", "SRUN_CPUS_PER_TASK,OMP_NUM_THREADS"))
+    for seen in launch.reports([*slurm.sbatch(), str(path)], 2, env=slurm.env):
+        assert seen["variables"] == {"SRUN_CPUS_PER_TASK": "2", "OMP_NUM_THREADS": "2"}
+
+
+# Neither PBS nor LSF has a server here. These do what the manuals say that pbsdsh and jsrun do, on this one host:
+# pbsdsh's tasks get a host name of their own, by which dualdist takes them for other hosts, and none of our variables.
+PBSDSH = """#!/bin/sh
+# pbsdsh -n INDEX -- PROGRAM ARGUMENT...
+index=$2; shift 3
+exec env -i PATH=/usr/bin:/bin PBS_JOBID="$PBS_JOBID" PBS_NODENUM="$index" HOSTS="${0%pbsdsh}hosts" \\
+    unshare --uts --mount sh -c 'mount --bind "$HOSTS" /etc/hosts; hostname "node$PBS_NODENUM"; exec "$@"' sh "$@"
+"""
+JSRUN = """#!/bin/sh
+# jsrun --nrs N --rs_per_host N ... --bind B PROGRAM ARGUMENT...
+sets=$2; host=$4; shift 12
+rank=0
+while [ $rank -lt $sets ]; do
+    JSM_NAMESPACE_RANK=$rank JSM_NAMESPACE_SIZE=$sets JSM_NAMESPACE_LOCAL_RANK=$((rank % host)) \\
+        JSM_NAMESPACE_LOCAL_SIZE=$host "$@" &
+    rank=$((rank + 1))
+done
+wait
+"""
+
+
+def stand_in(launch: Launch, name: str, text: str) -> dict[str, str]:
+    """A PATH on which the program comes first."""
+    folder = launch.directory / "bin"
+    folder.mkdir()
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{launch.env['PATH']}"}
+
+
+@pytest.mark.parametrize("lines", ["a b", "a a b b"])
+def test_a_pbs_script_starts_one_agent_a_host(launch: Launch, lines: str) -> None:
+    """The nodefile has a line a node (PBS Pro) or a line a core (Torque)."""
+    if os.geteuid() != 0:
+        pytest.skip("host names of their own need root")
+    nodefile, hosts, folder = launch.directory / "nodes", lines.split(), launch.directory / "reports"
+    nodefile.write_text("\n".join([*hosts, ""]))
+    folder.mkdir()
+    env = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(launch.directory)}
+    env |= stand_in(launch, "pbsdsh", PBSDSH)
+    names = ["localhost", socket.gethostname(), *(f"node{index}" for index in range(len(hosts)))]
+    (launch.directory / "bin" / "hosts").write_text(f"127.0.0.1 {' '.join(names)}\n")
+    needs = {"PATH": env["PATH"], "PYTHONPATH": launch.env["PYTHONPATH"], REPORT_DIR: str(folder)}
+    setup = [word for name, value in needs.items() for word in ("--setup", f"export {name}={shlex.quote(value)}")]
+    asked = ("--scheduler", "pbs", "--nodes", "2", "--tasks-per-node", "2", "--time", "1:00:00")
+    path = written(launch, *asked, *setup, program=(str(PROGRAM), "native", "PBS_NODENUM"))
+    outcome = launch(["bash", str(path)], env=env)
+    nodes = len(set(hosts))
+    reports = collect(folder, 2 * nodes, outcome)
+    check(reports, nodes, 2, launcher="torchrun", backend="native")
+    firsts = {str(hosts.index(host)) for host in hosts}
+    assert {seen["variables"]["PBS_NODENUM"] for seen in reports} == firsts
+
+
+def test_an_lsf_script_gives_jsrun_a_resource_set_a_rank(launch: Launch) -> None:
+    path = written(launch, "--scheduler", "lsf", "--tasks-per-node", "2", program=(str(PROGRAM), "native"))
+    env = {"LS_SUBCWD": str(launch.directory), "LSB_JOBID": "7", **stand_in(launch, "jsrun", JSRUN)}
+    check(launch.reports(["bash", str(path)], 2, env=env), 1, 2, launcher="jsrun", backend="native")
+
+
+def test_a_workstation_script_trains(launch: Launch) -> None:
+    path = written(launch, "--scheduler", "workstation", "-np", "2", program=(str(PROGRAM), "native"))
+    check(launch.reports(["bash", str(path)], 2), 1, 2, launcher="torchrun", backend="native", transport="shm")
+
+
+# The second network of each host leads nowhere.
+AWAY = {"OMPI_MCA_oob_tcp_if_include": "eth0", "OMPI_MCA_btl_tcp_if_include": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}
+
+
+def train_on_hosts(
+    launch: Launch, two_hosts: Hosts, launcher: str, asked: Sequence[str], env: Mapping[str, str]
+) -> None:
+    """The script, run on the first of two hosts, trains two ranks on each."""
+    backend, folder = "horovod" if launcher == "horovodrun" else "native", launch.directory / "reports"
+    folder.mkdir()
+    needs = {"PYTHONPATH": launch.env["PYTHONPATH"], REPORT_DIR: str(folder)}
+    words = [word for name, value in needs.items() for word in ("--env", f"{name}={value}")]
+    setup = ("--setup", f"export PATH={shlex.quote(two_hosts.env['PATH'])}")
+    asked = (*asked, "--launcher", launcher, "--backend", backend, *words, *setup)
+    path = written(launch, *asked, program=(str(PROGRAM), backend))
+    outcome = launch(two_hosts.on(0, "bash", str(path)), env={**two_hosts.env, **AS_ROOT, **AWAY, **env})
+    check(collect(folder, 4, outcome), 2, 2, launcher=launcher, backend=backend)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+def test_hosts_by_ssh_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    train_on_hosts(launch, two_hosts, launcher, ("--scheduler", "ssh", "-H", "hosta:2,hostb:2"), {})
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_the_hosts_of_a_nodefile_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    """What PBS's scripts do after qsub: only the nodefile and PBS's variables are written by hand."""
+    nodefile = launch.directory / "nodes"
+    nodefile.write_text("hosta\nhosta\nhostb\nhostb\n")
+    env = {"PBS_NODEFILE": str(nodefile), "PBS_O_WORKDIR": str(launch.directory), "PBS_JOBID": "1"}
+    asked = ("--scheduler", "pbs", "--nodes", "2", "--tasks-per-node", "2")
+    train_on_hosts(launch, two_hosts, launcher, asked, env)

@@ -1,0 +1,235 @@
+"""`dualdist run` on one host, by every launcher: what ranks print, how a job fails, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import mpi, problem
+from harness.jobs import GRACE_S, Job, Launch
+from harness.slurm import Slurm
+
+PROGRAM = str(Path(__file__).with_name("run_program.py"))
+TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
+RUN = (sys.executable, "-m", "dualdist", "run")
+LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
+WAIT_S = 60.0
+
+
+def lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if re.search(r"(out|err) \d", line))
+
+
+def last_words(stderr: str) -> list[str]:
+    """What `dualdist run` said at the very end."""
+    return stderr[stderr.rindex("dualdist run: ") :].splitlines()
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"no {paths}"
+        time.sleep(0.02)
+
+
+def descendants(job: Job) -> list[psutil.Process]:
+    return psutil.Process(job.pid).children(recursive=True)
+
+
+def find(job: Job, *words: str) -> psutil.Process:
+    """The first descendant, parents before children, whose command line has all words."""
+    (found, *_) = [
+        process for process in descendants(job) if all(word in " ".join(process.cmdline()) for word in words)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_lines_are_tagged_by_rank(launch: Launch, launcher: str) -> None:
+    outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", PROGRAM])
+    name = "horovodrun" if launcher == "horovodrun-mpi" else launcher
+    assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 {name} threads=1" for rank in range(2)]
+    if launcher != "horovodrun-mpi":  # its mpirun hands on stderr as stdout or not, by version
+        assert lines(outcome.stderr) == ["[0] err 0", "[1] err 1"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
+    outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--log-dir", "logs", PROGRAM])
+    assert lines(outcome.stdout + outcome.stderr) == []
+    for rank in range(2):
+        said = (launch.directory / "logs" / f"rank-{rank}.log").read_text()
+        assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
+
+
+def test_stdin_reaches_a_rank(launch: Launch) -> None:
+    (launch.directory / "data").write_text("some data\n")
+    line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
+    assert "some data\n" in launch(line).stdout
+
+
+def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[str, str]]:
+    """`dualdist run` and its variables, of an interpreter that has MPICH's mpirun beside it."""
+    folder = launch.directory / "bin"
+    folder.mkdir()
+    python = folder / "python3"
+    python.symlink_to(Path(sys.executable).resolve())
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {mpich.mpiexec} "$@"\n')
+    (folder / "mpirun").chmod(0o755)
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    run = [str(python), "-m", "dualdist", "run", "--launcher", "mpirun", "--tag-output"]
+    return run, {"PYTHONPATH": f"{launch.env['PYTHONPATH']}:{packages}"}
+
+
+def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich: mpi.MPICH) -> None:
+    run, env = run_with_mpich(launch, mpich)
+    outcome = launch([*run, "-np", "2", PROGRAM], env=env)
+    assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 mpirun threads=1" for rank in range(2)]
+    outcome = launch([*run, "-np", "2", PROGRAM, "raise"], env=env, check=False)
+    assert outcome.rc == 1
+    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):"
+
+
+def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
+    for launcher in ("mpirun", "spawn"):
+        told = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", "--dry-run", PROGRAM]).stdout
+        outcome = launch(["sh", "-c", told])
+        assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 {launcher} threads=1" for rank in range(2)]
+
+
+def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Launch) -> None:
+    (launch.directory / "job.yaml").write_text(
+        f"program: {PROGRAM}\nnp: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
+    )
+    outcome = launch([*RUN, "--config", "job.yaml"])
+    assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 spawn threads=3" for rank in range(2)]
+    outcome = launch([*RUN, "--config", "job.yaml", "-np", "1", "--env", "OMP_NUM_THREADS=4"])
+    assert lines(outcome.stdout) == ["[0] out 0/1 spawn threads=4"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "how", "code", "said"),
+    [
+        ("torchrun", "raise", 1, "exit code 1"),
+        ("horovodrun", "raise", 1, "exit code 1"),
+        ("mpirun", "exit", 7, "exit code 7"),
+        ("torchrun", "exit", 7, "exit code 7"),
+        ("mpirun", "kill", 137, "ended by SIGKILL"),
+        ("horovodrun", "kill", 137, "ended by SIGKILL"),
+        ("spawn", "leave", 3, "exit code 3"),
+    ],
+)
+def test_the_first_failing_rank_is_named_last_and_gives_the_exit_code(
+    launch: Launch, launcher: str, how: str, code: int, said: str
+) -> None:
+    """The other rank hangs and ignores SIGTERM."""
+    outcome = launch([*RUN, "-np", "2", "--launcher", launcher, PROGRAM, how], check=False)
+    assert outcome.rc == code, str(outcome)
+    assert outcome.seconds < 30, str(outcome)
+    first, *rest = last_words(outcome.stderr)
+    assert first.startswith(f"dualdist run: rank 1 failed first ({said}"), str(outcome)
+    if how == "raise":
+        assert "KeyError: 'what it was about'" in rest
+        assert rest[-1] == "ValueError: the first real reason"
+
+
+def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: Launch) -> None:
+    script = launch.directory / "script.py"
+    script.write_text(
+        "import torch, dualdist as dd\n"
+        "dd.init(timeout_s=30)\n"
+        "if dd.rank() == 1:\n"
+        "    raise ValueError('the real reason')\n"
+        "dd.allreduce(torch.ones(1))\n"
+    )
+    outcome = launch([*RUN, "-np", "3", "--launcher", "torchrun", str(script)], check=False)
+    assert outcome.rc == 1
+    words = last_words(outcome.stderr)
+    assert words[0] == "dualdist run: rank 1 failed first (exit code 1):", str(outcome)
+    assert words[-1] == "ValueError: the real reason"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "what"),
+    [
+        *(
+            (launcher, what)
+            for launcher in ("torchrun", "horovodrun", "mpirun")
+            for what in ("ctrl-c", "launcher", "run")
+        ),
+        ("spawn", "run"),
+    ],
+)
+def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what: str) -> None:
+    """Ctrl-C; the launcher is killed; `dualdist run` itself is killed. The ranks ignore SIGTERM."""
+    words = [PROGRAM, "hang", "-1", str(launch.directory)]
+    with launch.start([*RUN, "-np", "2", "--launcher", launcher, *words]) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        run = find(job, "-m dualdist run")
+        others = [process for process in descendants(job) if process != run]
+        began = time.monotonic()
+        if what == "ctrl-c":
+            run.send_signal(signal.SIGINT)
+        else:
+            (run if what == "run" else run.children()[0]).kill()
+        _, alive = psutil.wait_procs(others, timeout=20)
+        assert not alive, f"{[process.cmdline() for process in alive]}"
+        assert time.monotonic() - began < 15
+        outcome = job.wait(GRACE_S + 20)
+    assert outcome.rc == {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL}[what], str(outcome)
+    if what == "launcher":
+        assert "no rank said why" in last_words(outcome.stderr)[-1]
+
+
+def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
+    words = [PROGRAM, "hang", "-1", str(launch.directory)]
+    outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", "--timeout", "3", *words], check=False)
+    assert outcome.rc == 124
+    assert last_words(outcome.stderr)[0].startswith("dualdist run: the job was not done after 3 s; still running: ")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
+    """torchrun does it itself, for mpirun it is done."""
+    words = ["--max-restarts", "1", "--log-dir", "logs", "--json", "report.json", PROGRAM]
+    line = [*RUN, "-np", "2", "--launcher", launcher, *words, "once", "1", str(launch.directory)]
+    # Only rank 1 fails in the first round: the others hold until they are ended.
+    (launch.directory / "rank-0").touch()
+    outcome = launch(line)
+    said = (launch.directory / "logs" / "rank-1.log").read_text()
+    assert "ValueError: the first real reason" in said
+    assert said.rstrip().endswith("second time")
+    report = json.loads((launch.directory / "report.json").read_text())
+    assert (report["launcher"], report["restarts"]) == (launcher, 0 if launcher == "torchrun" else 1)
+    assert report["outcome"]["code"] == 0
+    if launcher == "mpirun":
+        assert "rank 1 failed; all ranks start anew, 1 of 1 times" in outcome.stderr
+
+
+def test_restarts_come_to_an_end(launch: Launch) -> None:
+    words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit"]
+    outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", *words], check=False)
+    assert outcome.rc == 7
+    report = json.loads(outcome.stdout)  # what the ranks print is elsewhere
+    assert (report["restarts"], report["outcome"]["failure"]["code"]) == (1, 7)
+    assert outcome.stderr.count("out 1/2") == 2
+
+
+def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: Launch, slurm: Slurm) -> None:
+    words = ["-np", "2", "--tag-output", PROGRAM, "raise"]
+    outcome = launch([*slurm.salloc("-N2", "-n2"), *RUN, *words], env=slurm.env, check=False)
+    assert "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation" in outcome.stderr
+    assert "[1] err 1" in outcome.stderr.splitlines(), str(outcome)
+    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):", str(outcome)
+
+
+def test_ranks_of_spawn_train(launch: Launch) -> None:
+    reports = launch.reports([*RUN, "-np", "2", "--launcher", "spawn", TINY_RANK, "native"], 2)
+    assert {seen["launcher"] for seen in reports} == {"spawn"}
+    assert {tuple(seen["parameters"]) for seen in reports} == {tuple(problem.trained_by_one_process(2))}

@@ -1,0 +1,160 @@
+"""`dualdist run -H` on two hosts that are reached by ssh: who trains there, how jobs end there, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from harness import mpi, problem
+from harness.hosts import ADDRESSES, APART, Hosts
+from harness.jobs import REPORT_DIR, Launch, Outcome, collect
+from launch.test_run import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, wait_for
+
+LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "spawn")
+TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=17")
+
+
+def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> Outcome:
+    return launch(two_hosts.on(host, *RUN, *words), env=two_hosts.env, check=False)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "native"), ("mpirun", "horovod"), ("mpirun", "mpi")],
+)
+def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: str, backend: str) -> None:
+    """By the interface that both share; each has another one, by which they cannot reach each other."""
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    words = ["-H", "hosta:2,hostb:1", "--launcher", launcher, "--backend", backend, "--network-interface", "eth0"]
+    outcome = outcome_of(launch, two_hosts, *words, "--env", f"{REPORT_DIR}={folder}", TINY_RANK, backend)
+    reports = collect(folder, 3, outcome)
+    assert [(seen["node"], seen["local_rank"], seen["nodes"]) for seen in reports] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    assert {seen["backend"] for seen in reports} == {backend}
+    assert {tuple(seen["parameters"]) for seen in reports} == {tuple(reports[0]["parameters"])}
+    assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "horovodrun-mpi"])
+def test_lines_say_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    (launch.directory / "hosts").write_text("hosta slots=2\nhostb slots=1  # the small one\n")
+    words = ["--launcher", launcher, "--hostfile", "hosts", "--tag-output", PROGRAM]
+    outcome = outcome_of(launch, two_hosts, *words)
+    name = launcher.removesuffix("-mpi")
+    places = enumerate(("hosta", "hosta", "hostb"))
+    assert lines(outcome.stdout) == [f"[{rank} {host}] out {rank}/3 {name} threads=1" for rank, host in places], outcome
+
+
+def test_mpich_reaches_hosts_too(launch: Launch, two_hosts: Hosts, mpich: mpi.MPICH) -> None:
+    run, env = run_with_mpich(launch, mpich)
+    words = ["-H", "hosta:2,hostb:1", "--network-interface", "eth0", "--env", "OMP_NUM_THREADS=2", PROGRAM]
+    outcome = launch(two_hosts.on(0, *run, *words), env={**two_hosts.env, **env})
+    places = enumerate(("hosta", "hosta", "hostb"))
+    assert lines(outcome.stdout) == [f"[{rank} {host}] out {rank}/3 mpirun threads=2" for rank, host in places]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    """The others hang and ignore SIGTERM; two_hosts sees that none stays."""
+    words = ["-H", "hosta:1,hostb:2", "--launcher", launcher, PROGRAM, "raise", "2", str(launch.directory)]
+    outcome = outcome_of(launch, two_hosts, *words)
+    assert outcome.rc == 1
+    first, *rest = last_words(outcome.stderr)
+    assert first == "dualdist run: rank 2 on hostb failed first (exit code 1):", str(outcome)
+    assert rest[-1] == "ValueError: the first real reason"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+    words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(launch.directory)]
+    with launch.start(two_hosts.on(0, *RUN, *words), env=two_hosts.env) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        (run,) = [line for line in two_hosts.processes("-m dualdist run", PROGRAM) if "unshare" not in line]
+        launch(["kill", "-KILL", run.split()[1]])
+        deadline = time.monotonic() + 15
+        while (left := two_hosts.processes(PROGRAM)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+        job.wait(30)
+
+
+def test_a_host_that_goes_away_ends_the_job(launch: Launch, two_hosts: Hosts) -> None:
+    """On both sides: what is cut off ends by itself."""
+    words = ["-H", "hosta:1,hostb:1", "--launcher", "torchrun", PROGRAM, "hang", "-1", str(launch.directory)]
+    with launch.start(two_hosts.on(0, *RUN, *words), env=two_hosts.env) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        try:
+            two_hosts.cut_off(1)
+            outcome = job.wait(60)
+            deadline = time.monotonic() + 30
+            while (left := two_hosts.processes(PROGRAM)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            two_hosts.connect(1)
+    assert not left
+    assert not outcome.timed_out, str(outcome)
+    assert outcome.rc not in (0, 124), str(outcome)
+    assert "rank 1 on hostb was lost" in last_words(outcome.stderr)[0], str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-H", "hosta:1,nowhere:1"), "host 'nowhere' cannot be reached by ssh: its name does not resolve"),
+        (("-H", "hosta:1,10.231.78.77:1"), "host '10.231.78.77' cannot be reached by ssh: it does not answer"),
+        (("-H", "hosta:1,hostb:1", "--network-interface", "eth7"), "host 'hosta' has no network interface 'eth7'"),
+        (
+            ("-H", "hosta:1,hostb:1", "--network-interface", "eth1"),
+            f"host 'hostb' cannot reach host 'hosta' at {APART[0]} (interface eth1): ",
+        ),
+        (("-H", "hosta:1,hostb:1", "-np", "3"), "3 ranks on hosts with 2 slots (hosta:1,hostb:1)"),
+    ],
+    ids=["unresolvable", "silent", "no interface", "the wrong network", "too few slots"],
+)
+def test_what_cannot_work_is_told_before_anything_starts(
+    launch: Launch, two_hosts: Hosts, words: tuple[str, ...], said: str
+) -> None:
+    outcome = outcome_of(launch, two_hosts, *words, PROGRAM)
+    assert outcome.rc == 1
+    assert said in outcome.stderr, str(outcome)
+    assert "Traceback" not in outcome.stderr
+    assert lines(outcome.stdout) == []
+    assert outcome.seconds < 20
+
+
+def test_a_host_that_wants_a_password_is_named(launch: Launch, two_hosts: Hosts) -> None:
+    """ssh has no key here, and must not ask."""
+    folder = launch.directory / "bin"
+    folder.mkdir()
+    options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o IdentityFile=none -o IdentitiesOnly=yes"
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F none {options} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    env = {**two_hosts.env, "PATH": f"{folder}:{two_hosts.env['PATH']}"}
+    outcome = launch(two_hosts.on(0, *RUN, "-H", "hostb:1", PROGRAM), env=env, check=False)
+    assert "host 'hostb' cannot be reached by ssh: it lets nobody in without a password" in outcome.stderr, str(outcome)
+
+
+def test_hosts_need_the_same_folder(launch: Launch, two_hosts: Hosts) -> None:
+    """A folder that only this host has: a mount in a namespace of the command's own."""
+    hidden = launch.directory / "hidden"
+    hidden.mkdir()
+    script = f'mount -t tmpfs none {hidden} && mkdir {hidden}/here && cd {hidden}/here && touch x.py && exec "$@"'
+    argv = ["unshare", "--mount", "sh", "-c", script, "sh", *RUN, "-H", "hostb:1", "x.py"]
+    outcome = launch(two_hosts.on(0, *argv), env=two_hosts.env, check=False)
+    assert f"host 'hostb' has no folder {hidden}/here: start the job in one that every host has" in outcome.stderr
+
+
+def test_torchrun_by_hand_meets_by_c10d(launch: Launch, two_hosts: Hosts) -> None:
+    """Without `dualdist run`: an agent on each host, whose ranks train together."""
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    env = {**two_hosts.env, REPORT_DIR: str(folder)}
+    endpoint = f"--rdzv-endpoint={ADDRESSES[0]}:29517"
+    own = [f"--local-addr={address}" for address in ADDRESSES]
+    ranks = ("--nproc-per-node=2", "--nproc-per-node=1")
+    agents = [two_hosts.on(host, *TORCHRUN, endpoint, own[host], ranks[host], TINY_RANK, "native") for host in range(2)]
+    with launch.start(agents[0], env=env) as first, launch.start(agents[1], env=env) as second:
+        outcomes = [first.wait(100), second.wait(100)]
+    failed = next(itertools.chain((outcome for outcome in outcomes if outcome.rc), outcomes))
+    assert [(seen["node"], seen["nodes"]) for seen in collect(folder, 3, failed)] == [(0, 2), (0, 2), (1, 2)]

@@ -1,0 +1,159 @@
+"""A job file: what it gives, and that all that is wrong with it is told, each in a sentence with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import UsageError
+from dualdist.jobs.loading import load, loads
+from dualdist.jobs.schema import JobFile, Resources
+
+WHOLE = """\
+program: train.py  # or module
+args: [--lr, 1e-3, --steps, 010]
+np: 4
+launcher: mpirun
+backend: horovod
+transport: mpi
+hosts: a:2,b:2
+network_interface: eth1
+env:
+  DEBUG: on
+  LEVEL: 010
+  EMPTY:
+max_restarts: 2
+timeout: 60
+log_dir: logs
+tag_output: true
+resources:
+  nodes: 2
+  tasks_per_node: 2
+  gpus_per_node: 0
+  cpus_per_task: 8
+  memory: 64G
+  time: 2:00:00
+  partition: long
+  account: me
+  setup: |
+    module load openmpi
+    source env/bin/activate
+  container: image.sif
+"""
+
+
+def wrong(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        loads(text, "job.yaml", horovod_has_mpi=horovod_has_mpi)
+    return str(caught.value).splitlines()
+
+
+def test_every_key_arrives_as_it_was_written() -> None:
+    assert loads(WHOLE, "job.yaml") == JobFile(
+        program="train.py",
+        args=("--lr", "1e-3", "--steps", "010"),
+        ranks=4,
+        launcher="mpirun",
+        backend="horovod",
+        transport="mpi",
+        hosts=("a:2", "b:2"),
+        network_interface="eth1",
+        env={"DEBUG": "on", "LEVEL": "010", "EMPTY": ""},
+        max_restarts=2,
+        timeout=60.0,
+        log_dir="logs",
+        tag_output=True,
+        resources=Resources(
+            nodes=2,
+            tasks_per_node=2,
+            gpus_per_node=0,
+            cpus_per_task=8,
+            memory="64G",
+            time="2:00:00",
+            partition="long",
+            account="me",
+            setup=("module load openmpi", "source env/bin/activate"),
+            container="image.sif",
+        ),
+    )
+
+
+def test_an_empty_file_leaves_all_open() -> None:
+    assert loads("# nothing yet\n", "job.yaml") == JobFile()
+
+
+WRONG = [
+    ("ranks: four", "1: ranks: expected a whole number, not 'four'"),
+    ("ranks: 0", "1: ranks: expected 1 or more, not 0"),
+    ("np: 1.5", "1: ranks: expected a whole number, not 1.5"),
+    ("ranks: true", "1: ranks: expected a whole number, not true"),
+    ("\n\ntimeout: -1", "3: timeout: expected more than 0, not -1"),
+    ("tag_output: 1", "1: tag_output: expected true or false, not 1"),
+    ("tag_output: yes", "1: tag_output: expected true or false, not 'yes'"),
+    ("program: ''", "1: program: expected a text that is not empty, not ''"),
+    ("args: {a: b}", "1: args: expected a list, not a mapping"),
+    ("env: [A, B]", "1: env: expected a mapping of names to values, not a list"),
+    ("env:\n  A: 1\n  B: [x]", "3: env.B: expected a text, not a list"),
+    ("hosts:\n- a:2\n- 3", "3: hosts.1: expected a text, not 3"),
+    ("resources: 3", "1: resources: expected a mapping of names to values, not 3"),
+    (
+        "resources:\n  nodes: 2\n  time: soon",
+        "3: resources.time: expected [days-]hours:minutes:seconds, as 2:00:00, not 'soon'",
+    ),
+    ("resources: {memory: much}", "1: resources.memory: expected a number and a unit, as 64G, not 'much'"),
+    ("backend: nativ", "1: backend: expected one of native, horovod, mpi, auto, not 'nativ'; did you mean 'native'?"),
+    ("launchr: mpirun", "1: unknown key 'launchr': did you mean 'launcher'?"),
+    ("resources:\n  node: 2", "2: unknown key 'resources.node': did you mean 'nodes'?"),
+    ("nodes: 2", "1: unknown key 'nodes': it belongs under resources:"),
+    ("np: 1\nnp: 2", "2: 'np' is given twice, first on line 1"),
+    ("np: 1\nranks: 2", "1: 'np' is another name of 'ranks': give one of them"),
+    ("program: a\nmodule: b", "2: program and module both say what to run: give one of them"),
+    ("hosts: a\nhostfile: b", "2: hosts and hostfile both say where to run: give one of them"),
+    ("a: b: c", "1: not YAML: mapping values are not allowed here"),
+    ("np: 1\nenv: {A: 'b", "2: not YAML: found unexpected end of stream"),
+    ("? [a]\n: 1", "1: a key is a word, not a list or a mapping"),
+    ("- a", "1: a job file is a mapping, as `program: train.py` on one line and `ranks: 2` on the next"),
+    (
+        "launcher: torchrun\nbackend: mpi",
+        "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose mpirun, horovodrun-mpi or srun",
+    ),
+    (
+        "transport: mpi\nlauncher: spawn",
+        "1: the transport mpi needs a launcher that starts MPI, not spawn: choose mpirun, horovodrun-mpi or srun",
+    ),
+    ("backend: native\ntransport: mpi", "2: expected one of gloo, shm, nccl for the backend native, not mpi"),
+    (
+        "np: 2\nlauncher: python",
+        "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
+def test_what_is_wrong_is_one_sentence_with_its_line(text: str, sentence: str) -> None:
+    assert wrong(text) == [f"job.yaml:{sentence}"]
+
+
+def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
+    text = "launcher: mpirun\nbackend: horovod"
+    (sentence,) = wrong(text, horovod_has_mpi=False)
+    assert sentence.startswith("job.yaml:1: mpirun starts MPI, but the installed Horovod was built without it: ")
+    (sentence,) = wrong("backend: horovod\ntransport: mpi", horovod_has_mpi=False)
+    assert sentence.startswith("job.yaml:2: the installed Horovod was built without MPI: ")
+    for has_mpi in (True, None):
+        assert loads(text, "job.yaml", horovod_has_mpi=has_mpi).backend == "horovod"
+    assert loads(f"{text}\ntransport: gloo", "job.yaml", horovod_has_mpi=False).transport == "gloo"
+
+
+def test_all_mistakes_are_told_at_once_in_the_files_order() -> None:
+    told = wrong("resources: {node: 1}\nnp: four\nlaunchr: x\n")
+    assert [sentence.partition(" ")[0] for sentence in told] == ["job.yaml:1:", "job.yaml:2:", "job.yaml:3:"]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.yaml: cannot read this job file: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"job\.yaml: cannot read this job file: it is not UTF-8 text"):
+        load(tmp_path / "job.yaml")

@@ -1,0 +1,259 @@
+"""Job scripts: the exact text of one, the documented words of each scheduler, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualdist.errors import LaunchError, UsageError
+from dualdist.schedulers import SCHEDULERS, Request, script
+from dualdist.schedulers.asking import requested
+from dualdist.schedulers.base import clock, duration, mebibytes
+from dualdist.schedulers.shell import TO
+from dualdist.schedulers.submit import submit
+
+GOLDEN = """\
+#!/bin/bash
+# Slurm, torchrun: 2 nodes, 4 ranks on each. Made by `dualdist run --scheduler`, see launch/README.md.
+
+# ==== edit from here ====
+#SBATCH --job-name=train
+#SBATCH --output=%x-%j.out
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --mem=256G
+#SBATCH --time=36:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=project
+ranks_per_node=4
+program=(train.py --name 'a b')
+container=(apptainer exec --nv image.sif)
+variables=(OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1 'A=it'"'"'s' DUALDIST_BACKEND=native) # of every rank
+setup() { # makes python the one that has dualdist
+    module load python
+}
+# ==== to here; what follows needs no change ====
+
+set -eo pipefail
+setup
+export "${variables[@]}"
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+# This script runs on the first node: a port that is free here is free where the ranks meet.
+head="$(hostname)"
+port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
+srun --kill-on-bad-exit=1 \\
+    "${container[@]}" torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks_per_node" \\
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" \\
+    "${program[@]}"
+"""
+# Every option that a script may use, as sbatch(1), qsub(1B) of PBS Pro and Torque, and bsub of LSF 10.1 have them.
+DOCUMENTED = {
+    "slurm": r"#SBATCH --(job-name|output|partition|account)=[\w./%@+-]+|#SBATCH --(nodes|ntasks-per-node|"
+    r"cpus-per-task|gpus-per-node|gpus-per-task)=\d+|#SBATCH --mem=\d+[MG]|#SBATCH --time=\d+:\d\d:\d\d",
+    "pbs": r"##?PBS -[NqA] \S+|#PBS -j oe|#PBS -l select=\d+:ncpus=\d+:mpiprocs=\d+(:ngpus=\d+)?(:mem=\d+[mg]b)?|"
+    r"#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
+    "lsf": r"#BSUB -[JoqP] \S+|#BSUB -(nnodes|n) \d+|#BSUB -W \d+:\d\d|#BSUB -gpu \"num=\d+:mode=shared\"|"
+    r"#BSUB -R \"(span\[ptile=\d+\]|affinity\[core\(\d+\)\]|rusage\[mem=\d+[MG]B\])\"",
+}
+EVERYTHING: dict[str, Any] = {
+    "nodes": 2,
+    "tasks_per_node": 4,
+    "gpus_per_node": 4,
+    "cpus_per_task": 8,
+    "memory": "256G",
+    "time": "1-12:00:00",
+    "queue": "gpu",
+    "account": "project",
+}
+KINDS = [(name, launcher) for name, one in SCHEDULERS.items() for launcher in one.launchers if name != "kubernetes"]
+
+
+def everything(name: str, launcher: str) -> Request:
+    given = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
+    given |= {"nodes": 1} if name == "workstation" else {}
+    hosts = ("a", "b") if name == "ssh" else ()
+    return Request(("train.py",), launcher, **given, hosts=hosts)
+
+
+def test_a_script_is_what_a_person_would_write() -> None:
+    request = Request(
+        ("train.py", "--name", "a b"),
+        "torchrun",
+        **EVERYTHING,
+        setup=("module load python",),
+        container="image.sif",
+        backend="native",
+        env={"A": "it's"},
+    )
+    assert script("slurm", request) == GOLDEN
+
+
+@pytest.mark.parametrize(("name", "launcher"), KINDS)
+def test_a_script_is_bash_and_uses_documented_options_alone(name: str, launcher: str) -> None:
+    text = script(name, everything(name, launcher))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
+    directives = re.findall(r"^##?(?:SBATCH|PBS|BSUB) .*", text, re.MULTILINE)
+    assert bool(directives) == (name in DOCUMENTED)
+    for line in directives:
+        assert re.fullmatch(DOCUMENTED[name], line), line
+    if directives:  # a scheduler stops reading at the first command
+        first = next(n for n, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
+        assert max(text.splitlines().index(line) for line in directives) < first
+
+
+@pytest.mark.parametrize(("name", "launcher"), [kind for kind in KINDS if kind[1] != "horovodrun"])
+def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
+    given = {"nodes": 1} if name == "workstation" else {"nodes": 2}
+    request = Request(
+        ("train.py",), launcher, **given, hosts=("a", "b")[: given["nodes"] * (name == "ssh")], container="i"
+    )
+    body = script(name, request).partition(TO)[2]
+    starts = re.findall(r"(?:(\"\$\{container\[@\]\}\") )?(?:torchrun --|python \"\$\{program)", body)
+    assert starts == ['"${container[@]}"']
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nodes": 0}, "--nodes 0: expected a whole number of 1 or more"),
+        ({"tasks_per_node": -1}, "--tasks-per-node -1"),
+        ({"cpus_per_task": 0}, "--cpus-per-task 0"),
+        ({"gpus_per_node": -1}, "--gpus-per-node -1: expected a whole number of 0 or more"),
+        ({"gpus_per_node": 2, "tasks_per_node": 4}, "two ranks would share a GPU"),
+        ({"gpus_per_node": 4, "gpus_per_task": 1}, "ask for one thing twice"),
+        ({"memory": "4G", "memory_per_task": "1G"}, "--memory 4G and --memory-per-task 1G ask for one thing twice"),
+        ({"gpus_per_task": 1, "tasks_per_node": 4}, "torchrun is one task on each node.*--gpus-per-node 4"),
+        ({"memory": "64"}, "--memory 64: expected a number and a unit"),
+        ({"memory": "0G"}, "--memory 0G"),
+        ({"memory": "-4G"}, "--memory -4G"),
+        ({"time": "90"}, r"--time 90: expected \[days-\]hours:minutes:seconds"),
+        ({"time": "2:00"}, "--time 2:00: expected"),
+        ({"time": "0:00:00"}, "above 0"),
+        ({"time": "1:60:00"}, "--time 1:60:00"),
+        ({"account": "a b"}, "--account 'a b': expected one word"),
+        ({"queue": "x\n#SBATCH --nodes=9"}, "--partition"),
+        ({"container": "$(id)"}, "--container"),
+        ({"name": "a b"}, "--job-name a b"),
+        ({"env": {"A B": "1"}}, "'A B' is no name of a variable"),
+        ({"launcher": "horovodrun", "container": "i.sif"}, "outside of any container"),
+        ({"launcher": "mpiexec"}, "launcher 'mpiexec' under slurm: expected one of srun, torchrun, mpirun, horovodrun"),
+        ({"launcher": "horovodrun", "transport": "mpi"}, "choose the launcher mpirun itself"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        script("slurm", Request(("train.py",), **{"launcher": "torchrun", **given}))
+
+
+def test_an_unknown_scheduler_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"scheduler 'slrum'.*did you mean 'slurm'\?"):
+        script("slrum", Request(("train.py",), "srun"))
+
+
+def test_jsrun_gives_every_rank_the_same_and_whole_nodes() -> None:
+    with pytest.raises(UsageError, match="3 GPUs for 2 tasks"):
+        script("lsf", Request(("train.py",), "jsrun", gpus_per_node=3, tasks_per_node=2))
+    with pytest.raises(UsageError, match="whole nodes"):
+        script("lsf", Request(("train.py",), "jsrun", memory="4G"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2:00:00", 7200), ("0:00:01", 1), ("1-12:00:00", 129600), ("100:00:00", 360000)]
+)
+def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
+    assert duration(text) == seconds
+    assert duration(clock(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"), [("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)]
+)
+def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
+    assert mebibytes("--memory", text) == mib
+
+
+def test_lsfs_minutes_are_rounded_up() -> None:
+    assert "#BSUB -W 0:02\n" in script("lsf", Request(("train.py",), "jsrun", time="0:01:01"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({}, (1, 1)),
+        ({"ranks": 8}, (1, 8)),
+        ({"resources": {"nodes": 4}}, (4, 1)),
+        ({"resources": {"nodes": 4, "gpus_per_node": 8}}, (4, 8)),
+        ({"resources": {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 2}}, (4, 2)),
+        ({"resources": {"nodes": 4}, "ranks": 16}, (4, 4)),
+        ({"resources": {"nodes": None, "tasks_per_node": None}, "ranks": 2}, (1, 2)),
+        ({"hosts": ["a:2", "b:2"]}, (2, 2)),
+        ({"hosts": ["a", "b"], "ranks": 6}, (2, 3)),
+    ],
+)
+def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) -> None:
+    request = requested("slurm", ("train.py",), **asked)
+    assert (request.nodes, request.tasks_per_node) == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"resources": {"nodes": 3}, "ranks": 4}, "-np 4 ranks on 3 nodes with the same number on each"),
+        ({"resources": {"nodes": 2, "tasks_per_node": 3}, "ranks": 4}, "with 3 on each"),
+        ({"hosts": ["a:1", "b:2"]}, "the same number of slots on each"),
+        ({"hosts": ["a:x"]}, "the same number of slots"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        requested("slurm", ("train.py",), **asked)
+
+
+@pytest.mark.parametrize(
+    ("program", "title"),
+    [(("a/train.py",), "train"), (("-m", "pkg.module"), "module"), (("my job!.py",), "my-job"), (("...",), "train")],
+)
+def test_a_job_is_called_as_its_program(program: tuple[str, ...], title: str) -> None:
+    assert Request(program, "srun").title == title
+
+
+def test_submit_says_where_the_scheduler_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"qsub was not found on PATH: log in to a host of the cluster"):
+        submit("pbs", "")
+    with pytest.raises(UsageError, match="there is none to submit to"):
+        submit("ssh", "")
+
+
+def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dualdist", "run", *words]
+    return subprocess.run(argv, env=dict(env), cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_a_file_that_a_person_changed_is_left_alone(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = shlex.split("--scheduler slurm --nodes 4 --gpus-per-node 4 --time 2:00:00 --write job.sh train.py --lr 1")
+    for _ in range(2):
+        assert dualdist_run(base_env, tmp_path, *words).returncode == 0
+    path = tmp_path / "job.sh"
+    changed = path.read_text().replace("nodes=4", "nodes=8")
+    path.write_text(changed)
+    done = dualdist_run(base_env, tmp_path, *words)
+    assert (done.returncode, path.read_text()) == (1, changed)
+    assert "job.sh is there and says something else" in done.stderr
+
+
+def test_options_of_a_scheduler_want_one(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = dualdist_run(base_env, tmp_path, "--gpus-per-node", "4", "train.py")
+    assert done.returncode == 1
+    assert "--gpus-per-node describes a job to a scheduler: add --scheduler NAME" in done.stderr
