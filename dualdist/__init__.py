@@ -47,12 +47,15 @@ from dualdist.operations import (
     grouped_reducescatter,
     reducescatter,
 )
-from dualdist.running import run
-from dualdist.spawning import spawn
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
+    from dualdist.running import run
+    from dualdist.spawning import spawn
     from dualdist.sync_batch_norm import SyncBatchNorm
+
+# What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
+LATER = {"SyncBatchNorm": "sync_batch_norm", "run": "running", "spawn": "spawning"}
 
 __all__ = [
     "DualdistError",
@@ -97,9 +100,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What cannot be defined without torch is imported when it is first asked for."""
-    if name == "SyncBatchNorm":
-        from dualdist.sync_batch_norm import SyncBatchNorm
+    """Of LATER, what is asked for."""
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
 
-        return SyncBatchNorm
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dualdist.{LATER[name]}"), name)
