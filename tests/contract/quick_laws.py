@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from contract.oracle import law, loss_of, net, raises, ranks
+from contract.oracle import assert_close, gradients, law, loss_of, mean_gradients, net, raises, ranks
 
 import dualdist as dd
 from dualdist.errors import MismatchError
@@ -110,7 +110,9 @@ def gradients_that_a_program_keeps_outlive_everything() -> None:
         kept = []
         for step in range(6):
             optimizer.zero_grad(set_to_none=set_to_none)
+            right = mean_gradients(model, (step,))
             loss_of(model, dd.rank(), step).backward()
+            assert_close(gradients(model), right)
             if set_to_none and step in (0, 1, 2, 4):
                 kept += watched(model)
                 kept += [(grad, grad.clone()) for p in model.parameters() if (grad := p.grad) is not None]
@@ -123,7 +125,9 @@ def gradients_that_a_program_keeps_outlive_everything() -> None:
         for step in range(5):
             optimizer.zero_grad()
             rows = torch.tensor([step % 5, dd.rank() % 5])
+            right = mean_gradients(net_and_table[0], (step,))
             (loss_of(net_and_table[0], dd.rank(), step) + table(rows).sum()).backward()
+            assert_close(gradients(net_and_table[0]), right)
             kept += watched(net_and_table[0])
             optimizer.step()
         for now, then in kept:
