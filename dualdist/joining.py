@@ -48,6 +48,7 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
             if decision.last_joined is not None:
                 gradients.finish()
                 group.named = max(row.joined.named for row in rows if row.joined is not None)
+                group.rounds = max(row.joined.rounds for row in rows if row.joined is not None)
                 return decision.last_joined
             for name in decision.agreed:
                 offer = next(offer for row in rows if (offer := row.offer(name)) is not None)
