@@ -47,6 +47,7 @@ from dualdist.operations import (
     grouped_reducescatter,
     reducescatter,
 )
+from dualdist.running import run
 from dualdist.spawning import spawn
 from dualdist.version import __version__
 
@@ -86,6 +87,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "remove_group",
+    "run",
     "shutdown",
     "size",
     "spawn",

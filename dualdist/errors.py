@@ -80,7 +80,9 @@ class BuildError(DualdistError):
 
 
 class LaunchError(DualdistError, RuntimeError):
-    """Ranks could not be started, or one of them failed."""
+    """Ranks could not be started, or one of them failed; `exception` is its pickled exception, where it has one."""
+
+    exception: bytes | None = None
 
 
 class TorchvisionError(DualdistError, ImportError):

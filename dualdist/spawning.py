@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,11 +17,15 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dualdist.errors import LaunchError, UsageError
+from dualdist.launchers.tracebacks import is_consequence
+from dualdist.pickling import dumped_exception
 
 T = TypeVar("T")
 
 # Seconds that the other ranks get to end by themselves after one has failed, before they are killed.
 GRACE_S = 5.0
+# Seconds in which the rank that failed first says so, after one that failed because of it.
+SOON_S = 1.0
 
 
 def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
@@ -32,19 +36,30 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     Blocks until all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and
     traceback.
     """
-    return _spawn(fn, nprocs, args, backend, nullcontext)
+    return _spawn(fn, nprocs, args, _chosen(backend), nullcontext)
 
 
-def spawn_apart(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[T]:
+def spawn_apart(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    backend: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
     """spawn() for an fn of a package: the ranks do not import the caller's main module, which thus needs no guard."""
-    return _spawn(fn, nprocs, args, None, _without_main)
+    return _spawn(fn, nprocs, args, {**(env or {}), **_chosen(backend)}, _without_main)
+
+
+def _chosen(backend: str | None) -> dict[str, str]:
+    return {} if backend is None else {"DUALDIST_BACKEND": backend}
 
 
 def _spawn(
     fn: Callable[..., T],
     nprocs: int,
     args: Sequence[Any],
-    backend: str | None,
+    env: Mapping[str, str],
     start_in: Callable[[], AbstractContextManager[None]],
 ) -> list[T]:
     if nprocs < 1:
@@ -55,7 +70,7 @@ def _spawn(
         try:
             for rank in range(nprocs):
                 receiver, sender = context.Pipe(duplex=False)
-                variables = _variables(rank, nprocs, Path(folder), backend)
+                variables = {**env, **_variables(rank, nprocs, Path(folder))}
                 process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
                 with start_in():
                     process.start()
@@ -79,8 +94,8 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _variables(rank: int, size: int, folder: Path, backend: str | None) -> dict[str, str]:
-    variables = {
+def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
+    return {
         "DUALDIST_LAUNCHER": "spawn",
         "DUALDIST_RANK": str(rank),
         "DUALDIST_SIZE": str(size),
@@ -90,42 +105,58 @@ def _variables(rank: int, size: int, folder: Path, backend: str | None) -> dict[
         "DUALDIST_NODES": "1",
         "DUALDIST_RENDEZVOUS": (folder / "rank0").as_uri(),
     }
-    return variables if backend is None else {**variables, "DUALDIST_BACKEND": backend}
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:
-    """What a rank runs: sends (True, result) or (False, traceback)."""
+    """What a rank runs: sends (True, result), or (False, its traceback and exception)."""
     os.environ.update(variables)
     try:
         result = (True, fn(*args))
         payload = pickle.dumps(result)
     except BaseException as error:
-        sender.send((False, traceback.format_exc()))
+        sender.send((False, (traceback.format_exc(), dumped_exception(error))))
         raise SystemExit(1) from error
     sender.send_bytes(payload)
 
 
 def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: list[LaunchError] = []
     receivers = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while receivers:
-        for ready in wait(list(receivers)):
-            assert isinstance(ready, Connection)
-            rank = receivers.pop(ready)
+        # A failure that follows from another one's may arrive first: that one gets a moment.
+        ready = wait(list(receivers), SOON_S if failures else None)
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = receivers.pop(receiver)
             try:
-                succeeded, value = ready.recv()
+                succeeded, value = receiver.recv()
             except EOFError:
-                process = ranks[rank][0]
-                process.join(GRACE_S)
-                raise LaunchError(
-                    f"rank {rank} ended without a result (exit code {process.exitcode}; a negative one is a signal)"
-                ) from None
-            if not succeeded:
-                raise LaunchError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+                failures.append(_lost(rank, ranks[rank][0]))
+                continue
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append(_failed(rank, *value))
+        if failures and not (ready and all(is_consequence(str(failure)) for failure in failures)):
+            break
+    if failures:
+        raise min(failures, key=lambda failure: is_consequence(str(failure)))
     for process, _ in ranks:
         process.join()
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _lost(rank: int, process: BaseProcess) -> LaunchError:
+    process.join(GRACE_S)
+    code = process.exitcode
+    return LaunchError(f"rank {rank} ended without a result (exit code {code}; a negative one is a signal)")
+
+
+def _failed(rank: int, text: str, exception: bytes | None) -> LaunchError:
+    failure = LaunchError(f"rank {rank} failed:\n{text}")
+    failure.exception = exception
+    return failure
 
 
 def _end(process: BaseProcess) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import pickle
 import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dualdist.errors import UsageError
 from dualdist.horovod_names import FOLDER
 from dualdist.hvd.alias import install
+from dualdist.pickling import pickler
 from dualdist.spawning import spawn_apart
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
@@ -102,7 +100,7 @@ def run(
         warnings.warn("np is deprecated, use num_proc", DeprecationWarning, stacklevel=2)
         num_proc = np
     _check_hosts(_host_slots(hosts, hostfile), num_proc)
-    payload = _pickler(func).dumps((func, tuple(args), dict(kwargs or {})))
+    payload = pickler(func).dumps((func, tuple(args), dict(kwargs or {})))
     return [pickle.loads(result) for result in spawn_apart(_call, num_proc, (payload,))]
 
 
@@ -111,19 +109,7 @@ def _call(payload: bytes) -> bytes:
     if FOLDER in sys.path:
         install()  # as in the caller, before what func needs is imported
     func, args, kwargs = pickle.loads(payload)
-    return bytes(_pickler(func).dumps(func(*args, **kwargs)))
-
-
-def _pickler(func: Callable[..., Any]) -> ModuleType:
-    """cloudpickle, whose pickles plain pickle can load; pickle where it is not installed and need not be."""
-    if importlib.util.find_spec("cloudpickle") is not None:
-        return importlib.import_module("cloudpickle")
-    if getattr(func, "__module__", None) == "__main__":
-        raise UsageError(
-            f"{func!r} is part of the program that runs here, and new ranks cannot import it: pip install cloudpickle, "
-            "or define it in a module of its own"
-        )
-    return pickle
+    return bytes(pickler(func).dumps(func(*args, **kwargs)))
 
 
 def _host_slots(hosts: str | None, hostfile: str | None) -> list[tuple[str, int]]:

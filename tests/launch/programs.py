@@ -34,6 +34,24 @@ def cannot_be_sent_back() -> Any:
     return lambda: None
 
 
+class Unsendable(Exception):
+    """It is made from two values and pickled as one."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first}, {second}")
+
+
+def raises_what_cannot_be_sent() -> None:
+    raise Unsendable(1, 2)
+
+
+def one_dies_while_others_wait() -> None:
+    dd.init(timeout_s=30)
+    if dd.rank() == 1:
+        os._exit(7)
+    dd.barrier()
+
+
 def beside_an_existing_group(rank: int, size: int, init_method: str) -> None:
     """The program sets torch.distributed up itself; dualdist uses that group and leaves it alone."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)

@@ -13,6 +13,8 @@ from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.slurm import Slurm
 
+from dualdist.jobs.loading import loads
+
 README = (ROOT / "README.md").read_text()
 # So that a test takes seconds; the lines themselves stay as a person types them.
 SHORT = ["--model", "mlp", "--epochs", "1", "--max-steps", "3"]
@@ -79,3 +81,26 @@ def test_the_doctor_lines_run(launch: Launch) -> None:
 def test_the_builder_line_is_one_that_it_knows(launch: Launch) -> None:
     line = next(block for block in blocks() if "install-horovod" in block)
     assert "horovod" in launch([*shlex.split(line, comments=True), "--dry-run"]).stdout
+
+
+RUN_LINES = next(block for block in blocks() if "dualdist run -np 2 train.py" in block).splitlines()
+
+
+@pytest.mark.parametrize("line", [line for line in RUN_LINES if "-H" not in line])
+def test_a_line_of_dualdist_run_is_one_that_it_knows(launch: Launch, line: str) -> None:
+    (launch.directory / "train.py").touch()
+    job = next(block for block in blocks("yaml") if "program: " in block)
+    (launch.directory / "job.yaml").write_text(re.sub(r"(?m)^hosts: .*\n", "", job))
+    dualdist, run, *words = shlex.split(line, comments=True)
+    printed = launch([dualdist, run, "--dry-run", *words]).stdout
+    assert "dualdist.launchers.rank" in printed
+
+
+def test_the_job_file_passes_its_checks() -> None:
+    job = loads(next(block for block in blocks("yaml") if "program: " in block), "job.yaml")
+    assert (job.hosts, job.resources.time) == (("hosta:2", "hostb:2"), "2:00:00")
+
+
+def test_the_example_of_run_gives_what_it_says(launch: Launch) -> None:
+    program = next(block for block in blocks("python") if "dd.run(" in block).replace("dd.run", "found = dd.run")
+    assert launch([sys.executable, "-c", f"{program}\nprint(found)"]).stdout == "[0, 10]\n"

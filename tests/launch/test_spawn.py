@@ -74,3 +74,52 @@ def test_a_group_that_contradicts_the_launcher_is_an_error(launch: Launch) -> No
     assert outcome.rc != 0
     assert "rank 0 of 1" in outcome.stderr, str(outcome)
     assert "TopologyError" in outcome.stderr, str(outcome)
+
+
+NOTEBOOK = """
+import dualdist as dd
+class Mistake(Exception):
+    pass
+scale = 10
+def work(first, last=0):
+    dd.init()
+    if first < 0 and dd.rank() == 1:
+        raise Mistake("of rank", dd.rank())
+    total = dd.allreduce(__import__("torch").tensor(scale * (first + last)), "sum").item()
+    return dd.rank(), dd.backend(), total
+print(dd.run(work, (1,), {"last": 2}, np=2, backend="native"))
+print(dd.run(lambda: __import__("os").environ["WORD"], np=1, env={"WORD": "said"}))
+try:
+    dd.run(work, (-1,), np=2)
+except Mistake as error:
+    print(error.args, "rank 1 failed" in str(error.__cause__), "in work" in str(error.__cause__))
+"""
+SAID = ["[(0, 'native', 60), (1, 'native', 60)]", "['said']", "('of rank', 1) True True"]
+
+
+@pytest.mark.parametrize("start", [(sys.executable, "-c"), (sys.executable, "-m", "IPython", "--no-banner", "-c")])
+def test_functions_of_a_program_run_on_ranks_and_their_exceptions_come_back(launch: Launch, start: list[str]) -> None:
+    assert launch([*start, NOTEBOOK], env={"IPYTHONDIR": str(launch.directory)}).stdout.splitlines() == SAID
+
+
+def test_functions_of_a_notebooks_cell_run_on_ranks(launch: Launch) -> None:
+    """In a kernel of Jupyter's, whose main module is no file."""
+    program = (
+        "import nbclient, nbformat, sys\n"
+        "cell = nbformat.v4.new_code_cell(sys.argv[1])\n"
+        "notebook = nbformat.v4.new_notebook(cells=[cell])\n"
+        "nbclient.NotebookClient(notebook, timeout=100, kernel_name='python3').execute()\n"
+        "print(''.join(output['text'] for output in cell.outputs if output.get('name') == 'stdout'), end='')\n"
+    )
+    outcome = launch([sys.executable, "-c", program, NOTEBOOK], env={"IPYTHONDIR": str(launch.directory)})
+    assert outcome.stdout.splitlines() == SAID
+
+
+def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 failed:\n(?s:.*)Unsendable: 1, 2"):
+        dd.run(programs.raises_what_cannot_be_sent, np=1)
+
+
+def test_the_failure_that_others_follow_from_is_raised() -> None:
+    with pytest.raises(LaunchError, match="rank 1 ended without a result"):
+        dd.run(programs.one_dies_while_others_wait, np=3)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launchers import LAUNCHERS, Job, Site, command
+from dualdist.launchers import LAUNCHERS, Host, Job, Meeting, Site, command, commands, ssh
 from dualdist.launchers.base import Mpi
 from dualdist.launchers.run import mpi_of
 
@@ -133,3 +133,117 @@ def test_mpi_is_told_by_its_version(version: str, mpi: Mpi) -> None:
 def test_command_lines_need_no_torch() -> None:
     program = "import sys; import dualdist.launchers.mpirun, dualdist.launchers.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+HOSTS = (Host("a", 2, is_here=True), Host("b", 2))
+ON_HOSTS = Job(("train.py",), 3, "native", hosts=HOSTS, interface="eth0")
+FORWARDED = "-x DUALDIST_BACKEND /v/bin/python train.py"
+MCA = "--mca btl_tcp_if_include eth0"
+GOLDEN_HOSTS = [
+    (
+        "mpirun",
+        "openmpi4",
+        False,
+        "/v/bin/mpirun --oversubscribe --map-by slot --bind-to none -np 3 -H a:2,b:2 "
+        f"{MCA} --mca oob_tcp_if_include eth0 {FORWARDED}",
+    ),
+    (
+        "mpirun",
+        "openmpi4",
+        True,
+        "/v/bin/mpirun --allow-run-as-root --oversubscribe --map-by slot --bind-to none -np 3 -H a:2,b:2 "
+        f"{MCA} --mca oob_tcp_if_include eth0 {FORWARDED}",
+    ),
+    (
+        "mpirun",
+        "openmpi5",
+        True,
+        "/v/bin/mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none -np 3 -H a:2,b:2 "
+        f"{MCA} --prtemca prte_if_include eth0 {FORWARDED}",
+    ),
+    (
+        "mpirun",
+        "mpich",
+        True,
+        "/v/bin/mpirun -np 3 -hosts a:2,b:2 -iface eth0 -genv DUALDIST_BACKEND native /v/bin/python train.py",
+    ),
+    (
+        "horovodrun",
+        "openmpi4",
+        True,
+        "/v/bin/horovodrun --gloo -np 3 -H a:2,b:2 --disable-cache --network-interfaces eth0 /v/bin/python train.py",
+    ),
+    (
+        "srun",
+        "openmpi4",
+        True,
+        "/v/bin/srun --kill-on-bad-exit=1 --distribution=arbitrary --nodelist=a,a,b --ntasks=3 /v/bin/python train.py",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mpi", "is_root", "line"),
+    GOLDEN_HOSTS,
+    ids=[f"{row[0]}-{row[1]}-root={row[2]}" for row in GOLDEN_HOSTS],
+)
+def test_command_line_on_hosts_is_what_a_person_would_type(launcher: str, mpi: Mpi, is_root: bool, line: str) -> None:
+    assert " ".join(command(launcher, ON_HOSTS, site(mpi, is_root=is_root)).argv) == line
+
+
+def test_horovodruns_mpirun_is_told_where_its_daemon_is() -> None:
+    argv = command("horovodrun-mpi", ON_HOSTS, site()).argv
+    assert argv[1:7] == ("--mpi", "-np", "3", "--mpi-args=--prefix /v", "-H", "a:2,b:2")
+
+
+def test_mpiruns_own_host_need_not_have_the_ranks_interface() -> None:
+    away = Job(("train.py",), 2, hosts=(Host("b", 1), Host("c", 1)), interface="eth0")
+    argv = command("mpirun", away, site()).argv
+    assert "btl_tcp_if_include" in argv
+    assert "oob_tcp_if_include" not in argv
+
+
+def met() -> Site:
+    return Site("/v/bin/python", TOOLS, "/v/bin", folder="/home/me/my work", meeting=Meeting("10.0.0.1", 4711))
+
+
+def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None:
+    here, there = commands("torchrun", ON_HOSTS, met())
+    flags = "--nnodes=2 --node-rank={} --nproc-per-node={} --master-addr=10.0.0.1 --master-port=4711 train.py"
+    assert (here.host, there.host) == (None, "b")
+    assert here.argv == ("/v/bin/torchrun", *flags.format(0, 2).split())
+    assert there.argv == ("/v/bin/torchrun", *flags.format(1, 1).split())
+
+
+def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
+    _, there = commands("torchrun", ON_HOSTS, met())
+    over = ssh.over(there, met())
+    assert over.host is None
+    assert over.argv[0] == "ssh"
+    assert "BatchMode=yes" in over.argv
+    assert over.argv[-2] == "b"
+    assert over.argv[-1].startswith(
+        "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launchers.keeper "
+        "/v/bin/torchrun --nnodes=2 "
+    )
+
+
+def test_spawn_tells_every_rank_its_place() -> None:
+    built = commands("spawn", ON_HOSTS, met())
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE", "NODES")
+    places = [tuple(int(command.env[f"DUALDIST_{name}"]) for name in names) for command in built]
+    assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]
+    assert [command.host for command in built] == [None, None, "b"]
+
+
+def test_srun_leaves_the_nodes_to_slurm_where_asked_to() -> None:
+    assert "--nodes=1" not in command("srun", Job(("train.py",), 2, nodes=None), site()).argv
+
+
+def test_torchrun_restarts_its_ranks_itself() -> None:
+    assert "--max-restarts=2" in command("torchrun", Job(("train.py",), 2, max_restarts=2), site()).argv
+
+
+def test_more_ranks_than_slots_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"5 ranks on hosts with 4 slots \(a:2,b:2\)"):
+        Job(("train.py",), 5, hosts=HOSTS)

@@ -1,0 +1,207 @@
+"""What is told of a failed job: which rank was first, its traceback among all that it printed, its exit code."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dualdist.launchers import link, planning, rank
+from dualdist.launchers.endings import RankEnd, describe, exit_code, first_failure
+from dualdist.launchers.relay import Relay
+from dualdist.launchers.tracebacks import is_consequence, reason
+
+VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
+KEY_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nKeyError: 1'
+CHAIN = f"{KEY_ERROR}\n\nThe above exception was the direct cause of the following exception:\n\n{VALUE_ERROR}"
+LOST = "Traceback (most recent call last):\n  ...\ndualdist.errors.RankLostError: rank 1 ended"
+
+
+def prefixed(text: str) -> str:
+    return "".join(f"[rank3]: {line}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"warning\n{VALUE_ERROR}\n", VALUE_ERROR),
+        (f"{KEY_ERROR}\nlogged, and went on\n{VALUE_ERROR}\n", VALUE_ERROR),
+        (f"before\n{CHAIN}\n", CHAIN),
+        (f"[W1121 socket.cpp:207] noise\n{prefixed(VALUE_ERROR)}[W1121 noise\n", VALUE_ERROR),
+        (f"{VALUE_ERROR}\nException ignored in: <function f>\n{KEY_ERROR}\n", VALUE_ERROR),
+        (f"Exception in thread Thread-1:\n{KEY_ERROR}\n", f"Exception in thread Thread-1:\n{KEY_ERROR}"),
+        (
+            '  File "x.py", line 1\n    def\nSyntaxError: invalid\n',
+            'File "x.py", line 1\n    def\nSyntaxError: invalid',
+        ),
+        ("\n".join(map(str, range(100))), "\n".join(map(str, range(80, 100)))),
+        ("", ""),
+    ],
+)
+def test_the_traceback_that_ended_a_rank_is_found(text: str, expected: str) -> None:
+    assert reason(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("dualdist.errors.RankLostError: rank 1 ended", True),
+        ("RankLostError: rank 1 ended", True),
+        ("horovod.common.exceptions.HorovodInternalError: x", True),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:1", True),
+        ("ValueError: x", False),
+        ("MyRankLostErrorLike: x", False),
+    ],
+)
+def test_what_follows_from_anothers_end_is_known(last: str, expected: bool) -> None:
+    assert is_consequence(f"Traceback (most recent call last):\n  ...\n{last}") is expected
+
+
+def ended(number: int, code: int | None, at_s: float, text: str = "", **more: object) -> RankEnd:
+    return RankEnd(number, "host", code, at_s, text=text, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ([ended(0, 1, 2.0), ended(1, 1, 1.0)], 1),
+        ([ended(0, 1, 1.0, LOST), ended(1, -9, 2.0)], 1),
+        ([ended(0, 1, 1.0, LOST), ended(1, 1, 2.0, LOST)], 0),
+        ([ended(0, -15, 1.0, was_told=True), ended(1, 1, 2.0)], 1),
+        ([ended(0, None, 1.0), ended(1, 1, 2.0)], 1),
+        ([ended(0, 1, 1.0, round=0), ended(1, 1, 2.0, round=1)], 1),
+        ([ended(0, 0, 1.0)], None),
+        ([], None),
+    ],
+    ids=["time", "consequence", "only consequences", "told to", "lost", "the last round", "success", "nobody"],
+)
+def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
+    found = first_failure(ends)
+    assert (None if found is None else found.rank) == first
+
+
+@pytest.mark.parametrize(
+    ("launchers", "code", "may_restart", "expected"),
+    [
+        ([1], 7, False, 7),
+        ([1], -9, False, 137),
+        ([0], 7, False, 7),
+        ([0], 7, True, 0),
+        ([1], 7, True, 7),
+        ([-9], 0, False, 137),
+        ([0, 3], 0, False, 3),
+        ([0], None, False, 1),
+        ([255], None, False, 255),
+    ],
+)
+def test_exit_code_is_the_first_failing_ranks(
+    launchers: list[int], code: int | None, may_restart: bool, expected: int
+) -> None:
+    failure = None if code == 0 else ended(1, code, 1.0)
+    assert exit_code(launchers, failure, may_restart=may_restart) == expected
+
+
+def test_a_failure_is_told_with_rank_host_and_signal() -> None:
+    assert describe(ended(3, 7, 0.0), has_hosts=False) == "rank 3 failed first (exit code 7)"
+    assert describe(ended(3, 1, 0.0, "E"), has_hosts=True) == "rank 3 on host failed first (exit code 1):\nE"
+    assert "ended by SIGSEGV" in describe(ended(3, -11, 0.0), has_hosts=False)
+    assert "dmesg" in describe(ended(3, -9, 0.0), has_hosts=False)
+    assert describe(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        rank.Settings(("train.py", "--tag", "-m")),
+        rank.Settings(("-m", "train", "--log-dir=x"), has_tag=True, has_host=True, folder="a b"),
+        rank.Settings(("x.py",), has_tag=True, folder="logs"),
+    ],
+)
+def test_a_ranks_words_are_read_as_they_were_written(settings: rank.Settings) -> None:
+    words = rank.words(settings)
+    assert words[:2] == ("-m", "dualdist.launchers.rank")
+    assert rank.parse(words[2:]) == settings
+
+
+def test_an_address_is_read_as_it_was_written() -> None:
+    address = link.Address.new(("10.0.0.1", "127.0.0.1"), 4711)
+    assert link.Address.loads(address.dumps()) == address
+    assert link.loads_hello(b"GET / HTTP/1.1") is None
+    assert link.loads_ended(b'{"code": 1}') is None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tag", "strip", "expected"),
+    [
+        ([b"a\nb\n"], "", "", b"a\nb\n"),
+        ([b"a\nb"], "[1] ", "", b"[1] a\n[1] b\n"),
+        ([b"a", b"b\nc", b"\n"], "[1] ", "", b"[1] ab\n[1] c\n"),
+        ([b"10%\r20%\r\nend\n"], "[1] ", "", b"[1] 10%\n[1] 20%\n[1] end\n"),
+        ([b"[0]<stdout>:a\n", b"[0]<std", b"err>:[0]<stdout>:b\n", b"x [0]<stdout>:\n"], "", r"\[0\]<std(out|err)>:",
+         b"a\n[0]<stdout>:b\nx [0]<stdout>:\n"),
+        ([b"\xff\n"], "[1] ", "", b"[1] \xff\n"),
+    ],
+    ids=["as it is", "last line", "parts", "progress", "prefix", "bytes"],
+)  # fmt: skip
+def test_lines_are_relayed_whole(chunks: list[bytes], tag: str, strip: str, expected: bytes) -> None:
+    (source, writer), (reader, target) = os.pipe(), os.pipe()
+    relay = Relay(source, [target], tag=tag, strip=strip, keep=4)
+    for chunk in chunks:
+        os.write(writer, chunk)
+        relay.pump()
+    os.close(writer)
+    relay.pump()
+    os.close(target)
+    assert os.read(reader, 1000) == expected
+    assert not relay.is_open
+    assert relay.tail == b"".join(chunks)[-4:]
+    os.close(reader)
+
+
+def test_a_reader_that_has_gone_ends_the_writer() -> None:
+    (source, writer), (reader, target) = os.pipe(), os.pipe()
+    relay = Relay(source, [target])
+    os.close(reader)
+    os.write(writer, b"a")
+    relay.pump()
+    assert not relay.is_open
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"b")
+    for end in (writer, target):
+        os.close(end)
+
+
+def variables(environ: dict[str, str], given: dict[str, str], *, has_hosts: bool = False) -> dict[str, str]:
+    return planning.variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
+
+
+def test_a_ranks_variables_are_the_users_before_ours() -> None:
+    assert variables({}, {}) == {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4"}
+    assert variables({"OMP_NUM_THREADS": "7"}, {}) == {"PYTHONUNBUFFERED": "1"}
+    assert variables({"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+
+
+def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
+    environ = {
+        "PYTHONPATH": "/p",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "7",
+        "DUALDIST_BACKEND": "native",
+        "DUALDIST_JOB": "mark",
+        "DUALDIST_RUN": "token",
+        "AWS_SECRET": "x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "/bin",
+    }
+    kept = {"PYTHONPATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "DUALDIST_BACKEND", "PYTHONUNBUFFERED"}
+    assert set(variables(environ, {}, has_hosts=True)) == kept
+
+
+def test_an_interface_is_told_to_all_that_ask() -> None:
+    found = planning.variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
+    assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
+def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
+    assert planning.threads(cores, ranks) == expected

@@ -1,0 +1,140 @@
+"""Hosts: how they are written, what they say of themselves, and why they cannot take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launchers import Host, Site, hosts, ssh
+from dualdist.launchers.probe import Facts
+from dualdist.launchers.reach import is_here, judge
+from dualdist.version import __version__
+
+SITE = Site("/v/bin/python", {}, "/v/bin", folder="/work/job")
+HERE = Facts("a", 8, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}, 4711, "", "", __version__)
+THERE = Facts("b", 4, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, 4712, "10.0.0.1", "10.0.0.2", __version__)
+A, B = Host("a", 2, is_here=True), Host("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a:2,b:1", [("a", 2), ("b", 1)]),
+        ("a, b", [("a", 1), ("b", 1)]),
+        ("a,b,a", [("a", 2), ("b", 1)]),
+        ("10.0.0.1:16", [("10.0.0.1", 16)]),
+        ("node-1.site.example:2", [("node-1.site.example", 2)]),
+    ],
+)
+def test_hosts_of_a_line(text: str, found: list[tuple[str, int]]) -> None:
+    assert hosts.parse(text) == tuple(Host(*each) for each in found)
+
+
+@pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        hosts.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a slots=2\nb slots=1\n",
+        "# ours\na slots=2 max-slots=4\n\nb   # one\n",
+        "a:2\nb:1\n",
+        "a\na\nb\n",
+        "a slots = 2\nb\n",
+        "b\na\n",
+    ],
+    ids=["open mpi", "comments", "mpich", "a scheduler's", "spaces", "order"],
+)
+def test_hosts_of_a_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    expected = (Host("b", 1), Host("a", 1)) if text.startswith("b") else (Host("a", 2), Host("b", 1))
+    assert hosts.read(tmp_path / "hosts") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "it names no host"), ("a slots=2\nb two\n", "hosts:2: expected a host"), ("a slots=0", "expected 1 or more")],
+)
+def test_what_is_no_host_file_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(UsageError, match=told):
+        hosts.read(tmp_path / "hosts")
+    with pytest.raises(UsageError, match="cannot read it: No such file"):
+        hosts.read(tmp_path / "nowhere")
+
+
+def test_this_host_knows_its_names() -> None:
+    assert is_here("localhost")
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_here("no such name")
+
+
+def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
+    found = judge([A, B], None, HERE, lambda host, target: THERE)
+    assert (found.meeting.address, found.meeting.port) == ("10.0.0.1", 4711)
+    assert found.back == ("10.0.0.1", "10.1.0.1")
+    assert found.cores == (8, 4)
+
+
+def test_ranks_meet_where_ssh_reached_the_first_host_and_the_others_try_that() -> None:
+    calls: list[tuple[str, Sequence[str]]] = []
+
+    def ask(host: str, target: Sequence[str]) -> Facts:
+        calls.append((host, target))
+        return THERE
+
+    found = judge([B, Host("c", 1)], None, HERE, ask)
+    assert found.meeting.address == "10.0.0.2"
+    assert calls == [("b", ()), ("c", ("10.0.0.2", "4712"))]
+
+
+def test_a_named_interface_decides_where_ranks_meet() -> None:
+    assert judge([A, B], "eth0", HERE, lambda host, target: THERE).meeting.address == "10.0.0.1"
+    with pytest.raises(
+        LaunchError, match=r"host 'b' has no network interface 'eth1' .* it has lo .*, eth0 \(10\.0\.0\.2\)"
+    ):
+        judge([A, B], "eth1", HERE, lambda host, target: THERE)
+
+
+def test_a_host_that_cannot_reach_the_first_is_named_with_the_first_ones_addresses() -> None:
+    cut = replace(THERE, unreachable="no answer")
+    with pytest.raises(
+        LaunchError, match=r"host 'b' cannot reach host 'a' at 10\.0\.0\.1 \(interface eth0\): no answer; a has"
+    ):
+        judge([A, B], "eth0", HERE, lambda host, target: cut)
+
+
+def test_hosts_need_the_same_version() -> None:
+    with pytest.raises(LaunchError, match=rf"host 'b' has dualdist 0\.0, and this one {__version__}"):
+        judge([A, B], None, HERE, lambda host, target: replace(THERE, version="0.0"))
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "told"),
+    [
+        (71, "", "host 'b' has no folder /work/job: start the job in one that every host has"),
+        (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same place"),
+        (1, "/v/bin/python: No module named dualdist.launchers\n", "/v/bin/python does not find dualdist there"),
+        (1, "ImportError: libx.so\n", "host 'b' cannot run /v/bin/python (ImportError: libx.so)"),
+        (
+            255,
+            "root@b: Permission denied (publickey,password).\n",
+            "lets nobody in without a password: put your public",
+        ),
+        (255, "ssh: Could not resolve hostname b: Name or service not known\n", "its name does not resolve"),
+        (255, "ssh: connect to host b port 22: Connection refused\n", "it runs no ssh server on that port"),
+        (255, "ssh: connect to host b port 22: Connection timed out\n", "it does not answer"),
+        (255, "Host key verification failed.\n", "its key is not known here: say `ssh b` once"),
+        (255, "", "host 'b' cannot be reached by ssh (exit code 255)"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_told_with_the_reason(code: int, stderr: str, told: str) -> None:
+    assert told in ssh.failure("b", code, stderr, SITE)
