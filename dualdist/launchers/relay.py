@@ -29,7 +29,7 @@ class Relay:
         self.is_open = True
         self._targets = list(targets)
         self._tag = tag.encode()
-        self._strip = re.compile(strip.encode()) if strip else None
+        self._strip = re.compile(rb"\A(?:" + strip.encode() + rb")") if strip else None
         self._keep = keep
         self._line = b""
 
