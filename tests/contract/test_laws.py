@@ -103,7 +103,7 @@ class Jobs:
                     if shutil.which("mpiexec.mpich", path=self._launch.env["PATH"]) is None:
                         lack("mpiexec.mpich", "mpich")
                     env |= of_mpich(self._launch.directory)
-                self._reports[cell] = self._launch.reports(cell.argv(), cell.ranks, env=env, timeout_s=150)
+                self._reports[cell] = self._launch.reports(cell.argv(), cell.ranks, env=env, timeout_s=300)
             except AssertionError as error:
                 self._reports[cell] = error
         found = self._reports[cell]
