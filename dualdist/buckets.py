@@ -322,6 +322,9 @@ class Bucket:
         for buffer in (*(row.buffer for row in self._rows.rows), self._cast):
             if buffer is not None:
                 buffer.drop()
+        self._sent = self._reduced = self._cast = self._result = None
+        for rows in (self._rows, self._own_rows):
+            rows.rows.clear()
 
     def ranks_taking_part(self) -> int:
         """How many ranks have not joined, after wait()."""
@@ -413,15 +416,13 @@ class Bucket:
         return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])
 
     @torch.no_grad()
-    def unpack(self, *, stays: bool = True) -> None:
-        """The reduced gradients, divided where they shall be a mean, lie in their places, after wait(); in memory that
-        ranks share only if they may stay there until nobody looks at them.
-        """
+    def unpack(self) -> None:
+        """The reduced gradients, divided where they shall be a mean, lie in their places, after wait()."""
         sent, result = self._sent, self._result
         assert sent is not None, "unpacked after launch()"
         assert result is not None, "unpacked after wait()"
         is_settled = result is sent.values and sent.buffer is not None and sent.buffer.settles
-        flat = self._reduced = self._row_for(result, sent, stays and (not is_settled or self._rows.has_another()))
+        flat = self._reduced = self._row_for(result, sent, not is_settled or self._rows.has_another())
         is_elsewhere = result.data_ptr() != flat.values.data_ptr()
         if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, Cast):
             self._decompress_each(flat, result, self.recipe.compressor)
@@ -447,9 +448,9 @@ class Bucket:
         if self.recipe.predivide != 1.0:
             sums.mul_(self.recipe.predivide)
 
-    def _row_for(self, result: torch.Tensor, sent: Flat, stays: bool) -> Flat:
+    def _row_for(self, result: torch.Tensor, sent: Flat, may_stay: bool) -> Flat:
         """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""
-        if sent.buffer is None or (result.data_ptr() == sent.values.data_ptr() and stays):
+        if sent.buffer is None or (result.data_ptr() == sent.values.data_ptr() and may_stay):
             return sent
         return self._own_rows.free()
 

@@ -186,13 +186,9 @@ class Reducer:
         self._members.append(members)
         self._buckets.append(self._rounds.bucket(place, self._line))
 
-    @property
-    def _may_plan_anew(self) -> bool:
-        return self._plans == 1 and not self._together and self._recipe.op != "adasum"
-
     def _shall_plan_anew(self) -> bool:
         """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
-        if not self._may_plan_anew or not self._buckets:
+        if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
             return False
         return self._buckets[0].ranks_taking_part() == self.group.size
 
@@ -359,7 +355,7 @@ class Reducer:
         all_params = self.params
         for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
             params = [all_params[number] for number in members]
-            bucket.unpack(stays=not self._may_plan_anew)
+            bucket.unpack()
             apart = bucket.put_back(params)
             for member, as_dense in apart:
                 grad = params[member].grad

@@ -62,7 +62,7 @@ class Shared:
     """Slots, first one for every rank, and the words that say how far each rank has come."""
 
     def __init__(self, segment: Segment, start: int, nbytes: int, slots: int) -> None:
-        self.size, self.place = segment.size, segment.place
+        self.size, self.place, self.start = segment.size, segment.place, start
         memory = segment.map(start, shared_bytes(self.size, slots, nbytes))
         self._memory = memory
         self._words = memoryview(memory).cast("q")
@@ -254,6 +254,7 @@ class SharedBuffer:
     def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> OnHost:
         if not self._line.is_only_host:
             return Reduction(self._line, self._shared, len(self.values), self.values.dtype, op, name)
+        self._line.free_dropped()
         self._shared.say(CHOSEN, self._number)
         return InSlots(self._line, self._shared, self.values, op, settling)
 
@@ -336,7 +337,7 @@ class HostLine:
         self._end = start + STAGES * stage_bytes
         self._reserved: dict[int, int] = {}  # where buffers start -> bytes of a slot
         self._made: dict[int, Shared] = {}
-        self._dropped: list[Shared] = []
+        self._dropped: dict[int, Shared] = {}
         self._turn = 0
         self._last: Whole | None = None
 
@@ -355,7 +356,7 @@ class HostLine:
         self._end += shared_bytes(self._segment.size, self._slots, nbytes)
         said = b""
         self._reserved[start] = nbytes
-        self._free_dropped()
+        self.free_dropped()
         if self._segment.place == 0:
             said = self._allocated(start, nbytes).encode()[:REASON]
         return start, self._mailbox.exchange(said)[0].decode(errors="replace")
@@ -379,19 +380,21 @@ class HostLine:
                 reason = "another host has no room for it"
         return reason
 
-    def _free_dropped(self) -> None:
+    def free_dropped(self) -> None:
         """What nobody looks at any more, on no rank, goes back to the system."""
-        for shared in [shared for shared in self._dropped if not shared.is_looked_at()]:
-            shared.say(DROPPED, 1)
-            self._dropped.remove(shared)
-        for start, shared in list(self._made.items()):
+        if not self._dropped:
+            return
+        for start, shared in list(self._dropped.items()):
+            if not shared.is_looked_at():
+                shared.say(DROPPED, 1)
             if shared.is_dropped():
                 if self._segment.place == 0:
                     shared.free()
-                del self._made[start], self._reserved[start]
+                del self._dropped[start], self._reserved[start]
 
     def buffer(self, start: int, number: int, count: int, dtype: torch.dtype) -> SharedBuffer | None:
         """This rank's buffer of that number where it was reserved; None where there is no such slot, or no room."""
+        self.free_dropped()
         nbytes, size = self._reserved[start], self._segment.size
         if number:
             if not self.is_only_host or number >= CHOICES:
@@ -407,7 +410,8 @@ class HostLine:
 
     def drop(self, shared: Shared) -> None:
         """This rank uses it no more, but for those who still look at what lies there."""
-        self._dropped.append(shared)
+        self._dropped[shared.start] = shared
+        self._made.pop(shared.start, None)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""
