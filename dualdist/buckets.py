@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -149,7 +150,7 @@ class Flat:
 
     def __init__(self, values: torch.Tensor, plan: BucketPlan, buffer: Buffer | None = None) -> None:
         counts = plan.counts
-        before = uses(values)
+        alone = uses(values) - 1
         self.values = values
         self.buffer = buffer  # whose values these are
         self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
@@ -161,16 +162,18 @@ class Flat:
         }
         del pieces  # which would count as kept
         self._references = list(map(references, self.views.values()))
-        self._uses = uses(values) - before + 1
+        # Counted, not measured: what others drop meanwhile must not matter.
+        self._uses = len((values, self.gradients, self.tail)) + len(self.views)
         # The rows in this memory: buckets that take each other's place may lie there at the same time.
         self._rows: weakref.WeakSet[Flat] = weakref.WeakSet() if buffer is None else buffer.rows
-        self._uses_without_rows = before - 1 if buffer is None else buffer.uses_without_rows
+        self._uses_without_rows = alone if buffer is None else buffer.uses_without_rows
         self._rows.add(self)
 
     def is_kept(self) -> bool:
         """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
-        ours = self._uses_without_rows + sum(row._uses for row in self._rows)
-        return uses(self.values) > ours or any(row._is_referred_to() for row in self._rows)
+        rows = list(self._rows)  # none of which is collected while they are counted
+        ours = self._uses_without_rows + sum(row._uses for row in rows)
+        return uses(self.values) > ours or any(row._is_referred_to() for row in rows)
 
     def _is_referred_to(self) -> bool:
         return any(map(operator.gt, map(references, self.views.values()), self._references))
@@ -186,12 +189,18 @@ class Rows:
 
     def free(self) -> Flat:
         """A row to write to."""
-        row = next((row for row in reversed(self.rows) if not row.is_kept()), None) or self._new()
+        row = self._find() or self._new()
+        if row is None:
+            gc.collect()  # what looks at them may be garbage already
+            row = self._find()
         if row is None:
             raise CollectiveError("the program looks at gradients in all the memory that ranks share for them")
         others = [other for other in self.rows if other is not row]
         self.rows = [*others[-1:], row]
         return row
+
+    def _find(self) -> Flat | None:
+        return next((row for row in reversed(self.rows) if not row.is_kept()), None)
 
     def has_another(self) -> bool:
         """Whether one would be free if somebody looked at the one that was used last."""
