@@ -94,7 +94,6 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._members: list[tuple[int, ...]] = []  # of each bucket
         self._plans = 1
-        weakref.finalize(self, drop, self._buckets).atexit = False
         self._bucket_of: list[int] = []
         self._seat_of: list[int] = []  # its place in the bucket
         self._arrived.clear()
