@@ -187,6 +187,18 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         assert "no rank said why" in last_words(outcome.stderr)[-1]
 
 
+def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
+    """The process between launcher and rank is killed, and cannot tell its child."""
+    words = [PROGRAM, "hang", "-1", str(launch.directory)]
+    with launch.start([*RUN, "-np", "2", "--launcher", "spawn", *words]) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        find(job, "dualdist.launchers.rank").kill()
+        outcome = job.wait(30)
+    assert outcome.rc == 137, str(outcome)
+    assert "was lost" in last_words(outcome.stderr)[0]
+    assert not outcome.left
+
+
 def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
     outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", "--timeout", "3", *words], check=False)
