@@ -50,6 +50,8 @@ def two_hosts(_two_hosts: hosts.Hosts) -> Iterator[hosts.Hosts]:
     """The session's hosts, idle; a rank or a launcher that is still there a little after the test fails it."""
     yield _two_hosts
     deadline = time.monotonic() + LEFT_S
-    while (left := _two_hosts.processes("dualdist")) and time.monotonic() < deadline:
+    while (left := [*_two_hosts.processes("dualdist"), *_two_hosts.processes("_program.py")]) and (
+        time.monotonic() < deadline
+    ):
         time.sleep(hosts.POLL_S)
     assert not left, f"left on the hosts: {left}"

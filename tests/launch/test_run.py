@@ -7,12 +7,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from harness import mpi, problem
-from harness.jobs import GRACE_S, Job, Launch
+from harness.jobs import Job, Launch
 from harness.slurm import Slurm
 
 PROGRAM = str(Path(__file__).with_name("run_program.py"))
@@ -40,6 +41,11 @@ def wait_for(*paths: Path) -> None:
 
 def descendants(job: Job) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True)
+
+
+def start(launch: Launch, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Job:
+    """As launch.start(), but for so long nobody else ends what argv leaves behind."""
+    return Job(argv, env={**launch.env, **(env or {})}, cwd=launch.directory, grace_s=WAIT_S)
 
 
 def find(job: Job, *words: str) -> psutil.Process:
@@ -88,9 +94,12 @@ def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[st
 
 
 def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich: mpi.MPICH) -> None:
+    """Its ranks talk to it by a file that they inherit."""
     run, env = run_with_mpich(launch, mpich)
     outcome = launch([*run, "-np", "2", PROGRAM], env=env)
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 mpirun threads=1" for rank in range(2)]
+    reports = launch.reports([*run, "-np", "2", TINY_RANK, "mpi"], 2, env={**env, **mpi.of_mpich(launch.directory)})
+    assert {seen["transport"] for seen in reports} == {"mpi"}
     outcome = launch([*run, "-np", "2", PROGRAM, "raise"], env=env, check=False)
     assert outcome.rc == 1
     assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):"
@@ -169,7 +178,7 @@ def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: La
 def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what: str) -> None:
     """Ctrl-C; the launcher is killed; `dualdist run` itself is killed. The ranks ignore SIGTERM."""
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
-    with launch.start([*RUN, "-np", "2", "--launcher", launcher, *words]) as job:
+    with start(launch, [*RUN, "-np", "2", "--launcher", launcher, *words]) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         run = find(job, "-m dualdist run")
         others = [process for process in descendants(job) if process != run]
@@ -181,10 +190,22 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         _, alive = psutil.wait_procs(others, timeout=20)
         assert not alive, f"{[process.cmdline() for process in alive]}"
         assert time.monotonic() - began < 15
-        outcome = job.wait(GRACE_S + 20)
+        outcome = job.wait(WAIT_S)
     assert outcome.rc == {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL}[what], str(outcome)
     if what == "launcher":
         assert "no rank said why" in last_words(outcome.stderr)[-1]
+
+
+def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
+    """The process between launcher and rank is killed, and cannot tell its child."""
+    words = [PROGRAM, "hang", "-1", str(launch.directory)]
+    with launch.start([*RUN, "-np", "2", "--launcher", "spawn", *words]) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        find(job, "dualdist.launchers.rank").kill()
+        outcome = job.wait(30)
+    assert outcome.rc == 137, str(outcome)
+    assert "was lost" in last_words(outcome.stderr)[0]
+    assert not outcome.left
 
 
 def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from harness import mpi, problem
 from harness.hosts import ADDRESSES, APART, Hosts
 from harness.jobs import REPORT_DIR, Launch, Outcome, collect
-from launch.test_run import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, wait_for
+from launch.test_run import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, start, wait_for
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "spawn")
 TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=17")
@@ -68,7 +68,7 @@ def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(launch.directory)]
-    with launch.start(two_hosts.on(0, *RUN, *words), env=two_hosts.env) as job:
+    with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         (run,) = [line for line in two_hosts.processes("-m dualdist run", PROGRAM) if "unshare" not in line]
         launch(["kill", "-KILL", run.split()[1]])
@@ -79,10 +79,21 @@ def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: H
         job.wait(30)
 
 
+def test_a_rank_elsewhere_goes_with_what_is_around_it(launch: Launch, two_hosts: Hosts) -> None:
+    """The process between launcher and rank is killed, and cannot tell its child."""
+    words = ["-H", "hosta:1,hostb:1", "--launcher", "mpirun", PROGRAM, "hang", "-1", str(launch.directory)]
+    with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        (around,) = [line for line in two_hosts.processes("-m dualdist.launchers.rank") if "hostb" in line.split()[0]]
+        launch(["kill", "-KILL", around.split()[1]])
+        outcome = job.wait(60)
+    assert outcome.rc == 137, str(outcome)
+
+
 def test_a_host_that_goes_away_ends_the_job(launch: Launch, two_hosts: Hosts) -> None:
     """On both sides: what is cut off ends by itself."""
     words = ["-H", "hosta:1,hostb:1", "--launcher", "torchrun", PROGRAM, "hang", "-1", str(launch.directory)]
-    with launch.start(two_hosts.on(0, *RUN, *words), env=two_hosts.env) as job:
+    with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         try:
             two_hosts.cut_off(1)
