@@ -225,7 +225,7 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
     outcome = launch(line)
     said = (launch.directory / "logs" / "rank-1.log").read_text()
     assert "ValueError: the first real reason" in said
-    assert said.rstrip().endswith("second time")
+    assert "second time" in said.splitlines()
     report = json.loads((launch.directory / "report.json").read_text())
     assert (report["launcher"], report["restarts"]) == (launcher, 0 if launcher == "torchrun" else 1)
     assert report["outcome"]["code"] == 0
