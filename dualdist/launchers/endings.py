@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from dualdist.launchers.tracebacks import is_consequence
 
+# The exit code of a job whose first failing rank was lost: as if by SIGKILL.
+LOST = 137
+
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -45,14 +48,15 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
 def exit_code(launchers: Sequence[int], failure: RankEnd | None, *, may_restart: bool) -> int:
     """The job's: the first failing rank's, as a shell gives it, else that of the first launcher that failed.
 
-    Where the launcher restarts ranks itself, and ended well, earlier rounds do not count.
+    A lost rank told no code: a launcher that exited may know it, one that crashed on the way (mpirun of Open MPI 4
+    does at times) does not. Where the launcher restarts ranks itself, and ended well, earlier rounds do not count.
     """
     failed = next((code for code in launchers if code), 0)
-    if failure is not None and failure.code is not None and not (may_restart and not failed):
-        return shell_code(failure.code)
-    if failure is not None and failure.code is None and not failed:
-        return 1
-    return shell_code(failed)
+    if failure is None or (may_restart and not failed):
+        return shell_code(failed)
+    if failure.code is None:
+        return failed if failed > 0 else LOST
+    return shell_code(failure.code)
 
 
 def shell_code(code: int) -> int:

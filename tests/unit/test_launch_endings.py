@@ -90,8 +90,10 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
         ([1], 7, True, 7),
         ([-9], 0, False, 137),
         ([0, 3], 0, False, 3),
-        ([0], None, False, 1),
+        ([0], None, False, 137),
+        ([0], None, True, 0),
         ([255], None, False, 255),
+        ([-11], None, False, 137),
     ],
 )
 def test_exit_code_is_the_first_failing_ranks(
