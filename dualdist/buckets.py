@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,9 @@ from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 # a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at
 # gradients (a parameter that was not set to None, or a program that has kept one) is not written to again: another
 # takes its place until then. Of rows in memory that ranks share there are few, and one must be free when the next
-# round begins: where none would be, what has been reduced is copied to a row of this rank's own.
+# round begins: where none would be, what has been reduced is copied to a row of this rank's own. A program may move a
+# gradient to other memory (`param.grad.data = x`), or all that lies beside it too (share_memory_()): then the row is no
+# row any more, and another is made in its place.
 
 GradientOp = Literal["mean", "sum", "adasum"]
 
@@ -145,12 +148,17 @@ class BucketPlan:
         return sum(self.counts) + 2 * len(self.shapes) + 1
 
 
+# Makes the row of that number.
+Make = Callable[[int], "Flat | None"]
+
+
 class Flat:
     """A row of elements, and in it a view of each gradient and the tail of flags."""
 
-    def __init__(self, values: torch.Tensor, plan: BucketPlan, buffer: Buffer | None = None) -> None:
+    def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
         counts = plan.counts
         alone = uses(values) - 1
+        self.number = number  # among the rows of its bucket
         self.values = values
         self.buffer = buffer  # whose values these are
         self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
@@ -162,6 +170,7 @@ class Flat:
         }
         del pieces  # which would count as kept
         self._references = list(map(references, self.views.values()))
+        self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.views.values()))
         # Counted, not measured: what others drop meanwhile must not matter.
         self._uses = len((values, self.gradients, self.tail)) + len(self.views)
         # The rows in this memory: buckets that take each other's place may lie there at the same time.
@@ -175,50 +184,62 @@ class Flat:
         ours = self._uses_without_rows + sum(row._uses for row in rows)
         return uses(self.values) > ours or any(row._is_referred_to() for row in rows)
 
+    def has_moved(self) -> bool:
+        """Whether a program has moved something that lay here to other memory: Note [gradients in the bucket]."""
+        addresses = list(map(torch.Tensor.data_ptr, self.views.values()))
+        return self.values.data_ptr() != self._address or addresses != self._addresses
+
     def _is_referred_to(self) -> bool:
         return any(map(operator.gt, map(references, self.views.values()), self._references))
 
 
 class Rows:
-    """Rows that take turns: one in which nobody looks is always there, or can be made by `make(number)`."""
+    """Rows of one bucket that take turns, made where they are needed: `make(number)`, None where there is no other."""
 
-    def __init__(self, make: Callable[[int], Flat | None]) -> None:
-        self._make = make
-        self._made = 0
-        self.rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
+    def __init__(self) -> None:
+        self._rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
 
-    def free(self) -> Flat:
-        """A row to write to."""
-        row = self._find() or self._new()
+    def free(self, make: Make) -> Flat:
+        """A row to write to, in which nobody looks."""
+        row = self._find(self._rows) or self._new(make)
         if row is None:
             gc.collect()  # what looks at them may be garbage already
-            row = self._find()
+            row = self._find(self._rows)
         if row is None:
             raise CollectiveError("the program looks at gradients in all the memory that ranks share for them")
-        others = [other for other in self.rows if other is not row]
-        self.rows = [*others[-1:], row]
+        others = [other for other in self._rows if other is not row]
+        self._rows = [*others[-1:], row]
         return row
 
-    def _find(self) -> Flat | None:
-        return next((row for row in reversed(self.rows) if not row.is_kept()), None)
-
-    def has_another(self) -> bool:
+    def has_another(self, make: Make) -> bool:
         """Whether one would be free if somebody looked at the one that was used last."""
-        others, last = self.rows[:-1], self.rows[-1]
-        if any(not row.is_kept() for row in others):
-            return True
-        row = self._new()
-        if row is not None:
-            self.rows = [row, last]
-        return row is not None
+        last = self._rows[-1]
+        has_one = self._find(self._rows[:-1]) is not None or self._new(make) is not None
+        self._rows.sort(key=lambda row: row is last)
+        return has_one
 
-    def _new(self) -> Flat | None:
-        while (row := self._make(self._made)) is not None:
-            self._made += 1
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def _find(self, rows: Sequence[Flat]) -> Flat | None:
+        for row in rows[::-1]:
             if not row.is_kept():
-                return row
-            self.rows = [*self.rows, row][-2:]  # where an earlier bucket's gradients are still looked at
+                if not row.has_moved():
+                    return row
+                self._rows.remove(row)
         return None
+
+    def _new(self, make: Make) -> Flat | None:
+        while (row := make(self._lowest_number())) is not None:
+            self._rows = [*self._rows, row][-2:]
+            if not row.is_kept():  # else an earlier bucket's gradients lie there
+                return row
+        return None
+
+    def _lowest_number(self) -> int:
+        """Of a row that is not there."""
+        taken = {row.number for row in self._rows}
+        return next(number for number in itertools.count() if number not in taken)
 
 
 class Bucket:
@@ -235,7 +256,7 @@ class Bucket:
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
-        self._rows, self._own_rows = Rows(self._new_row), Rows(self._own_row)
+        self._rows, self._own_rows = Rows(), Rows()
         self._sent: Flat | None = None  # where gradients are gathered
         self._reduced: Flat | None = None  # where they lie afterwards, and become the parameters'
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients as they were taken in
@@ -255,21 +276,26 @@ class Bucket:
     def _begin(self) -> Flat:
         """The row to gather this round's gradients in: Note [gradients in the bucket]."""
         if self._sent is None or not self._is_begun:
-            self._sent = self._rows.free()
+            self._sent = self._rows.free(self._new_row)
         self._is_begun = True
         return self._sent
 
     def _new_row(self, number: int) -> Flat | None:
         if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.reducible:
             buffer = self._new_buffer(self.plan.dtype, number)
-            return None if buffer is None else Flat(buffer.values, self.plan, buffer)
+            return None if buffer is None else Flat(buffer.values, self.plan, number, buffer)
         return self._own_row(number)
 
     def _new_buffer(self, dtype: torch.dtype, number: int) -> Buffer | None:
         return self._line.buffer(self.plan.place, number, self.plan.length, dtype, self.plan.device)
 
     def _own_row(self, number: int) -> Flat:
-        return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan)
+        return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan, number)
+
+    def begin_anew(self) -> None:
+        """What was taken in and not launched is forgotten: memory that ranks share may be another's meanwhile."""
+        self._packed.clear()
+        self._is_begun = False
 
     def pack(self, number: int, grad: torch.Tensor | None) -> None:
         """Take in a gradient as soon as it is finished, while it is in the processor's cache; of the large ones."""
@@ -300,8 +326,7 @@ class Bucket:
         if self.recipe.predivide != 1.0:
             flat.gradients.div_(self.recipe.predivide)
         flat.tail.copy_(self._flags(grads, takes_part))
-        self._packed.clear()
-        self._is_begun = False
+        self.begin_anew()
         self._send(flat)
 
     def _send(self, flat: Flat) -> None:
@@ -328,12 +353,10 @@ class Bucket:
 
     def drop(self) -> None:
         """This rank will not use the bucket again."""
-        for buffer in (*(row.buffer for row in self._rows.rows), self._cast):
-            if buffer is not None:
-                buffer.drop()
+        self._line.drop(self.plan.place)
         self._sent = self._reduced = self._cast = self._result = None
-        for rows in (self._rows, self._own_rows):
-            rows.rows.clear()
+        self._rows.clear()
+        self._own_rows.clear()
 
     def ranks_taking_part(self) -> int:
         """How many ranks have not joined, after wait()."""
@@ -431,7 +454,7 @@ class Bucket:
         assert sent is not None, "unpacked after launch()"
         assert result is not None, "unpacked after wait()"
         is_settled = result is sent.values and sent.buffer is not None and sent.buffer.settles
-        flat = self._reduced = self._row_for(result, sent, not is_settled or self._rows.has_another())
+        flat = self._reduced = self._row_for(result, sent, not is_settled or self._rows.has_another(self._new_row))
         is_elsewhere = result.data_ptr() != flat.values.data_ptr()
         if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, Cast):
             self._decompress_each(flat, result, self.recipe.compressor)
@@ -461,7 +484,7 @@ class Bucket:
         """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""
         if sent.buffer is None or (result.data_ptr() == sent.values.data_ptr() and may_stay):
             return sent
-        return self._own_rows.free()
+        return self._own_rows.free(self._own_row)
 
     def _done_flat(self) -> Flat:
         assert self._reduced is not None, "asked after unpack()"

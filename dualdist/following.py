@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.rounds import Rounds, launch_due
+from dualdist.rounds import Rounds, launch_due, running
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Work
@@ -27,7 +27,7 @@ class Follower:
         self._flags: torch.Tensor | None = None
         self._work: Work | None = None
         self._first: Bucket | None = None
-        self._is_over = len(self._all_rounds) < 2 and not any(rounds.buckets for rounds in self._all_rounds)
+        self._is_over = len(running(group)) < 2 and not any(rounds.buckets for rounds in running(group))
         for rounds in self._all_rounds:
             reducer = rounds.reducer()
             if reducer is not None:
@@ -48,7 +48,7 @@ class Follower:
             self._first.wait()
             self._is_over = self._first.ranks_taking_part() == 0
             if not self._is_over:
-                self._go_through(self._all_rounds[0], self._first)
+                self._go_through(running(self._group)[0], self._first)
         elif self._work is not None and self._flags is not None:
             self._work.wait()
             self._is_over = not self._flags[-1]
@@ -65,8 +65,9 @@ class Follower:
     def _begin(self) -> None:
         if self._is_over:
             return
-        if len(self._all_rounds) == 1:
-            self._first = self._launched(self._all_rounds[0], 0)
+        rounds = running(self._group)
+        if len(rounds) == 1:
+            self._first = self._launched(rounds[0], 0)
         else:
             self._flags = torch.zeros(len(self._all_rounds) + 1, device="cpu")
             self._work = launch_due(self._group, self._flags)

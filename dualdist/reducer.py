@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
-from dualdist.rounds import Rounds, launch_due
+from dualdist.rounds import Rounds, end_unused, launch_due, running
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
@@ -136,6 +136,7 @@ class Reducer:
         laid_out = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in fresh]
         with self.errors():
             check_same_tensors(self._line, laid_out, 0, f"{self.name}.check", words)
+            end_unused(self.group)
         self._numbers.update(numbers)
         self._references.extend(weakref.ref(param) for _, param in fresh)
         self._bucket_of.extend([-1] * len(fresh))
@@ -259,7 +260,7 @@ class Reducer:
             if seat in bucket.large:
                 bucket.pack(seat, param.grad)
             bucket.waiting_for -= 1
-            if bucket.waiting_for == 0 and len(self.group.reducers) == 1:
+            if bucket.waiting_for == 0 and len(running(self.group)) == 1:
                 with self.errors(), self.group.breaking():
                     self._launch_full()
 
@@ -277,8 +278,7 @@ class Reducer:
     def _begin_backward(self, backward: int) -> None:
         self._require_open()
         self.drop_interrupted()
-        self._forget()
-        if len(self.group.reducers) == 1:  # else the ranks do so when they know which ones are due
+        if len(running(self.group)) == 1:  # else the ranks do so when they know which ones are due
             self.update()
         self._backwards_open.add(backward)
         Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
@@ -293,8 +293,9 @@ class Reducer:
     def drop_interrupted(self) -> None:
         """Complete a round that a backward began before it raised, and drop it: Note [interrupted backward]."""
         if self._next == 0:
-            return
-        self._finish_round(self._put_nothing_back)
+            self._forget()
+        else:
+            self._finish_round(self._put_nothing_back)
 
     def _put_nothing_back(self) -> None:
         """Take part in what belongs to the round, and leave the gradients as they are."""
@@ -369,6 +370,7 @@ class Reducer:
         self._next = 0
         self._arrived.clear()
         for place, bucket in enumerate(self._buckets):
+            bucket.begin_anew()
             bucket.waiting_for = sum(self._references[number]() is not None for number in self._members[place])
             if bucket.plan is not self._rounds.buckets[place]:
                 self._buckets[place] = self._rounds.bucket(place, self._line)
@@ -428,7 +430,7 @@ def _live(group: Group) -> list[Reducer]:
 
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
-    if len(group.reducers) > 1:
+    if len(running(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1

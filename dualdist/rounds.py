@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from dualdist.adasum import Notices
 from dualdist.buckets import Bucket, BucketPlan, Recipe
 
 if TYPE_CHECKING:
-    import torch
-
     from dualdist.backends.base import Backend, Work
     from dualdist.group import Group
     from dualdist.reducer import Reducer
@@ -25,6 +26,7 @@ class Rounds:
     recipe: Recipe
     reducer: weakref.ref[Reducer]
     buckets: list[BucketPlan] = field(default_factory=list)
+    is_over: bool = False  # no rank has the reducer any more
 
     def bucket(self, place: int, line: Backend) -> Bucket:
         return (Notices if self.recipe.op == "adasum" else Bucket)(self.buckets[place], self.recipe, line)
@@ -34,6 +36,30 @@ class Rounds:
         plan = self.buckets[place]
         if not plan.apart.issuperset(members):
             self.buckets[place] = replace(plan, apart=plan.apart.union(members))
+
+
+def running(group: Group) -> list[Rounds]:
+    """The rounds that are not over, the same on every rank."""
+    return [rounds for rounds in group.reducers if not rounds.is_over]
+
+
+def end_unused(group: Group) -> None:
+    """The rounds of reducers that no rank has any more are over, and their memory is given back; every rank calls this.
+
+    A rank that has dropped one alone may still join, and follow its rounds.
+    """
+    asked = running(group)
+    if len(asked) < 2:
+        return
+    gc.collect()  # models are dropped in cycles
+    is_unused = torch.tensor([rounds.reducer() is None for rounds in asked], dtype=torch.uint8, device="cpu")
+    group.gradients.allreduce_(is_unused, "min", "gradients.unused").wait()
+    for rounds, is_over in zip(asked, is_unused.tolist(), strict=True):
+        if is_over:
+            rounds.is_over = True
+            for plan in rounds.buckets:
+                group.gradients.drop(plan.place)
+            rounds.buckets.clear()
 
 
 def launch_due(group: Group, flags: torch.Tensor) -> Work:

@@ -202,9 +202,6 @@ class _WatchedBuffer:
             "allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling)
         )
 
-    def drop(self) -> None:
-        self._buffer.drop()
-
 
 class WatchedBackend:
     """A backend whose failing operations say which they are, and name the ranks that are missing."""
@@ -251,6 +248,9 @@ class WatchedBackend:
     def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
         buffer = self._backend.buffer(place, number, count, dtype, device)
         return None if buffer is None else _WatchedBuffer(self, buffer)
+
+    def drop(self, place: int) -> None:
+        self._backend.drop(place)
 
     def channel(self, key: str) -> Backend:
         return WatchedBackend(self._backend.channel(key), self._watch)

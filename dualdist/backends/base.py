@@ -63,9 +63,6 @@ class Buffer(Protocol):
         and it lasts until the next reduction begins.
         """
 
-    def drop(self) -> None:
-        """This rank will not use the buffer again."""
-
 
 class Described:
     """An operation in the words of an error, which are found when somebody asks."""
@@ -117,6 +114,9 @@ class Backend(Protocol):
         """Buffer `number` at a place that was reserved, its values undefined; not between ranks, each of which chooses
         one for every reduction. Number 0 is always there; None where there is no room for another.
         """
+
+    def drop(self, place: int) -> None:
+        """Nobody will use the buffers of the place again, but may still look at what lies there: every rank says so."""
 
     def channel(self, key: str) -> Backend:
         """Another line between the same ranks, on which operations do not wait behind this one's."""

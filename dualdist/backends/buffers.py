@@ -1,16 +1,17 @@
-"""The buffer of a backend that reduces every tensor alike."""
+"""The buffers of a backend that reduces every tensor alike."""
 
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dualdist.holders import uses
 
 if TYPE_CHECKING:
-    import torch
-
     from dualdist.backends.base import ReduceOp, Settling, Work
 
 
@@ -27,5 +28,19 @@ class PlainBuffer:
     def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> Work:
         return self._allreduce_(self.values, op, name)
 
-    def drop(self) -> None:
+
+class PlainBuffers:
+    """The part of a backend that knows nothing but these: no rank shares memory with another."""
+
+    @abstractmethod
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+        """See Backend.allreduce_."""
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        return 0
+
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
+        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
+
+    def drop(self, place: int) -> None:
         """Nobody else knows of it."""

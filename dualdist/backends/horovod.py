@@ -16,7 +16,7 @@ import torch
 
 from dualdist import network
 from dualdist.backends.base import ReduceOp, Store
-from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.buffers import PlainBuffers
 from dualdist.backends.horovod_settings import ALONE, DYNAMIC_SETS, Controller, Settings, settings_for, slots_of
 from dualdist.deadline import Deadline, call_within, stop_at_exit
 from dualdist.errors import (
@@ -156,7 +156,7 @@ class ProcessSets:
             self._hvd.remove_process_set(self._sets.pop(ranks))
 
 
-class HorovodBackend:
+class HorovodBackend(PlainBuffers):
     """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
 
     name = "horovod"
@@ -202,12 +202,6 @@ class HorovodBackend:
         return self._start(
             lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
         )
-
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        return 0
-
-    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
-        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def channel(self, key: str) -> HorovodBackend:
         return self  # Horovod tells operations apart by their names

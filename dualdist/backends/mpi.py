@@ -28,7 +28,7 @@ import torch
 
 from dualdist import mpi_world
 from dualdist.backends.base import ReduceOp, Work
-from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.buffers import PlainBuffers
 from dualdist.backends.mpi_work import BYTES_PER_S, CLOSED, DATATYPES, Asked, Called, Mpi, Staged
 from dualdist.backends.single import EVERY_DTYPE, Finished
 from dualdist.deadline import call_within
@@ -51,7 +51,7 @@ MOST = (1 << 31) - 1
 PATIENCE_S = 0.02
 
 
-class MpiBackend:
+class MpiBackend(PlainBuffers):
     """Moves tensors over two communicators of the same ranks: Note [two ways to reduce].
 
     There are none where there is nobody to talk to, or this process is no member.
@@ -131,12 +131,6 @@ class MpiBackend:
             ]
 
         return self._ask(begin, output, tensor)
-
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        return 0
-
-    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
-        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def channel(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())

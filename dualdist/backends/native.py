@@ -200,6 +200,10 @@ class NativeBackend:
             return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
         return self._host.buffer(place, number, count, dtype)
 
+    def drop(self, place: int) -> None:
+        if self._host is not None and place != NO_PLACE:
+            self._host.drop(place)
+
     def channel(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
         if child._host is None:

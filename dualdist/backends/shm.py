@@ -71,13 +71,22 @@ class Shared:
         self._mine = self.place * step
         self._theirs = [place * step for place in others]
         body = pages(self.size * LINE_BYTES)
+        self._places = [(nbytes, body + number * width) for number in range(slots)]
         # Each has a storage of its own, whose users can be counted.
-        self.slots = [
-            torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=body + number * width)
-            for number in range(slots)
-        ]
+        self.slots = [self._slot(number) for number in range(slots)]
+        self._addresses = [slot.data_ptr() for slot in self.slots]
         self.uses_alone = uses(self.slots[0])
         self.rows: list[weakref.WeakSet[Any]] = [weakref.WeakSet() for _ in self.slots]
+
+    def _slot(self, number: int) -> torch.Tensor:
+        nbytes, start = self._places[number]
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=start)
+
+    def own_slot(self, number: int) -> torch.Tensor:
+        """One of this rank's; a new one where a program has moved what lay there to other memory of its own."""
+        if self.slots[number].data_ptr() != self._addresses[number]:
+            self.slots[number], self.rows[number] = self._slot(number), weakref.WeakSet()
+        return self.slots[number]
 
     def post(self) -> int:
         """My values are in my slot; returns the number of the round."""
@@ -242,7 +251,7 @@ class SharedBuffer:
 
     def __init__(self, line: HostLine, shared: Shared, number: int, count: int, dtype: torch.dtype) -> None:
         chosen = number * shared.size + shared.place
-        slot = shared.slots[chosen]
+        slot = shared.own_slot(chosen)
         self.values = slot[: count * dtype.itemsize].view(dtype)
         self.settles = line.is_only_host
         self.rows = shared.rows[chosen]
@@ -257,9 +266,6 @@ class SharedBuffer:
         self._line.free_dropped()
         self._shared.say(CHOSEN, self._number)
         return InSlots(self._line, self._shared, self.values, op, settling)
-
-    def drop(self) -> None:
-        self._line.drop(self._shared)
 
 
 class Whole:
@@ -385,12 +391,14 @@ class HostLine:
         if not self._dropped:
             return
         for start, shared in list(self._dropped.items()):
-            if not shared.is_looked_at():
-                shared.say(DROPPED, 1)
-            if shared.is_dropped():
-                if self._segment.place == 0:
-                    shared.free()
-                del self._dropped[start], self._reserved[start]
+            if shared.is_looked_at():
+                continue
+            shared.say(DROPPED, 1)
+            if self._segment.place == 0:
+                if not shared.is_dropped():
+                    continue
+                shared.free()
+            del self._dropped[start], self._reserved[start]  # the others never look again: the words may be gone
 
     def buffer(self, start: int, number: int, count: int, dtype: torch.dtype) -> SharedBuffer | None:
         """This rank's buffer of that number where it was reserved; None where there is no such slot, or no room."""
@@ -408,10 +416,10 @@ class HostLine:
             self._made[start] = Shared(self._segment, start, nbytes, self._slots)
         return SharedBuffer(self, self._made[start], number, count, dtype)
 
-    def drop(self, shared: Shared) -> None:
-        """This rank uses it no more, but for those who still look at what lies there."""
-        self._dropped[shared.start] = shared
-        self._made.pop(shared.start, None)
+    def drop(self, start: int) -> None:
+        """Nobody uses it any more, but for those who still look at what lies there: every rank says so."""
+        shared = self._made.pop(start, None)
+        self._dropped[start] = shared or Shared(self._segment, start, self._reserved[start], self._slots)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp
-from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.buffers import PlainBuffers
 
 # Nothing is reduced with anything, so that every dtype will do.
 EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
@@ -26,7 +26,7 @@ class Finished:
         return self._result
 
 
-class SingleBackend:
+class SingleBackend(PlainBuffers):
     """A world of one rank, in which every reduction over all ranks is the rank's own tensor."""
 
     name = "single"
@@ -52,12 +52,6 @@ class SingleBackend:
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Finished:
         return Finished(tensor.clone())
-
-    def reserve(self, nbytes: int, device: torch.device) -> int:
-        return 0
-
-    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> PlainBuffer:
-        return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self.allreduce_)
 
     def channel(self, key: str) -> Backend:
         return self

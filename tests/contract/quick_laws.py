@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
 import torch
-from contract.oracle import assert_close, gradients, law, loss_of, mean_gradients, net, raises, ranks
+from contract.oracle import assert_close, gradients, law, law_alone, loss_of, mean_gradients, net, raises, ranks
+from torch import nn
 
 import dualdist as dd
 from dualdist.errors import MismatchError
@@ -154,3 +156,84 @@ def a_rank_that_has_joined_keeps_its_gradients() -> None:
     dd.join()
     for now, then in kept:
         assert torch.equal(now, then)
+
+
+def halve(grad: torch.Tensor) -> None:
+    """As programs clip: the gradient gets other memory."""
+    grad.data = grad.data / 2
+
+
+MOVES: tuple[Callable[[torch.Tensor], object], ...] = (halve, torch.Tensor.share_memory_, lambda g: g.set_(g.clone()))
+
+
+@law
+def gradients_that_a_program_moves_are_reduced_where_they_are_next() -> None:
+    """On one rank only, on all, of some parameters or of all; with memory that ranks share and without."""
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for move in MOVES:
+        for which in (lambda number: number == 0, lambda number: number < 2 or dd.rank() == 0):
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=step < 2)
+                loss_of(model, dd.rank(), step).backward()
+                assert_close(gradients(model), mean_gradients(model, (step,)))
+                for number, param in enumerate(model.parameters()):
+                    if param.grad is not None and which(number):
+                        before = param.grad.clone()
+                        move(param.grad)
+                        assert torch.equal(param.grad, before / 2 if move is halve else before)
+
+
+def shared_bytes() -> int:
+    """What the files in memory take that this process has open and that have no name."""
+    files = {entry.stat().st_ino: entry.stat() for entry in os.scandir("/proc/self/fd") if is_unnamed(entry.path)}
+    return 512 * sum(found.st_blocks for found in files.values())
+
+
+def is_unnamed(link: str) -> bool:
+    try:
+        return os.readlink(link).startswith("/dev/shm/#")
+    except OSError:
+        return False
+
+
+@law_alone
+def optimizers_that_every_rank_has_dropped_take_no_memory() -> None:
+    """As a search over hyperparameters makes them: one after the other, in one session."""
+    used = []
+    for trial in range(6):
+        weights = [nn.Parameter(torch.ones(1 << 18)) for _ in range(2)]
+        optimizer = dd.wrap_optimizer(torch.optim.SGD(weights, lr=0.1 * (trial + 1)))
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(weight.sum() for weight in weights).mul(dd.rank() + 1).backward()
+            assert weights[0].grad.unique().tolist() == [sum(rank + 1 for rank in ranks()) / dd.size()]
+            optimizer.step()
+        if dd.rank():
+            del weights, optimizer
+        used.append(shared_bytes())
+        assert used[-1] <= used[min(1, trial)], used
+    dd.join()
+
+
+@law_alone
+def what_an_interrupted_backward_left_survives_a_join() -> None:
+    """Those who have joined take part in rounds with zeros, in the same shared memory."""
+    weight, other = nn.Parameter(torch.ones(1 << 16)), nn.Parameter(torch.ones(1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([other, weight], lr=0.1))
+    scale = float(dd.rank() + 1)
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    if dd.rank() == 0:
+        product = other * 2
+        product.register_hook(refuse)
+        raises(ValueError, (product.sum() + weight.sum() * scale).backward, "refused")
+    else:
+        (weight.sum() * scale).backward()
+        optimizer.zero_grad()
+    dd.join()
+    other.sum().backward()
+    assert weight.grad.unique().tolist() == [1.0 / dd.size()], "the first rank's, and nothing of the others"
+    optimizer.step()

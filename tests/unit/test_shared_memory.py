@@ -188,9 +188,10 @@ def test_operations_of_every_size_in_any_order_keep_their_values(size: int) -> N
 def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
     segment = share(store, "key", place, size, line_bytes(size), Deadline(TIMEOUT_S))
     line = HostLine(segment, range(size), None, TIMEOUT_S, is_only_host=True)
-    buffers = []
+    buffers, places = [], []
     for _ in range(3):
-        buffer = line.buffer(line.reserve(4 * count)[0], 0, count, torch.float32)
+        places.append(line.reserve(4 * count)[0])
+        buffer = line.buffer(places[-1], 0, count, torch.float32)
         assert buffer is not None
         buffers.append(buffer)
     half = count // 2
@@ -207,8 +208,8 @@ def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
             assert torch.equal(work.wait(), expected.float()), number
     used = os.fstat(segment._memory).st_blocks
     kept = buffers[0].values
-    for buffer in buffers:
-        buffer.drop()
+    for start in places:
+        line.drop(start)
     del buffers, buffer, works, work
     for _ in range(2):  # all say that nobody looks at theirs, then it is given back
         line.reserve(4096)
