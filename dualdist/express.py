@@ -40,33 +40,18 @@ def allreduce(
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    *,
+    in_place: bool = False,
 ) -> torch.Tensor:
-    """What collectives.allreduce gives, waited for."""
+    """What collectives.allreduce gives, or allreduce_ in place, waited for."""
     if prescale == 1.0 == postscale and fits(tensor, op):
-        express = Express(group, tensor, op, name, in_place=False)
+        express = Express(group, tensor, op, name, in_place=in_place)
         found = group.at_once(express)
         if found is not None:
             return found.wait() if isinstance(found, Handle) else found
         name = express.name
-    return collectives.allreduce(group, tensor, op, name, prescale, postscale).wait()
-
-
-def allreduce_(
-    group: Group,
-    tensor: torch.Tensor,
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> torch.Tensor:
-    """What collectives.allreduce_ gives, waited for."""
-    if prescale == 1.0 == postscale and fits(tensor, op):
-        express = Express(group, tensor, op, name, in_place=True)
-        found = group.at_once(express)
-        if found is not None:
-            return found.wait() if isinstance(found, Handle) else found
-        name = express.name
-    return collectives.allreduce_(group, tensor, op, name, prescale, postscale).wait()
+    usual = collectives.allreduce_ if in_place else collectives.allreduce
+    return usual(group, tensor, op, name, prescale, postscale).wait()
 
 
 def fits(tensor: torch.Tensor, op: object) -> bool:

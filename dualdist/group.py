@@ -190,7 +190,7 @@ class Group:
         self._moved_at = 0.0
         self._failure: BaseException | None = None
         self._breaking = Breaking(self)
-        self._express = ""  # the name of what happens at once
+        self._name_at_once = ""  # of what happens at once
         self._is_driven = False
         self._thread: threading.Thread | None = None
         self._drives_from = 0.0  # our thread, seconds on the monotonic clock
@@ -236,7 +236,7 @@ class Group:
             self._perform(handle, [operation.offer.own])
             return handle
         with self._changed:
-            if handle.name in self._pending or handle.name == self._express:
+            if handle.name in self._pending or handle.name == self._name_at_once:
                 raise UsageError(
                     f"{operation.offer.what}: an operation of this name is still under way; wait for it, or choose "
                     "another name"
@@ -317,7 +317,7 @@ class Group:
         with self._changed:
             if self._is_driven or self._pending or self.observer is not None or self.size == 1:
                 return None
-            self._is_driven, self._express = True, express.name
+            self._is_driven, self._name_at_once = True, express.name
         try:
             with self.watch.over(express):
                 exchange = self.exchange(express.message)
@@ -335,7 +335,7 @@ class Group:
             raise
         finally:
             with self._changed:
-                self._express = ""
+                self._name_at_once = ""
                 self._released()
 
     def finish_pending(self) -> None:

@@ -132,7 +132,7 @@ def allreduce_(
 
     if async_op:
         return collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale).begin()
-    return express.allreduce_(_group(group), tensor, op, name, prescale, postscale)
+    return express.allreduce(_group(group), tensor, op, name, prescale, postscale, in_place=True)
 
 
 @overload
