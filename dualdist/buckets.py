@@ -15,7 +15,7 @@ import torch
 from dualdist.backends.base import Backend, Buffer, Settling, Work
 from dualdist.compression import Cast, Compressor
 from dualdist.errors import CollectiveError, UsageError
-from dualdist.holders import is_kept, references, uses
+from dualdist.holders import is_kept, referred_to, uses
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
@@ -169,8 +169,9 @@ class Flat:
             if number not in plan.apart
         }
         del pieces  # which would count as kept
-        self._references = list(map(references, self.views.values()))
-        self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.views.values()))
+        self.all_views = list(self.views.values())
+        self._references = referred_to(self.all_views)
+        self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.all_views))
         # Counted, not measured: what others drop meanwhile must not matter.
         self._uses = len((values, self.gradients, self.tail)) + len(self.views)
         # The rows in this memory: buckets that take each other's place may lie there at the same time.
@@ -186,11 +187,11 @@ class Flat:
 
     def has_moved(self) -> bool:
         """Whether a program has moved something that lay here to other memory: Note [gradients in the bucket]."""
-        addresses = list(map(torch.Tensor.data_ptr, self.views.values()))
+        addresses = list(map(torch.Tensor.data_ptr, self.all_views))
         return self.values.data_ptr() != self._address or addresses != self._addresses
 
     def _is_referred_to(self) -> bool:
-        return any(map(operator.gt, map(references, self.views.values()), self._references))
+        return any(map(operator.gt, referred_to(self.all_views), self._references))
 
 
 class Rows:
@@ -309,8 +310,21 @@ class Bucket:
     @torch.no_grad()
     def launch(self, grads: Sequence[torch.Tensor | None], *, takes_part: bool = True) -> None:
         """Gather what is not there yet and send it off; a rank that has joined sends zeros, and does not take part."""
-        flat, packed = self._begin(), self._packed
-        views, late = [], []
+        flat = self._begin()
+        dense = [grad for grad in grads if not (grad is None or grad.is_sparse)]
+        if len(dense) == len(flat.all_views) == len(grads) and not self._packed:
+            torch._foreach_copy_(flat.all_views, dense)
+        else:
+            self._gather(flat, grads)
+        if self.recipe.predivide != 1.0:
+            flat.gradients.div_(self.recipe.predivide)
+        flat.tail.copy_(self._flags(grads, takes_part))
+        self.begin_anew()
+        self._send(flat)
+
+    def _gather(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
+        """What is not there yet; zeros where there is nothing."""
+        packed, views, late = self._packed, [], []
         for number, view in flat.views.items():
             grad = grads[number]
             if grad is None or (grad.is_sparse and not self.recipe.dense):
@@ -323,11 +337,6 @@ class Bucket:
                 late.append(grad.to_dense() if grad.is_sparse else grad)
         if late:
             torch._foreach_copy_(views, late)
-        if self.recipe.predivide != 1.0:
-            flat.gradients.div_(self.recipe.predivide)
-        flat.tail.copy_(self._flags(grads, takes_part))
-        self.begin_anew()
-        self._send(flat)
 
     def _send(self, flat: Flat) -> None:
         name = self.plan.name

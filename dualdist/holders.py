@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
+from collections.abc import Sequence
 
 import torch
+
+
+def referred_to(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """references() of many tensors, which are counted at this place and no other."""
+    # Without a frame of Python's for each.
+    return list(map(operator.add, map(sys.getrefcount, tensors), map(torch.Tensor._use_count, tensors)))  # type: ignore[attr-defined]
 
 
 def references(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import threading
 import weakref
@@ -152,6 +153,8 @@ class Reducer:
     def params(self) -> list[torch.Tensor]:
         """What is reduced; in place of a parameter that was dropped, one of its shape."""
         params = [reference() for reference in self._references]
+        if all(map(operator.is_not, params, itertools.repeat(None))):
+            return params  # type: ignore[return-value]
         for place, members in enumerate(self._members):
             plan = self._rounds.buckets[place]
             for number, shape in zip(members, plan.shapes, strict=True):
