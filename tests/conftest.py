@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from harness.leaks import Snapshot
 def _orphans_stay_ours() -> None:
     """A process whose parent ended becomes a child of pytest, so that the leak check sees it."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and so would every program of the tests."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
