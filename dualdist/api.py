@@ -206,7 +206,8 @@ def wrap_optimizer(
     `compression` is what floats become on the wire: "fp16", "bf16", or an object with compress(tensor) -> (tensor, ctx)
     and decompress(tensor, ctx). `predivide` divides before the sum, and multiplies after it, where a sum could
     overflow. Of sparse gradients only what is stored travels, unless `sparse_as_dense`. Gradients travel in buckets of
-    `bucket_mb` MiB, so that the first ones are on their way while backward() goes on; the first is `first_bucket_mb`.
+    `bucket_mb` MiB, so that the first ones are on their way while backward() goes on; the first is `first_bucket_mb`,
+    and where all would not fill two of those they travel together.
     Afterwards they are views of the buckets, unless the program keeps the tensor that was .grad before.
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so

@@ -33,7 +33,8 @@ from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
 
 GradientOp = Literal["mean", "sum", "adasum"]
 
-# A small first bucket starts the first transfer early; the size of the others is DDP's.
+# A small first bucket starts the first transfer early; the size of the others is DDP's. Gradients that would not fill
+# two first ones travel together: another transfer costs more than it hides.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 # Smaller gradients are gathered together, when the bucket leaves: a call for each would take longer than its copy.
@@ -115,6 +116,8 @@ def _split(
     buckets: list[tuple[int, ...]] = []
     open_members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     open_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
+    if limits is not None and sum(params[number].nbytes for number in order) < 2 * limits[0]:
+        limits = None
     for number in order:
         kind = (params[number].device, params[number].dtype)
         open_members.setdefault(kind, []).append(number)

@@ -422,7 +422,7 @@ def a_backward_that_raised_does_not_spoil_the_next() -> None:
 @law_alone
 def gradients_of_an_interrupted_backward_are_not_lost() -> None:
     """Nothing is dropped between the two backwards: what the first one left adds up with the second."""
-    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 18))  # a bucket of its own, sent at once
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a bucket of its own, sent at once
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
     scale = float(dd.rank() + 1)
     mean = sum(rank + 1 for rank in ranks()) / dd.size()
@@ -442,9 +442,9 @@ def gradients_of_an_interrupted_backward_are_not_lost() -> None:
 
 @law_alone
 def a_parameter_inside_and_outside_a_checkpoint_keeps_both_gradients() -> None:
-    shared, other = nn.Parameter(torch.ones(1 << 18)), nn.Parameter(torch.ones(3))
+    shared, other = nn.Parameter(torch.ones(1 << 19)), nn.Parameter(torch.ones(3))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([other, shared], lr=0.1))
-    x = torch.ones(1 << 18, requires_grad=True)
+    x = torch.ones(1 << 19, requires_grad=True)
     inside = checkpoint(lambda t: t * shared, x * other.sum(), use_reentrant=True)
     (inside.sum() * (dd.rank() + 1) + shared.sum()).backward()
     mean = sum(rank + 1 for rank in ranks()) / dd.size()

@@ -120,7 +120,7 @@ def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None
 @law_alone
 def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next() -> None:
     """It raises on rank 0 only; the others' gradients of that round are of no use to anybody."""
-    first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 18, 1, sparse=True)  # a bucket of its own
+    first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a bucket of its own
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
 
     def refuse(gradient: torch.Tensor) -> None:

@@ -51,6 +51,13 @@ def test_the_first_bucket_is_small() -> None:
     assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
 
 
+def test_what_does_not_fill_two_first_buckets_travels_together() -> None:
+    eighth = (FIRST_BUCKET_BYTES // 8 // 4, torch.float32)
+    for count, buckets in ((15, 1), (16, 2)):
+        params = parameters([eighth] * count)
+        assert len(plan_buckets(params, backwards(params), Recipe())) == buckets
+
+
 def test_one_device_a_bucket() -> None:
     params = [torch.empty(4), torch.empty(4, device="meta")]
     assert plan_buckets(params, backwards(params), Recipe()) == [(1,), (0,)]
