@@ -352,6 +352,7 @@ def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
 
     server = RendezvousServer()
     port = int(server.start())
+    server._listen_thread.name = "dualdist-rendezvous"  # no thread of the program's
     server.init(
         [
             SlotInfo(
