@@ -10,14 +10,15 @@ from typing import Any
 
 from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
+from dualdist.jobs.pairs import RIVALS
 from dualdist.schedulers import SCHEDULERS, script
 from dualdist.schedulers.asking import requested
 from dualdist.schedulers.submit import submit
 
 # Words of `resources:` in a job file, which are the options' names too.
 COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task")
-WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container")
-ONLY_WITH = (*COUNTS, *WORDS, "setup", "job_name", "write", "submit")
+WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup")
+ONLY_WITH = (*COUNTS, *WORDS, "write", "submit")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +76,10 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
 def _asked(args: argparse.Namespace, resources: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for: by options, else by the job file."""
     given = dict(resources)
-    for rivals in (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("queue", "partition")):
+    for rivals in RIVALS:
         if any(getattr(args, name, None) is not None for name in rivals):
             given = {name: value for name, value in given.items() if name not in rivals}
-    given |= {name: getattr(args, name) for name in (*COUNTS, *WORDS, "setup") if getattr(args, name) is not None}
-    return given | ({} if args.job_name is None else {"name": args.job_name})
+    return given | {name: getattr(args, name) for name in (*COUNTS, *WORDS) if getattr(args, name) is not None}
 
 
 def _write(path: Path, text: str) -> None:

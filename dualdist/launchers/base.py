@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,15 @@ class Host:
         return f"{self.name}:{self.slots}"
 
 
+def too_few_slots(ranks: int, hosts: Sequence[Host]) -> str:
+    """Why the hosts cannot hold so many ranks; "" where they can, or where none are named."""
+    slots = sum(host.slots for host in hosts)
+    if not hosts or slots >= ranks:
+        return ""
+    named = ",".join(map(str, hosts))
+    return f"{ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
+
+
 @dataclass(frozen=True)
 class Job:
     """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
@@ -58,12 +67,8 @@ class Job:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
-        slots = sum(host.slots for host in self.hosts)
-        if self.hosts and slots < self.ranks:
-            named = ",".join(map(str, self.hosts))
-            raise UsageError(
-                f"{self.ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
-            )
+        if why := too_few_slots(self.ranks, self.hosts):
+            raise UsageError(why)
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""

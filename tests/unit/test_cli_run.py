@@ -129,6 +129,8 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         (("-np", "two", "x.py"), 2, "invalid int value: 'two'"),
         (("--backend", "nccl", "x.py"), 2, "choose from"),
         (("--launcher", "python", "-np", "2", "x.py"), 1, "plain python starts one rank"),
+        (("--timeout", "nan", "x.py"), 1, "--timeout nan: expected seconds above 0"),
+        (("--env", "A B=1", "x.py"), 1, "--env A B=1: expected a variable's name"),
         ((), 1, "no program"),
     ],
 )

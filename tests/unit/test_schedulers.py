@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
+from dualdist.jobs.words import duration, mebibytes
 from dualdist.schedulers import SCHEDULERS, Request, script
 from dualdist.schedulers.asking import requested
-from dualdist.schedulers.base import clock, duration, mebibytes
+from dualdist.schedulers.base import clock
 from dualdist.schedulers.shell import TO
 from dualdist.schedulers.submit import submit
 
@@ -130,20 +131,19 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ({"gpus_per_node": -1}, "--gpus-per-node -1: expected a whole number of 0 or more"),
         ({"gpus_per_node": 2, "tasks_per_node": 4}, "two ranks would share a GPU"),
         ({"gpus_per_node": 4, "gpus_per_task": 1}, "ask for one thing twice"),
-        ({"memory": "4G", "memory_per_task": "1G"}, "--memory 4G and --memory-per-task 1G ask for one thing twice"),
+        ({"memory": "4G", "memory_per_task": "1G"}, "memory 4G and memory_per_task 1G ask for one thing twice"),
         ({"gpus_per_task": 1, "tasks_per_node": 4}, "torchrun is one task on each node.*--gpus-per-node 4"),
-        ({"memory": "64"}, "--memory 64: expected a number and a unit"),
-        ({"memory": "0G"}, "--memory 0G"),
-        ({"memory": "-4G"}, "--memory -4G"),
-        ({"time": "90"}, r"--time 90: expected \[days-\]hours:minutes:seconds"),
-        ({"time": "2:00"}, "--time 2:00: expected"),
+        ({"memory": "64"}, "--memory '64': expected a number and a unit"),
+        ({"memory": "0G"}, "--memory '0G'"),
+        ({"memory": "-4G"}, "--memory '-4G'"),
+        ({"time": "90"}, r"--time '90': expected \[days-\]hours:minutes:seconds"),
+        ({"time": "2:00"}, "--time '2:00': expected"),
         ({"time": "0:00:00"}, "above 0"),
-        ({"time": "1:60:00"}, "--time 1:60:00"),
+        ({"time": "1:60:00"}, "--time '1:60:00'"),
         ({"account": "a b"}, "--account 'a b': expected one word"),
         ({"queue": "x\n#SBATCH --nodes=9"}, "--partition"),
         ({"container": "$(id)"}, "--container"),
-        ({"name": "a b"}, "--job-name a b"),
-        ({"env": {"A B": "1"}}, "'A B' is no name of a variable"),
+        ({"job_name": "a b"}, "--job-name 'a b'"),
         ({"launcher": "horovodrun", "container": "i.sif"}, "outside of any container"),
         ({"launcher": "mpiexec"}, "launcher 'mpiexec' under slurm: expected one of srun, torchrun, mpirun, horovodrun"),
         ({"launcher": "horovodrun", "transport": "mpi"}, "choose the launcher mpirun itself"),
@@ -178,7 +178,7 @@ def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
     ("text", "mib"), [("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)]
 )
 def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
-    assert mebibytes("--memory", text) == mib
+    assert mebibytes(text) == mib
 
 
 def test_lsfs_minutes_are_rounded_up() -> None:
@@ -207,7 +207,7 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"resources": {"nodes": 3}, "ranks": 4}, "-np 4 ranks on 3 nodes with the same number on each"),
+        ({"resources": {"nodes": 3}, "ranks": 4}, "4 ranks on 3 nodes with the same number on each"),
         ({"resources": {"nodes": 2, "tasks_per_node": 3}, "ranks": 4}, "with 3 on each"),
         ({"hosts": ["a:1", "b:2"]}, "the same number of slots on each"),
         ({"hosts": ["a:x"]}, "the same number of slots"),
