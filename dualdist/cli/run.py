@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     launcher = request.launcher
     if launcher is None:
         launcher, reason = default_launcher(
-            os.environ, request.backend, request.transport, has_hosts=bool(request.hosts)
+            {**os.environ, **request.env}, request.backend, request.transport, has_hosts=bool(request.hosts)
         )
         print(f"dualdist run: {launcher} starts {request.ranks} rank(s), as {reason}", file=sys.stderr)
     request.require_possible(launcher)

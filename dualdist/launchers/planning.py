@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.launchers.base import BACKEND
+from dualdist.launchers.base import BACKEND, TRANSPORT
 from dualdist.launchers.link import LINK
 from dualdist.launchers.processes import MARK
 
@@ -28,7 +28,7 @@ def default_launcher(
     environ: Mapping[str, str], backend: str | None, transport: str | None = None, *, has_hosts: bool = False
 ) -> tuple[str, str]:
     """The launcher where none was named, and why this one."""
-    backend = backend or environ.get(BACKEND) or None
+    backend, transport = backend or environ.get(BACKEND) or None, transport or environ.get(TRANSPORT)
     for setting, value in (("backend", backend), ("transport", transport)):
         if value == "mpi":
             return "mpirun", f"no --launcher was named and the {setting} mpi needs one that starts MPI"

@@ -72,7 +72,9 @@ def parse(arguments: Sequence[str]) -> Settings:
 class Rank:
     """The child and all that is watched for its sake."""
 
-    def __init__(self, settings: Settings, number: int | None, host: str, line: socket.socket | None) -> None:
+    def __init__(
+        self, settings: Settings, number: int | None, host: str, log: int | None, line: socket.socket | None
+    ) -> None:
         self._selector = selectors.DefaultSelector()
         self._line = line
         self._told = False  # to end
@@ -98,9 +100,8 @@ class Rank:
             close_fds=False,  # MPICH's and Slurm's ranks talk to their launcher by a file that they inherit
             preexec_fn=processes.die_with_parent,
         )
-        name = "?" if number is None else str(number)
+        name = _name(number)
         tag = (f"[{name} {host}] " if settings.has_host else f"[{name}] ") if settings.has_tag else ""
-        log = None if settings.folder is None else _opened(Path(settings.folder), name)
         has_console = log is None or settings.has_tag
         os.close(error_writer)
         self._error = self._relay(error, 2 if has_console else None, log, tag)
@@ -192,14 +193,9 @@ class Rank:
             processes.send([self._child.pid], signal.SIGTERM)
 
     def _tell(self) -> None:
-        if self._line is None:
-            return
         text = tracebacks.reason(self._error.tail.decode(errors="replace")) if self._child.returncode else ""
         age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
-        message = link.dumps(link.Ended(self._child.returncode, age_s, self._told, text[-link.LIMIT // 2 :]))
-        with contextlib.suppress(OSError):
-            self._line.setblocking(True)
-            self._line.sendall(message)
+        _tell(self._line, link.Ended(self._child.returncode, age_s, self._told, text[-link.LIMIT // 2 :]))
 
 
 def main() -> int:
@@ -217,7 +213,26 @@ def main() -> int:
             print(f"dualdist run: rank {number} on {host} cannot reach dualdist run ({error})", file=sys.stderr)
             if error.is_gone:
                 return 1
-    return _ended_like(Rank(settings, number, host, line).run())
+    try:
+        log = None if settings.folder is None else _opened(Path(settings.folder), _name(number))
+    except OSError as error:
+        why = f"rank {_name(number)} cannot write its log ({error}): name another folder by --log-dir"
+        print(why, file=sys.stderr)
+        _tell(line, link.Ended(1, 0.0, False, why))
+        return 1
+    return _ended_like(Rank(settings, number, host, log, line).run())
+
+
+def _tell(line: socket.socket | None, ended: link.Ended) -> None:
+    """How the rank ended, where `dualdist run` hears it."""
+    if line is not None:
+        with contextlib.suppress(OSError):
+            line.setblocking(True)
+            line.sendall(link.dumps(ended))
+
+
+def _name(number: int | None) -> str:
+    return "?" if number is None else str(number)
 
 
 def _round() -> int:

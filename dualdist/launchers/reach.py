@@ -73,11 +73,21 @@ def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -
     return Reached(tuple(hosts), Meeting(address, first.port), back, tuple(facts[host.name].cores for host in hosts))
 
 
+def check_interface(host: str, facts: Facts, interface: str | None) -> None:
+    """LaunchError where the host lacks the interface that was named."""
+    if interface is not None and interface not in facts.interfaces:
+        raise LaunchError(
+            f"host {host!r} has no network interface {interface!r} with an address; it has {_listed(facts)}"
+        )
+
+
+def _listed(facts: Facts) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
+
+
 def _check(facts: Mapping[str, Facts], interface: str | None, first: str, address: str) -> None:
     for name, found in facts.items():
-        has = ", ".join(f"{known} ({own})" for known, own in found.interfaces.items())
-        if interface is not None and interface not in found.interfaces:
-            raise LaunchError(f"host {name!r} has no network interface {interface!r} with an address; it has {has}")
+        check_interface(name, found, interface)
         if found.version != __version__:
             raise LaunchError(
                 f"host {name!r} has dualdist {found.version}, and this one {__version__}: install the same"
@@ -85,10 +95,9 @@ def _check(facts: Mapping[str, Facts], interface: str | None, first: str, addres
     for name, found in facts.items():
         if found.unreachable:
             named = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
-            has = ", ".join(f"{known} ({own})" for known, own in facts[first].interfaces.items())
             raise LaunchError(
                 f"host {name!r} cannot reach host {first!r} at {address} ({named}): {found.unreachable}; "
-                f"{first} has {has}: name the one that they share by --network-interface"
+                f"{first} has {_listed(facts[first])}: name the one that they share by --network-interface"
             )
 
 

@@ -83,7 +83,7 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
         return Report(launcher, plan.commands())
     with ExitStack() as stack:
         # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
-        is_local = _is_all_here(plan)
+        is_local = _is_all_here(job, launcher)
         listener = Listener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
         stack.callback(listener.close)
         return _rounds(plan, listener)
@@ -93,6 +93,8 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
     site, here = look(), probe.look(None)
     back = here.addresses()
+    if _is_all_here(job, launcher):
+        reach.check_interface(here.hostname, here, job.interface)
     if job.hosts:
         forwarded = planning.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
         reached = reach.look([host for host, _ in job.filled()], job.interface, site, forwarded)
@@ -134,9 +136,9 @@ def _rounds(plan: _Plan, listener: Listener) -> Report:
     return Report(plan.launcher, current.commands(), replace(outcome, seconds=time.monotonic() - began), attempt)
 
 
-def _is_all_here(plan: _Plan) -> bool:
+def _is_all_here(job: Job, launcher: str) -> bool:
     """Whether no rank can be on another host: in an allocation MPI's launchers and srun go where they may."""
-    return not plan.job.hosts and plan.launcher in ("python", "spawn", "torchrun", "horovodrun")
+    return not job.hosts and launcher in ("python", "spawn", "torchrun", "horovodrun")
 
 
 def _free_port() -> int:

@@ -74,6 +74,14 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
         assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
 
 
+def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
+    (launch.directory / "file").touch()
+    outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
+    told = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): name another folder by --log-dir"
+    assert last_words(outcome.stderr) == ["dualdist run: rank 0 failed first (exit code 1):", told]
+    assert "Traceback" not in outcome.stderr
+
+
 def test_stdin_reaches_a_rank(launch: Launch) -> None:
     (launch.directory / "data").write_text("some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
@@ -234,12 +242,12 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
 
 
 def test_restarts_come_to_an_end(launch: Launch) -> None:
-    words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit"]
-    outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", *words], check=False)
+    words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit", "0"]
+    outcome = launch([*RUN, "--launcher", "spawn", *words], check=False)
     assert outcome.rc == 7
     report = json.loads(outcome.stdout)  # what the ranks print is elsewhere
     assert (report["restarts"], report["outcome"]["failure"]["code"]) == (1, 7)
-    assert outcome.stderr.count("out 1/2") == 2
+    assert outcome.stderr.count("out 0/1") == 2
 
 
 def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: Launch, slurm: Slurm) -> None:

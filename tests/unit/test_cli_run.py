@@ -38,6 +38,7 @@ def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launche
 def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
     assert default_launcher({"SLURM_JOB_ID": "17"}, "mpi")[0] == "mpirun"
     assert default_launcher({}, "native", "mpi")[0] == "mpirun"
+    assert default_launcher({"DUALDIST_TRANSPORT": "mpi"}, "horovod")[0] == "mpirun"
     assert default_launcher({}, "horovod")[0] == "torchrun"
 
 
@@ -130,6 +131,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         (("--backend", "nccl", "x.py"), 2, "choose from"),
         (("--launcher", "python", "-np", "2", "x.py"), 1, "plain python starts one rank"),
         (("--timeout", "nan", "x.py"), 1, "--timeout nan: expected seconds above 0"),
+        (("--network-interface", "eth7", "x.py"), 1, "has no network interface 'eth7' with an address; it has lo"),
         (("--env", "A B=1", "x.py"), 1, "--env A B=1: expected a variable's name"),
         ((), 1, "no program"),
     ],
