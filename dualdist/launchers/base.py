@@ -98,7 +98,8 @@ class Site:
     """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
 
     `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
-    where the job runs, on every host; `meeting` is None where nobody has looked for one.
+    where the job runs, on every host; `meeting` is None where nobody has looked for one. `networks` are the interfaces
+    by which the hosts reach each other, where they have others, too.
     """
 
     python: str
@@ -108,6 +109,7 @@ class Site:
     is_root: bool = False
     folder: str = "."
     meeting: Meeting | None = None
+    networks: tuple[str, ...] = ()
 
     def tool(self, name: str) -> str:
         if name not in self.tools:

@@ -24,12 +24,16 @@ Ask = Callable[[str, Sequence[str]], Facts]
 
 @dataclass(frozen=True)
 class Reached:
-    """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores."""
+    """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores.
+
+    `networks` are the interfaces by which all reach the first, where some host has others, too; else none are named.
+    """
 
     hosts: tuple[Host, ...]
     meeting: Meeting
     back: tuple[str, ...]
     cores: tuple[int, ...]
+    networks: tuple[str, ...]
 
 
 def is_here(name: str) -> bool:
@@ -51,7 +55,7 @@ def is_here(name: str) -> bool:
 def look(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> Reached:
     """What the hosts say. LaunchError names the first that cannot take part, and why."""
     known = [replace(host, is_here=is_here(host.name)) for host in hosts]
-    return judge(known, interface, probe.look(None), lambda host, target: _asked(host, target, site, env))
+    return judge(known, interface, probe.look(), lambda host, target: _asked(host, target, site, env))
 
 
 def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -> Reached:
@@ -59,7 +63,8 @@ def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -
     first = here if hosts[0].is_here else ask(hosts[0].name, ())
     facts = {hosts[0].name: first}
     address = first.interfaces.get(interface, "") if interface is not None else first.server
-    target = (address, str(first.port)) if address else ()
+    tried = first.networks().values() if interface is None else [address] * bool(address)
+    target = (str(first.port), *tried)
     others = [host for host in hosts[1:] if not host.is_here]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = pool.map(lambda host: (host.name, ask(host.name, target)), others)
@@ -69,8 +74,19 @@ def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -
     if not address:  # the first host is this one: as the others see it
         address = next((found.client for found in facts.values() if found.client), "127.0.0.1")
     seen = [found.client for found in facts.values() if found.client]
-    back = tuple(dict.fromkeys([*seen, *here.addresses()]))
-    return Reached(tuple(hosts), Meeting(address, first.port), back, tuple(facts[host.name].cores for host in hosts))
+    back = tuple(dict.fromkeys([*seen, *here.networks().values()]))
+    cores = tuple(facts[host.name].cores for host in hosts)
+    return Reached(tuple(hosts), Meeting(address, first.port), back, cores, _networks(first, list(facts.values())))
+
+
+def _networks(first: Facts, all_of_them: Sequence[Facts]) -> tuple[str, ...]:
+    known = {name for found in all_of_them for name in found.networks()}
+    shared = tuple(
+        name
+        for name, address in first.networks().items()
+        if all(name in found.interfaces and address not in found.unreachable for found in all_of_them)
+    )
+    return () if known == set(shared) else shared
 
 
 def check_interface(host: str, facts: Facts, interface: str | None) -> None:
@@ -93,10 +109,10 @@ def _check(facts: Mapping[str, Facts], interface: str | None, first: str, addres
                 f"host {name!r} has dualdist {found.version}, and this one {__version__}: install the same"
             )
     for name, found in facts.items():
-        if found.unreachable:
+        if why := found.unreachable.get(address):
             named = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
             raise LaunchError(
-                f"host {name!r} cannot reach host {first!r} at {address} ({named}): {found.unreachable}; "
+                f"host {name!r} cannot reach host {first!r} at {address} ({named}): {why}; "
                 f"{first} has {_listed(facts[first])}: name the one that they share by --network-interface"
             )
 

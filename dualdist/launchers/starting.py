@@ -91,15 +91,15 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
 
 def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
-    site, here = look(), probe.look(None)
-    back = here.addresses()
+    site, here = look(), probe.look()
+    back = tuple(here.networks().values())
     if _is_all_here(job, launcher):
         reach.check_interface(here.hostname, here, job.interface)
     if job.hosts:
         forwarded = planning.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
         reached = reach.look([host for host, _ in job.filled()], job.interface, site, forwarded)
         job, back = replace(job, hosts=reached.hosts), reached.back
-        site = replace(site, meeting=reached.meeting)
+        site = replace(site, meeting=reached.meeting, networks=reached.networks)
         each = [planning.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)]
     else:
         site = replace(site, meeting=Meeting(LOOPBACK, _free_port()))
