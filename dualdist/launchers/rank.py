@@ -36,6 +36,8 @@ GRACE_S = 3.0
 LEFT_S = 1.0
 # Seconds after the child's end in which others, that it started, may still print to its pipes.
 DRAIN_S = 0.5
+# Seconds in which what follows the head of a traceback may belong to it.
+FAILING_S = 1.0
 PARENT_POLL_S = 1.0
 TAIL = 1 << 16
 
@@ -125,7 +127,7 @@ class Rank:
         for relay in self._relays:
             self._forget(relay)
             relay.close()
-        self._tell()
+        self._tell_end()
         left = processes.members(self._mark)
         if left:
             time.sleep(0 if self._told else LEFT_S)
@@ -154,8 +156,11 @@ class Rank:
     def _pump(self, relay: Relay) -> None:
         source = relay.source
         seen = relay.pump()
+        now = time.monotonic()
         if relay is self._error and b"Traceback" in seen:
-            self._traceback_at = time.monotonic()
+            self._traceback_at = now
+        if relay is self._error and seen and now < self._traceback_at + FAILING_S:
+            _tell(self._line, link.Failing(self._reason()))
         if not relay.is_open:
             self._selector.unregister(source)
 
@@ -192,10 +197,13 @@ class Rank:
             self._deadline = time.monotonic() + GRACE_S
             processes.send([self._child.pid], signal.SIGTERM)
 
-    def _tell(self) -> None:
-        text = tracebacks.reason(self._error.tail.decode(errors="replace")) if self._child.returncode else ""
+    def _tell_end(self) -> None:
+        text = self._reason() if self._child.returncode else ""
         age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
-        _tell(self._line, link.Ended(self._child.returncode, age_s, self._told, text[-link.LIMIT // 2 :]))
+        _tell(self._line, link.Ended(self._child.returncode, age_s, self._told, text))
+
+    def _reason(self) -> str:
+        return tracebacks.reason(self._error.tail.decode(errors="replace"))
 
 
 def main() -> int:
@@ -223,12 +231,13 @@ def main() -> int:
     return _ended_like(Rank(settings, number, host, log, line).run())
 
 
-def _tell(line: socket.socket | None, ended: link.Ended) -> None:
-    """How the rank ended, where `dualdist run` hears it."""
+def _tell(line: socket.socket | None, message: link.Ended | link.Failing) -> None:
+    """`dualdist run` knows, where it listens."""
     if line is not None:
         with contextlib.suppress(OSError):
             line.setblocking(True)
-            line.sendall(link.dumps(ended))
+            line.sendall(link.dumps(message))
+            line.setblocking(False)
 
 
 def _name(number: int | None) -> str:

@@ -21,6 +21,8 @@ TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
 RUN = (sys.executable, "-m", "dualdist", "run")
 LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
 WAIT_S = 60.0
+# MPI_Abort has all ranks killed at once, and what is around them.
+MPICH_ABORTED = "dualdist run: rank 1 failed first, and was ended before it could say by which code:"
 
 
 def lines(text: str) -> list[str]:
@@ -108,9 +110,14 @@ def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 mpirun threads=1" for rank in range(2)]
     reports = launch.reports([*run, "-np", "2", TINY_RANK, "mpi"], 2, env={**env, **mpi.of_mpich(launch.directory)})
     assert {seen["transport"] for seen in reports} == {"mpi"}
-    outcome = launch([*run, "-np", "2", PROGRAM, "raise"], env=env, check=False)
-    assert outcome.rc == 1
-    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):"
+    script = launch.directory / "script.py"
+    script.write_text(
+        "import dualdist as dd\ndd.init('mpi')\nif dd.rank() == 1:\n    raise ValueError('the reason')\ndd.barrier()\n"
+    )
+    outcome = launch([*run, "-np", "3", str(script)], env={**env, **mpi.of_mpich(launch.directory)}, check=False)
+    first, *rest = last_words(outcome.stderr)
+    assert (outcome.rc, first) == (1, MPICH_ABORTED), str(outcome)
+    assert "ValueError: the reason" in rest
 
 
 def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
