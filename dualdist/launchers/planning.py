@@ -9,6 +9,7 @@ from dualdist.launchers.link import LINK
 from dualdist.launchers.processes import MARK
 
 SLURM_JOB = "SLURM_JOB_ID"
+SLURM_NODES = "SLURM_JOB_NUM_NODES"
 UNBUFFERED = "PYTHONUNBUFFERED"
 THREADS = "OMP_NUM_THREADS"
 # The launcher that each backend brings along, for hosts that are reached by ssh.
@@ -39,6 +40,11 @@ def default_launcher(
         whose = f"the backend {backend}'s own" if backend in OWN else "torch's own"
         return own, f"no --launcher was named, hosts are, and it is {whose}"
     return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"
+
+
+def is_spread(environ: Mapping[str, str], launcher: str, *, has_hosts: bool) -> bool:
+    """Whether ranks are on several hosts, as far as is known before they start."""
+    return has_hosts or (launcher in ("srun", "mpirun") and environ.get(SLURM_NODES, "1") != "1")
 
 
 def threads(cores: int, ranks: int) -> int:

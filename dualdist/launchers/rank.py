@@ -28,6 +28,7 @@ from dualdist.launchers.relay import Relay
 
 # Set by launchers that restart ranks, and by `dualdist run` where it does.
 ROUNDS = ("TORCHELASTIC_RESTART_COUNT", "DUALDIST_RUN_ROUND")
+SLURM_NODE = "SLURMD_NODENAME"
 # Passed on to the child. What a scheduler sends before it ends a job is among them.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -208,7 +209,7 @@ class Rank:
 
 def main() -> int:
     settings = parse(sys.argv[1:])
-    host = socket.gethostname().split(".")[0]
+    host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
     number: int | None = None
     with contextlib.suppress(TopologyError):  # which the program will tell
         number = detect(os.environ).rank

@@ -35,10 +35,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Report:
-    """What was done; no outcome where nothing was started."""
+    """What was done; no outcome where nothing was started. `is_spread`: ranks were on several hosts."""
 
     launcher: str
     commands: tuple[Command, ...]
+    is_spread: bool
     outcome: Outcome | None = None
     restarts: int = 0
 
@@ -56,8 +57,9 @@ class _Plan:
     site: Site
     settings: Settings
     environ: Mapping[str, str]
-    restarts: int = 0
-    back: tuple[str, ...] = ()
+    is_spread: bool
+    restarts: int
+    back: tuple[str, ...]
 
     def in_round(self, attempt: int) -> _Plan:
         """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
@@ -80,7 +82,7 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
     """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
     plan = _planned(job, launcher, settings, environ)
     if settings.is_dry:
-        return Report(launcher, plan.commands())
+        return Report(launcher, plan.commands(), plan.is_spread)
     with ExitStack() as stack:
         # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
         is_local = _is_all_here(job, launcher)
@@ -111,11 +113,12 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )
-    output = rank.Settings(job.program, settings.tag_output, bool(job.hosts), settings.log_dir)
+    is_spread = planning.is_spread(environ, launcher, has_hosts=bool(job.hosts))
+    output = rank.Settings(job.program, settings.tag_output, is_spread, settings.log_dir)
     is_launchers = launcher in RESTARTING and not job.hosts
     inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
     job = replace(job, program=rank.words(output), env=env, max_restarts=inner)
-    return _Plan(job, launcher, site, settings, environ, outer, back)
+    return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
 
 
 def _rounds(plan: _Plan, listener: Listener) -> Report:
@@ -129,11 +132,12 @@ def _rounds(plan: _Plan, listener: Listener) -> Report:
         outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
         if outcome.code == 0 or outcome.why or attempt == plan.restarts:
             break
-        who = outcome.failure.who(has_hosts=bool(plan.job.hosts)) if outcome.failure is not None else plan.launcher
+        who = outcome.failure.who(has_hosts=plan.is_spread) if outcome.failure is not None else plan.launcher
         print(
             f"dualdist run: {who} failed; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr
         )
-    return Report(plan.launcher, current.commands(), replace(outcome, seconds=time.monotonic() - began), attempt)
+    outcome = replace(outcome, seconds=time.monotonic() - began)
+    return Report(plan.launcher, current.commands(), plan.is_spread, outcome, attempt)
 
 
 def _is_all_here(job: Job, launcher: str) -> bool:

@@ -261,8 +261,8 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
     words = ["-np", "2", "--tag-output", PROGRAM, "raise"]
     outcome = launch([*slurm.salloc("-N2", "-n2"), *RUN, *words], env=slurm.env, check=False)
     assert "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation" in outcome.stderr
-    assert "[1] err 1" in outcome.stderr.splitlines(), str(outcome)
-    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):", str(outcome)
+    assert "[1 n2] err 1" in outcome.stderr.splitlines(), str(outcome)
+    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
 
 
 def test_ranks_of_spawn_train(launch: Launch) -> None:
