@@ -39,6 +39,8 @@ LEFT_S = 1.0
 DRAIN_S = 0.5
 # Seconds in which what follows the head of a traceback may belong to it.
 FAILING_S = 1.0
+# Of Open MPI 4 and 5, and of MPICH and its kin.
+DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 PARENT_POLL_S = 1.0
 TAIL = 1 << 16
 
@@ -81,6 +83,7 @@ class Rank:
         self._selector = selectors.DefaultSelector()
         self._line = line
         self._told = False  # to end
+        self._is_cut_off = False
         self._deadline: float | None = None
         self._traceback_at = 0.0
         self._parent = os.getppid()
@@ -133,6 +136,8 @@ class Rank:
         if left:
             time.sleep(0 if self._told else LEFT_S)
             processes.end(self._mark, LEFT_S)
+        if self._is_cut_off:
+            _end_daemon(self._parent)
         return self._child.returncode
 
     def _relay(self, source: int, console: int | None, log: int | None, tag: str) -> Relay:
@@ -178,9 +183,13 @@ class Rank:
     def _on_line(self) -> None:
         """The line is cut: the job is over. Nothing is ever said on it."""
         assert self._line is not None
-        with contextlib.suppress(BlockingIOError, OSError):
+        try:
             if self._line.recv(64):
                 return
+        except BlockingIOError:
+            return
+        except OSError:  # nobody has closed it: the other host is silent
+            self._is_cut_off = True
         self._selector.unregister(self._line)
         self._stop()
 
@@ -230,6 +239,13 @@ def main() -> int:
         _tell(line, link.Ended(1, 0.0, False, why))
         return 1
     return _ended_like(Rank(settings, number, host, log, line).run())
+
+
+def _end_daemon(pid: int) -> None:
+    """MPI's daemon, if that is the parent, ends: it would wait for its mpirun until TCP gives up, for minutes."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _tell(line: socket.socket | None, message: link.Ended | link.Failing) -> None:
