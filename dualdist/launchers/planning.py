@@ -66,8 +66,12 @@ def variables(
     if threads_a_rank is not None:
         ours[THREADS] = str(threads_a_rank)
     ours = {name: value for name, value in ours.items() if name not in environ}
-    named = {name: interface for name in INTERFACES} if interface is not None else {}
-    return {**kept, **ours, **named, **given}
+    return {**kept, **ours, **interface_variables(interface), **given}
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """By which the libraries of all backends take this network interface."""
+    return {} if interface is None else dict.fromkeys(INTERFACES, interface)
 
 
 def _is_forwarded(name: str) -> bool:

@@ -27,6 +27,10 @@ def requested(
     asked = {name: value for name, value in (resources or {}).items() if value is not None}
     if "partition" in asked:
         asked["queue"] = asked.pop("partition")
+    if hosts and scheduler != "ssh":
+        raise UsageError(
+            f"hosts {','.join(hosts)}: {scheduler} chooses the nodes itself; leave them out, --nodes says how many"
+        )
     names, slots = _hosts(hosts)
     nodes = asked.pop("nodes", len(names) or 1)
     tasks = asked.pop("tasks_per_node", slots)

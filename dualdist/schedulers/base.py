@@ -84,10 +84,11 @@ class Request:
 
     @property
     def title(self) -> str:
-        """The job's name: as given, or as the program is called."""
+        """The job's name: as given, or as the program is called. It begins with a letter, as PBS wants it."""
         word = self.program[1] if self.program[0] == "-m" and len(self.program) > 1 else self.program[0]
         stem = word.rpartition(".")[2] if self.program[0] == "-m" else PurePath(word).stem
-        return self.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:63] or "train"
+        known = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:50] or "train"
+        return self.job_name or (known if known[0].isalpha() else f"job-{known}")
 
     @property
     def node_gpus(self) -> int:
