@@ -147,6 +147,20 @@ def test_wrong_words_are_refused_before_anything_starts(
     assert done.stdout == ""
 
 
+def test_ending_it_while_it_looks_at_hosts_takes_no_time(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    """One of them does not answer."""
+    (tmp_path / "x.py").touch()
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 60\n")
+    (tmp_path / "ssh").chmod(0o755)
+    argv = [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,elsewhere:1", "x.py"]
+    env = {**base_env, "PATH": f"{tmp_path}:{base_env['PATH']}"}
+    with subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+        while not (tmp_path / "up").exists():
+            assert running.poll() is None
+        running.terminate()
+        assert running.wait(10) == 143
+
+
 @pytest.mark.parametrize(("text", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
 def test_exit_code_of_the_job_is_passed_on(base_env: Mapping[str, str], tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "x.py").write_text(text)
