@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dualdist.cli import schedule
-from dualdist.cli.run_request import Request, from_arguments
+from dualdist.cli.run_request import from_arguments
 from dualdist.errors import UsageError
 from dualdist.launchers import LAUNCHERS, Command
 from dualdist.launchers.endings import describe
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     launcher = request.launcher
     if launcher is None:
         launcher, reason = default_launcher(
-            os.environ, request.backend, request.transport, has_hosts=bool(request.hosts)
+            {**os.environ, **request.env}, request.backend, request.transport, has_hosts=bool(request.hosts)
         )
         print(f"dualdist run: {launcher} starts {request.ranks} rank(s), as {reason}", file=sys.stderr)
     request.require_possible(launcher)
@@ -85,20 +85,20 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n".join(lines(report.commands)))
     elif report.outcome is not None:
-        tell(report, request)
+        tell(report)
     if args.json is not None:
         write_json(args.json, report.to_json())
     return 0 if report.outcome is None else report.outcome.code
 
 
-def tell(report: Report, request: Request) -> None:
+def tell(report: Report) -> None:
     """The last words on a job that failed."""
     outcome = report.outcome
     assert outcome is not None
     if outcome.why:
         print(f"dualdist run: {outcome.why}", file=sys.stderr)
     elif outcome.failure is not None:
-        print(f"dualdist run: {describe(outcome.failure, has_hosts=bool(request.hosts))}", file=sys.stderr)
+        print(f"dualdist run: {describe(outcome.failure, has_hosts=report.is_spread)}", file=sys.stderr)
     elif outcome.code:
         print(f"dualdist run: {report.launcher} ended with exit code {outcome.code}; no rank said why", file=sys.stderr)
 

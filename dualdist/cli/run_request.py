@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.jobs.pairs import Choice, impossible
+from dualdist.jobs.words import VARIABLE
 from dualdist.launchers import hosts as host_lists
 from dualdist.launchers import known
-from dualdist.launchers.base import Host, Job
+from dualdist.launchers.base import Host, Job, too_few_slots
 from dualdist.launchers.reach import is_here
 from dualdist.launchers.starting import Settings
 
@@ -46,7 +48,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts}: expected 0 or more")
-        if self.timeout_s is not None and self.timeout_s <= 0:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise UsageError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
 
     def require_possible(self, launcher: str) -> None:
@@ -103,12 +105,11 @@ def from_arguments(args: argparse.Namespace) -> Request:
     asked.update({name: value for name, value in given.items() if value is not None})
     asked["env"] = {**asked.get("env", {}), **_variables(args.env)}
     asked["ranks_asked"] = asked.get("ranks")
-    slots = sum(host.slots for host in asked.get("hosts", ()))
-    asked.setdefault("ranks", slots or 1)
-    if asked["ranks"] > slots > 0:
-        named = ",".join(map(str, asked["hosts"]))
-        raise UsageError(f"{asked['ranks']} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more")
-    if all(is_here(host.name) for host in asked.get("hosts", ())):
+    hosts = asked.get("hosts", ())
+    asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
+    if why := too_few_slots(asked["ranks"], hosts):
+        raise UsageError(why)
+    if all(is_here(host.name) for host in hosts):
         asked["hosts"] = ()
     return Request(**{"words": (), **asked})
 
@@ -151,7 +152,7 @@ def _variables(words: list[str]) -> dict[str, str]:
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--env {word}: expected a name and a value, as in --env NCCL_DEBUG=INFO")
+        if not equals or not VARIABLE.fullmatch(name):
+            raise UsageError(f"--env {word}: expected a variable's name and its value, as in --env NCCL_DEBUG=INFO")
         found[name] = value
     return found

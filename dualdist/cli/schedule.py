@@ -10,14 +10,18 @@ from typing import Any
 
 from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
+from dualdist.jobs.pairs import RIVALS
+from dualdist.launchers.planning import interface_variables
 from dualdist.schedulers import SCHEDULERS, script
 from dualdist.schedulers.asking import requested
 from dualdist.schedulers.submit import submit
 
 # Words of `resources:` in a job file, which are the options' names too.
 COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task")
-WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container")
-ONLY_WITH = (*COUNTS, *WORDS, "setup", "job_name", "write", "submit")
+WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup")
+ONLY_WITH = (*COUNTS, *WORDS, "write", "submit")
+# What only `dualdist run` itself can do for ranks: as options and job files call it, and as a Request does.
+OURS = {"max_restarts": "max_restarts", "timeout": "timeout_s", "log_dir": "log_dir", "tag_output": "tag_output"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,35 +55,50 @@ def refuse_stray(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
     """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
+    passed_over, hosts = _passed_over(args, request), request.hosts
+    if hosts and args.scheduler != "ssh" and args.hosts is None and args.hostfile is None:
+        passed_over, hosts = [*passed_over, "hosts"], ()
+    if passed_over:
+        print(f"dualdist run: a script for {args.scheduler} passes over {', '.join(passed_over)}", file=sys.stderr)
     asked = requested(
         args.scheduler,
         tuple(program),
         launcher=request.launcher,
         ranks=request.ranks_asked,
-        hosts=[str(host) for host in request.hosts],
+        hosts=[str(host) for host in hosts],
         resources=_asked(args, request.resources),
         backend=request.backend,
         transport=request.transport,
-        env=request.env,
+        env={**interface_variables(request.interface), **request.env},
     )
     text = script(args.scheduler, asked)
-    if args.write is not None:
+    if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
-    if args.submit:
+    if args.submit and not args.dry_run:
         sys.stdout.write(submit(args.scheduler, text))
-    elif args.write is None:
+    elif args.write is None or args.dry_run:
         sys.stdout.write(text)
     return 0
+
+
+def _passed_over(args: argparse.Namespace, request: Request) -> list[str]:
+    """What the job file says, and a script cannot do; UsageError where an option asks for it."""
+    for name in (*OURS, "json"):
+        if getattr(args, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: only ranks that dualdist run starts itself have that; "
+                "leave it out with --scheduler"
+            )
+    return [name for name, attribute in OURS.items() if getattr(request, attribute)]
 
 
 def _asked(args: argparse.Namespace, resources: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for: by options, else by the job file."""
     given = dict(resources)
-    for rivals in (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("queue", "partition")):
+    for rivals in RIVALS:
         if any(getattr(args, name, None) is not None for name in rivals):
             given = {name: value for name, value in given.items() if name not in rivals}
-    given |= {name: getattr(args, name) for name in (*COUNTS, *WORDS, "setup") if getattr(args, name) is not None}
-    return given | ({} if args.job_name is None else {"name": args.job_name})
+    return given | {name: getattr(args, name) for name in (*COUNTS, *WORDS) if getattr(args, name) is not None}
 
 
 def _write(path: Path, text: str) -> None:

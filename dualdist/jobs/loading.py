@@ -11,26 +11,24 @@ from pydantic import BaseModel, ValidationError
 
 from dualdist.errors import UsageError
 from dualdist.jobs import yaml_lines
-from dualdist.jobs.pairs import Choice, impossible
+from dualdist.jobs.pairs import Choice, impossible, impossible_resources, unfit
 from dualdist.jobs.schema import ALIASES, WORDS, JobFile
 from dualdist.jobs.yaml_lines import Document, YamlError
+from dualdist.launchers import hosts as host_lists
+from dualdist.launchers.base import Host, too_few_slots
 
 # What each kind of wrong value should have been, by pydantic's name for the mistake.
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number of seconds",
+    "finite_number": "a number of seconds",
     "string_type": "a text",
     "bool_type": "true or false",
     "tuple_type": "a list",
     "dict_type": "a mapping of names to values",
     "model_type": "a mapping of names to values",
     "string_too_short": "a text that is not empty",
-}
-PATTERNS = {
-    "memory": "a number and a unit, as 64G",
-    "memory_per_task": "a number and a unit, as 8G",
-    "time": "[days-]hours:minutes:seconds, as 2:00:00",
 }
 
 
@@ -56,7 +54,7 @@ def loads(text: str, name: str, *, horovod_has_mpi: bool | None = None) -> JobFi
     except ValidationError as error:
         found = {(document.line(path), sentence) for path, sentence in _sentences(error)}
         raise UsageError("\n".join(f"{name}:{line}: {sentence}" for line, sentence in sorted(found))) from error
-    wrong = sorted((document.line((key,)), sentence) for key, sentence in _contradictions(job, horovod_has_mpi))
+    wrong = sorted((document.line(path), sentence) for path, sentence in _contradictions(job, horovod_has_mpi))
     if wrong:
         raise UsageError("\n".join(f"{name}:{line}: {sentence}" for line, sentence in wrong))
     return job
@@ -100,20 +98,21 @@ def _sentences(error: ValidationError) -> Iterator[tuple[yaml_lines.Path, str]]:
         if kind == "extra_forbidden":
             yield path, _unknown(path)
             continue
+        expected, hint = EXPECTED.get(kind, mistake["msg"]), ""
         context = mistake.get("ctx", {})
         if kind == "literal_error":
             expected = f"one of {', '.join(_choices(path))}"
-            close = difflib.get_close_matches(str(seen), _choices(path), 1)
+            close = difflib.get_close_matches(seen, _choices(path), 1) if isinstance(seen, str) else []
             hint = f"; did you mean {close[0]!r}?" if close else ""
-        else:
-            expected, hint = EXPECTED.get(kind, ""), ""
-        if kind == "greater_than_equal":
+        elif kind == "value_error":
+            expected = str(context["error"])
+        elif kind == "greater_than_equal":
             expected = f"{context['ge']} or more"
         elif kind == "greater_than":
             expected = f"more than {context['gt']:g}"
-        elif kind == "string_pattern_mismatch":
-            expected = PATTERNS[str(path[-1])]
-        yield path, f"{key}: expected {expected or mistake['msg']}, not {_shown(seen)}{hint}"
+        if path[-1] == "[key]":
+            path, key = path[:-1], str(path[0])
+        yield path, f"{key}: expected {expected}, not {_shown(seen)}{hint}"
 
 
 def _unknown(path: tuple[str | int, ...]) -> str:
@@ -153,19 +152,25 @@ def _shown(seen: Any) -> str:
     return "a list" if isinstance(seen, (list, tuple)) else repr(seen)
 
 
-def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[str, str]]:
+def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[yaml_lines.Path, str]]:
     if job.program is not None and job.module is not None:
-        yield "module", "program and module both say what to run: give one of them"
+        yield ("module",), "program and module both say what to run: give one of them"
     if job.hosts and job.hostfile is not None:
-        yield "hostfile", "hosts and hostfile both say where to run: give one of them"
-    if job.resources.partition is not None and job.resources.queue is not None:
-        yield "resources", "partition and queue are two names of one thing: give one of them"
-    choice = Choice(
-        job.launcher,
-        job.backend,
-        job.transport,
-        job.ranks,
-        has_hosts=bool(job.hosts or job.hostfile),
-    )
+        yield ("hostfile",), "hosts and hostfile both say where to run: give one of them"
+    hosts: list[Host] = []
+    resources = job.resources.model_dump()
+    for number, text in enumerate(job.hosts):
+        try:
+            hosts += host_lists.parse(text)
+        except UsageError as error:
+            yield ("hosts", number), str(error)
+    if job.ranks is not None and (why := too_few_slots(job.ranks, hosts)):
+        yield ("ranks",), why
+    if why := unfit(job.ranks, resources["nodes"], resources["tasks_per_node"]):
+        yield ("resources", "nodes"), why
+    for found in impossible_resources(resources):
+        yield ("resources", found.setting), found.message
+    has_hosts = bool(job.hosts or job.hostfile)
+    choice = Choice(job.launcher, job.backend, job.transport, job.ranks, has_hosts=has_hosts)
     for found in impossible(choice, horovod_has_mpi=horovod_has_mpi):
-        yield found.setting, found.message
+        yield (found.setting,), found.message

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
@@ -11,6 +12,8 @@ WITH_MPI = ("mpirun", "horovodrun-mpi")
 CARRIERS = {"native": ("gloo", "shm", "nccl"), "horovod": ("gloo", "mpi", "nccl"), "mpi": ("mpi",)}
 REBUILD = "build one with MPI by dualdist install-horovod --force"
 INSTEAD = "choose mpirun, horovodrun-mpi or srun"
+# Two ways to ask a scheduler for one thing.
+RIVALS = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,28 @@ def impossible(choice: Choice, *, horovod_has_mpi: bool | None) -> Iterator[Impo
         yield from _without_mpi(launcher, transport)
     if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
         yield Impossible("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
+
+
+def impossible_resources(asked: Mapping[str, Any]) -> Iterator[Impossible]:
+    """What a scheduler cannot be asked for together; None, or no key, for what is left open."""
+    for one, other in RIVALS:
+        if asked.get(one) is not None and asked.get(other) is not None:
+            yield Impossible(other, f"{one} {asked[one]} and {other} {asked[other]} ask for one thing twice: give one")
+    tasks, gpus = asked.get("tasks_per_node"), asked.get("gpus_per_node")
+    if tasks and gpus and gpus < tasks:
+        yield Impossible(
+            "gpus_per_node",
+            f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
+            f"ask for {gpus} tasks, or for no GPUs",
+        )
+
+
+def unfit(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:
+    """Why so many ranks do not fit on the nodes; "" where they do, or where a number is left open."""
+    if ranks is None or not nodes or (ranks % nodes == 0 and tasks_per_node in (None, ranks // nodes)):
+        return ""
+    on_each = "the same number" if tasks_per_node is None else str(tasks_per_node)
+    return f"{ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not fit together"
 
 
 def _without_mpi(launcher: str | None, transport: str | None) -> Iterator[Impossible]:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from dualdist.jobs import words
 
 LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "spawn", "python"]
 BackendName = Literal["native", "horovod", "mpi", "auto"]
 TransportName = Literal["gloo", "shm", "mpi", "nccl"]
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+
+def _as(read: Callable[[str], object]) -> AfterValidator:
+    """A text that can be read so, as it is written."""
+
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, _as(words.word)]
+Memory = Annotated[str, _as(words.mebibytes)]
 
 
 def _listed(value: Any) -> Any:
@@ -38,17 +55,18 @@ class Resources(_Part):
 
     nodes: Count | None = None
     tasks_per_node: Count | None = None
-    gpus_per_node: Annotated[int, Field(ge=0, strict=True)] | None = None
-    gpus_per_task: Annotated[int, Field(ge=0, strict=True)] | None = None
+    gpus_per_node: Natural | None = None
+    gpus_per_task: Natural | None = None
     cpus_per_task: Count | None = None
-    memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[KMGT]?i?[bB]?$")] | None = None
-    memory_per_task: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[KMGT]?i?[bB]?$")] | None = None
-    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")] | None = None
-    partition: Text | None = None
-    queue: Text | None = None
-    account: Text | None = None
+    memory: Memory | None = None
+    memory_per_task: Memory | None = None
+    time: Annotated[str, _as(words.duration)] | None = None
+    partition: Word | None = None
+    queue: Word | None = None
+    account: Word | None = None
+    job_name: Annotated[str, _as(words.job_name)] | None = None
     setup: Annotated[tuple[str, ...], BeforeValidator(_block), Field(strict=False)] = ()
-    container: Text | None = None
+    container: Word | None = None
 
 
 class JobFile(_Part):
@@ -69,9 +87,9 @@ class JobFile(_Part):
     hosts: Annotated[tuple[Text, ...], BeforeValidator(_listed), Field(strict=False)] = ()
     hostfile: Text | None = None
     network_interface: Text | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    max_restarts: Annotated[int, Field(ge=0, strict=True)] = 0
-    timeout: Annotated[float, Field(gt=0, strict=False)] | None = None
+    env: dict[Annotated[str, _as(words.variable)], str] = Field(default_factory=dict)
+    max_restarts: Natural = 0
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     log_dir: Text | None = None
     tag_output: bool = False
     resources: Resources = Field(default_factory=Resources)
@@ -80,4 +98,5 @@ class JobFile(_Part):
 # Other spellings of keys.
 ALIASES = {"np": "ranks", "script": "program"}
 # Where values, and what lists and mappings hold, stay as they are written, such as 010 or 1e-3.
-WORDS = (("args",), ("env",), ("resources", "memory"), ("resources", "time"))
+RESOURCES_WORDS = ("memory", "memory_per_task", "time", "partition", "queue", "account", "job_name")
+WORDS = (("args",), ("env",), *(("resources", key) for key in RESOURCES_WORDS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import yaml
@@ -17,7 +17,7 @@ PLAIN: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"(?:~|null|Null|NULL|)$"), lambda text: None),
     (re.compile(r"(?:true|True|TRUE)$"), lambda text: True),
     (re.compile(r"(?:false|False|FALSE)$"), lambda text: False),
-    (re.compile(r"[-+]?[0-9]+$"), int),
+    (re.compile(r"[-+]?[0-9]{1,18}$"), int),
     (re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"), float),
 )
 
@@ -45,15 +45,18 @@ class Document:
 
 def read(text: str) -> Document:
     """The only document of the text; None where it is empty. Raises YamlError."""
+    document = Document(None)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        value = None if node is None else _value(node, (), document)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
     except yaml.YAMLError as error:
-        raise YamlError(f"not YAML: {error}", 1) from error
-    document = Document(None)
-    return Document(None if node is None else _value(node, (), document), document.lines, document.words)
+        raise YamlError(f"not YAML: {' '.join(str(error).split())}", 1) from error
+    except RecursionError as error:
+        raise YamlError("lists and mappings stand too deep in one another, or one is an alias of itself", 1) from error
+    return replace(document, value=value)
 
 
 def _value(node: yaml.Node, path: Path, into: Document) -> Any:
@@ -63,6 +66,8 @@ def _value(node: yaml.Node, path: Path, into: Document) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_value(child, (*path, index), into) for index, child in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)
+    if "\0" in node.value:
+        raise YamlError("a text with a zero byte: no program can be told it", node.start_mark.line + 1)
     into.words[path] = node.value
     if node.style is not None:  # quoted, or a block
         return node.value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,15 @@ class Host:
         return f"{self.name}:{self.slots}"
 
 
+def too_few_slots(ranks: int, hosts: Sequence[Host]) -> str:
+    """Why the hosts cannot hold so many ranks; "" where they can, or where none are named."""
+    slots = sum(host.slots for host in hosts)
+    if not hosts or slots >= ranks:
+        return ""
+    named = ",".join(map(str, hosts))
+    return f"{ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
+
+
 @dataclass(frozen=True)
 class Job:
     """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
@@ -58,12 +67,8 @@ class Job:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
-        slots = sum(host.slots for host in self.hosts)
-        if self.hosts and slots < self.ranks:
-            named = ",".join(map(str, self.hosts))
-            raise UsageError(
-                f"{self.ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
-            )
+        if why := too_few_slots(self.ranks, self.hosts):
+            raise UsageError(why)
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""
@@ -93,7 +98,8 @@ class Site:
     """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
 
     `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
-    where the job runs, on every host; `meeting` is None where nobody has looked for one.
+    where the job runs, on every host; `meeting` is None where nobody has looked for one. `networks` are the interfaces
+    by which the hosts reach each other, where they have others, too.
     """
 
     python: str
@@ -103,6 +109,7 @@ class Site:
     is_root: bool = False
     folder: str = "."
     meeting: Meeting | None = None
+    networks: tuple[str, ...] = ()
 
     def tool(self, name: str) -> str:
         if name not in self.tools:

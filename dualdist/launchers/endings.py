@@ -14,7 +14,10 @@ LOST = 137
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended. `at_s` is when its failure began, by this host's clock; None for a code that nobody told."""
+    """How a rank ended. `at_s` is when its failure began, by this host's clock; None for a code that nobody told.
+
+    Such a rank was lost; `text` is the traceback that it printed right before, if any.
+    """
 
     rank: int | None
     host: str
@@ -40,7 +43,7 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     last = max((end.round for end in failures), default=0)
     return min(
         (end for end in failures if end.round == last),
-        key=lambda end: (is_consequence(end.text), end.code is None, end.at_s),
+        key=lambda end: (is_consequence(end.text), end.code is None and not end.text, end.at_s),
         default=None,
     )
 
@@ -67,6 +70,8 @@ def shell_code(code: int) -> int:
 def describe(failure: RankEnd, *, has_hosts: bool) -> str:
     """The last words on a job: who failed, how, and its traceback."""
     who = failure.who(has_hosts=has_hosts)
+    if failure.code is None and failure.text:
+        return f"{who} failed first, and was ended before it could say by which code:\n{failure.text}"
     if failure.code is None:
         return f"{who} was lost: its host does not answer, or something killed it with all around it"
     how = f"exit code {failure.code}"

@@ -26,7 +26,7 @@ def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     # horovodrun looks for mpirun, and its ranks for python, on PATH.
-    variables = {**job.variables(), "PATH": site.path}
+    variables = {"PATH": site.path, **job.variables()}
     flags = [controller, "-np", str(job.ranks)]
     if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
         # It starts mpirun by its mere name, which then looks for its daemon on the other hosts' PATH.

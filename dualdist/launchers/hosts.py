@@ -10,9 +10,9 @@ from dualdist.errors import UsageError
 from dualdist.launchers.base import Host
 
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
-WORD = re.compile(r"(?P<name>[^\s:,=\[\]]+)(?::(?P<slots>[0-9]+))?")
+WORD = re.compile(r"(?P<name>[^\s:,=\[\]]+)(?::(?P<slots>[0-9]{1,9}))?")
 LINE = re.compile(WORD.pattern + r"(?:\s+(?P<rest>.*))?")
-SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]+)(?:\s|$)")
+SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]{1,9})(?:\s|$)")
 
 
 def parse(text: str) -> tuple[Host, ...]:
@@ -21,8 +21,8 @@ def parse(text: str) -> tuple[Host, ...]:
     for word in text.split(","):
         match = WORD.fullmatch(word.strip())
         if match is None:
-            raise UsageError(f"host {word.strip()!r} in {text!r}: expected a name and its slots, as in a:2,b:2")
-        found.append(_host(match["name"], match["slots"], f"{text!r}"))
+            raise UsageError(f"host {word.strip()!r}: expected a name and its slots, as a:2")
+        found.append(_host(match["name"], match["slots"]))
     return merged(found)
 
 
@@ -42,7 +42,7 @@ def read(path: Path) -> tuple[Host, ...]:
         slots = SLOTS.search(match["rest"] or "") if match else None
         if match is None or (match["rest"] and slots is None and "=" not in match["rest"]):
             raise UsageError(f"{path}:{number}: expected a host and its slots, as in `a slots=2`, not {words!r}")
-        found.append(_host(match["name"], slots["slots"] if slots else match["slots"], f"{path}:{number}"))
+        found.append(_host(match["name"], slots["slots"] if slots else match["slots"], f"{path}:{number}: "))
     if not found:
         raise UsageError(f"host file {path}: it names no host; expected lines such as `a slots=2`")
     return merged(found)
@@ -56,9 +56,9 @@ def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def _host(name: str, slots: str | None, where: str) -> Host:
+def _host(name: str, slots: str | None, where: str = "") -> Host:
     if slots is not None and int(slots) < 1:
-        raise UsageError(f"{where}: host {name!r} has {slots} slots: expected 1 or more")
+        raise UsageError(f"{where}host {name!r} has {slots} slots: expected 1 or more")
     if name.startswith("-"):
-        raise UsageError(f"{where}: {name!r} is no name of a host")
+        raise UsageError(f"{where}{name!r} is no name of a host")
     return Host(name, int(slots or 1))

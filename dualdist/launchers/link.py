@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 LINK = "DUALDIST_RUN"
 WELCOME = b"ok\n"
@@ -74,23 +75,25 @@ class Ended:
     text: str
 
 
-def dumps(message: Hello | Ended) -> bytes:
+@dataclass(frozen=True)
+class Failing:
+    """A rank prints this traceback. Whoever ends it at once, as MPI_Abort does, leaves it no time to say more."""
+
+    traceback: str
+
+
+Message = TypeVar("Message", Hello, Ended, Failing)
+
+
+def dumps(message: Hello | Ended | Failing) -> bytes:
     """The message as a line."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
-def loads_hello(line: bytes) -> Hello | None:
-    """None for what no rank of ours has sent."""
+def loads(kind: type[Message], line: bytes) -> Message | None:
+    """None for what is no such message."""
     try:
-        return Hello(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
-
-
-def loads_ended(line: bytes) -> Ended | None:
-    """None for what no rank of ours has sent."""
-    try:
-        return Ended(**json.loads(line))
+        return kind(**json.loads(line))
     except (ValueError, TypeError):
         return None
 

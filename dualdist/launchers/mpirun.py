@@ -37,10 +37,12 @@ def _of_openmpi(job: Job, site: Site) -> list[str]:
     flags += [*(OPENMPI_BY_SLOT if job.hosts else OPENMPI)[site.mpi], "-np", str(job.ranks)]
     if job.hosts:
         flags += ["-H", ",".join(map(str, job.hosts))]
-    if job.interface is not None:
-        flags += ["--mca", "btl_tcp_if_include", job.interface]
+    # Left alone, it takes all networks of a host for connected, and fails by the first that is not.
+    networks = job.interface or ",".join(site.networks)
+    if networks:
+        flags += ["--mca", "btl_tcp_if_include", networks]
         if any(host.is_here for host in job.hosts):  # else mpirun's own host may have no such interface
-            flags += [*OPENMPI_DAEMONS[site.mpi], job.interface]
+            flags += [*OPENMPI_DAEMONS[site.mpi], networks]
     for name in job.variables():
         flags += ["-x", name]
     return flags

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.launchers.base import BACKEND
+from dualdist.launchers.base import BACKEND, TRANSPORT
 from dualdist.launchers.link import LINK
 from dualdist.launchers.processes import MARK
 
 SLURM_JOB = "SLURM_JOB_ID"
+SLURM_NODES = "SLURM_JOB_NUM_NODES"
 UNBUFFERED = "PYTHONUNBUFFERED"
 THREADS = "OMP_NUM_THREADS"
 # The launcher that each backend brings along, for hosts that are reached by ssh.
@@ -28,7 +29,7 @@ def default_launcher(
     environ: Mapping[str, str], backend: str | None, transport: str | None = None, *, has_hosts: bool = False
 ) -> tuple[str, str]:
     """The launcher where none was named, and why this one."""
-    backend = backend or environ.get(BACKEND) or None
+    backend, transport = backend or environ.get(BACKEND) or None, transport or environ.get(TRANSPORT)
     for setting, value in (("backend", backend), ("transport", transport)):
         if value == "mpi":
             return "mpirun", f"no --launcher was named and the {setting} mpi needs one that starts MPI"
@@ -39,6 +40,11 @@ def default_launcher(
         whose = f"the backend {backend}'s own" if backend in OWN else "torch's own"
         return own, f"no --launcher was named, hosts are, and it is {whose}"
     return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"
+
+
+def is_spread(environ: Mapping[str, str], launcher: str, *, has_hosts: bool) -> bool:
+    """Whether ranks are on several hosts, as far as is known before they start."""
+    return has_hosts or (launcher in ("srun", "mpirun") and environ.get(SLURM_NODES, "1") != "1")
 
 
 def threads(cores: int, ranks: int) -> int:
@@ -60,8 +66,12 @@ def variables(
     if threads_a_rank is not None:
         ours[THREADS] = str(threads_a_rank)
     ours = {name: value for name, value in ours.items() if name not in environ}
-    named = {name: interface for name in INTERFACES} if interface is not None else {}
-    return {**kept, **ours, **named, **given}
+    return {**kept, **ours, **interface_variables(interface), **given}
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """By which the libraries of all backends take this network interface."""
+    return {} if interface is None else dict.fromkeys(INTERFACES, interface)
 
 
 def _is_forwarded(name: str) -> bool:

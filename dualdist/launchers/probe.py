@@ -1,8 +1,8 @@
 """What a host says of itself to `dualdist run`, as JSON on stdout: run there by ssh before a job starts.
 
-    python -m dualdist.launchers.probe [ADDRESS PORT]
+    python -m dualdist.launchers.probe [PORT ADDRESS...]
 
-With an address it also says why that cannot be reached from there; that nobody listens on the port is as it should be.
+Of each address it also says why that cannot be reached from there; that nobody listens on the port is as it should be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 
 from dualdist.network import interfaces, reason
 from dualdist.version import __version__
@@ -21,7 +23,10 @@ REACH_S = 5.0
 
 @dataclass(frozen=True)
 class Facts:
-    """`interfaces` by name; `client` and `server` are the ends of the ssh connection, "" where there is none."""
+    """`interfaces` by name; `client` and `server` are the ends of the ssh connection, "" where there is none.
+
+    `unreachable` says why, by address.
+    """
 
     hostname: str
     cores: int
@@ -30,28 +35,32 @@ class Facts:
     client: str
     server: str
     version: str
-    unreachable: str = ""
+    unreachable: dict[str, str] = field(default_factory=dict)
 
-    def addresses(self) -> tuple[str, ...]:
-        """By which other hosts may reach this one."""
-        return tuple(address for address in self.interfaces.values() if not address.startswith("127."))
+    def networks(self) -> dict[str, str]:
+        """The interfaces by which other hosts may reach this one."""
+        return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
 
 
-def look(target: tuple[str, int] | None) -> Facts:
-    """The facts of this host; `port` was free a moment ago."""
+def look(port: int = 0, addresses: Sequence[str] = ()) -> Facts:
+    """The facts of this host, and whether it reaches another one; the port that it names was free a moment ago."""
     with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
+        own_port = free.getsockname()[1]
     client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    unreachable = "" if target is None else _unreachable(target)
-    name = socket.gethostname().split(".")[0]
-    return Facts(name, cores, interfaces(), port, client, server, __version__, unreachable)
+    name, own = socket.gethostname().split(".")[0], interfaces()
+    with ThreadPoolExecutor() as pool:
+        reasons = pool.map(lambda address: _unreachable(address, port, own), addresses)
+        unreachable = {address: why for address, why in zip(addresses, reasons, strict=True) if why}
+    return Facts(name, cores, own, own_port, client, server, __version__, unreachable)
 
 
-def _unreachable(target: tuple[str, int]) -> str:
+def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
     """Why the host of this address does not answer; "" where it does, be it by a refusal."""
+    if address in own.values():
+        return "this host has the same address"
     try:
-        with socket.create_connection(target, REACH_S):
+        with socket.create_connection((address, port), REACH_S):
             return ""
     except ConnectionRefusedError:
         return ""
@@ -60,4 +69,5 @@ def _unreachable(target: tuple[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(look((sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 2 else None))) + "\n")
+    _port, *_addresses = sys.argv[1:] or ["0"]
+    sys.stdout.write(json.dumps(asdict(look(int(_port), _addresses))) + "\n")

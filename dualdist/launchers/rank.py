@@ -28,6 +28,7 @@ from dualdist.launchers.relay import Relay
 
 # Set by launchers that restart ranks, and by `dualdist run` where it does.
 ROUNDS = ("TORCHELASTIC_RESTART_COUNT", "DUALDIST_RUN_ROUND")
+SLURM_NODE = "SLURMD_NODENAME"
 # Passed on to the child. What a scheduler sends before it ends a job is among them.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -36,6 +37,10 @@ GRACE_S = 3.0
 LEFT_S = 1.0
 # Seconds after the child's end in which others, that it started, may still print to its pipes.
 DRAIN_S = 0.5
+# Seconds in which what follows the head of a traceback may belong to it.
+FAILING_S = 1.0
+# Of Open MPI 4 and 5, and of MPICH and its kin.
+DAEMONS = ("orted", "prted", "hydra_pmi_proxy")
 PARENT_POLL_S = 1.0
 TAIL = 1 << 16
 
@@ -72,10 +77,13 @@ def parse(arguments: Sequence[str]) -> Settings:
 class Rank:
     """The child and all that is watched for its sake."""
 
-    def __init__(self, settings: Settings, number: int | None, host: str, line: socket.socket | None) -> None:
+    def __init__(
+        self, settings: Settings, number: int | None, host: str, log: int | None, line: socket.socket | None
+    ) -> None:
         self._selector = selectors.DefaultSelector()
         self._line = line
         self._told = False  # to end
+        self._is_cut_off = False
         self._deadline: float | None = None
         self._traceback_at = 0.0
         self._parent = os.getppid()
@@ -98,9 +106,8 @@ class Rank:
             close_fds=False,  # MPICH's and Slurm's ranks talk to their launcher by a file that they inherit
             preexec_fn=processes.die_with_parent,
         )
-        name = "?" if number is None else str(number)
+        name = _name(number)
         tag = (f"[{name} {host}] " if settings.has_host else f"[{name}] ") if settings.has_tag else ""
-        log = None if settings.folder is None else _opened(Path(settings.folder), name)
         has_console = log is None or settings.has_tag
         os.close(error_writer)
         self._error = self._relay(error, 2 if has_console else None, log, tag)
@@ -124,11 +131,13 @@ class Rank:
         for relay in self._relays:
             self._forget(relay)
             relay.close()
-        self._tell()
+        self._tell_end()
         left = processes.members(self._mark)
         if left:
             time.sleep(0 if self._told else LEFT_S)
             processes.end(self._mark, LEFT_S)
+        if self._is_cut_off:
+            _end_daemon(self._parent)
         return self._child.returncode
 
     def _relay(self, source: int, console: int | None, log: int | None, tag: str) -> Relay:
@@ -153,8 +162,11 @@ class Rank:
     def _pump(self, relay: Relay) -> None:
         source = relay.source
         seen = relay.pump()
+        now = time.monotonic()
         if relay is self._error and b"Traceback" in seen:
-            self._traceback_at = time.monotonic()
+            self._traceback_at = now
+        if relay is self._error and seen and now < self._traceback_at + FAILING_S:
+            _tell(self._line, link.Failing(self._reason()))
         if not relay.is_open:
             self._selector.unregister(source)
 
@@ -171,9 +183,13 @@ class Rank:
     def _on_line(self) -> None:
         """The line is cut: the job is over. Nothing is ever said on it."""
         assert self._line is not None
-        with contextlib.suppress(BlockingIOError, OSError):
+        try:
             if self._line.recv(64):
                 return
+        except BlockingIOError:
+            return
+        except OSError:  # nobody has closed it: the other host is silent
+            self._is_cut_off = True
         self._selector.unregister(self._line)
         self._stop()
 
@@ -191,20 +207,18 @@ class Rank:
             self._deadline = time.monotonic() + GRACE_S
             processes.send([self._child.pid], signal.SIGTERM)
 
-    def _tell(self) -> None:
-        if self._line is None:
-            return
-        text = tracebacks.reason(self._error.tail.decode(errors="replace")) if self._child.returncode else ""
+    def _tell_end(self) -> None:
+        text = self._reason() if self._child.returncode else ""
         age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
-        message = link.dumps(link.Ended(self._child.returncode, age_s, self._told, text[-link.LIMIT // 2 :]))
-        with contextlib.suppress(OSError):
-            self._line.setblocking(True)
-            self._line.sendall(message)
+        _tell(self._line, link.Ended(self._child.returncode, age_s, self._told, text))
+
+    def _reason(self) -> str:
+        return tracebacks.reason(self._error.tail.decode(errors="replace"))
 
 
 def main() -> int:
     settings = parse(sys.argv[1:])
-    host = socket.gethostname().split(".")[0]
+    host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
     number: int | None = None
     with contextlib.suppress(TopologyError):  # which the program will tell
         number = detect(os.environ).rank
@@ -217,7 +231,34 @@ def main() -> int:
             print(f"dualdist run: rank {number} on {host} cannot reach dualdist run ({error})", file=sys.stderr)
             if error.is_gone:
                 return 1
-    return _ended_like(Rank(settings, number, host, line).run())
+    try:
+        log = None if settings.folder is None else _opened(Path(settings.folder), _name(number))
+    except OSError as error:
+        why = f"rank {_name(number)} cannot write its log ({error}): name another folder by --log-dir"
+        print(why, file=sys.stderr)
+        _tell(line, link.Ended(1, 0.0, False, why))
+        return 1
+    return _ended_like(Rank(settings, number, host, log, line).run())
+
+
+def _end_daemon(pid: int) -> None:
+    """MPI's daemon, if that is the parent, ends: it would wait for its mpirun until TCP gives up, for minutes."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _tell(line: socket.socket | None, message: link.Ended | link.Failing) -> None:
+    """`dualdist run` knows, where it listens."""
+    if line is not None:
+        with contextlib.suppress(OSError):
+            line.setblocking(True)
+            line.sendall(link.dumps(message))
+            line.setblocking(False)
+
+
+def _name(number: int | None) -> str:
+    return "?" if number is None else str(number)
 
 
 def _round() -> int:

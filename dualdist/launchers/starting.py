@@ -35,10 +35,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Report:
-    """What was done; no outcome where nothing was started."""
+    """What was done; no outcome where nothing was started. `is_spread`: ranks were on several hosts."""
 
     launcher: str
     commands: tuple[Command, ...]
+    is_spread: bool
     outcome: Outcome | None = None
     restarts: int = 0
 
@@ -56,8 +57,9 @@ class _Plan:
     site: Site
     settings: Settings
     environ: Mapping[str, str]
-    restarts: int = 0
-    back: tuple[str, ...] = ()
+    is_spread: bool
+    restarts: int
+    back: tuple[str, ...]
 
     def in_round(self, attempt: int) -> _Plan:
         """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
@@ -80,10 +82,10 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
     """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
     plan = _planned(job, launcher, settings, environ)
     if settings.is_dry:
-        return Report(launcher, plan.commands())
+        return Report(launcher, plan.commands(), plan.is_spread)
     with ExitStack() as stack:
         # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
-        is_local = _is_all_here(plan)
+        is_local = _is_all_here(job, launcher)
         listener = Listener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
         stack.callback(listener.close)
         return _rounds(plan, listener)
@@ -91,13 +93,15 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
 
 def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
-    site, here = look(), probe.look(None)
-    back = here.addresses()
+    site, here = look(), probe.look()
+    back = tuple(here.networks().values())
+    if _is_all_here(job, launcher):
+        reach.check_interface(here.hostname, here, job.interface)
     if job.hosts:
         forwarded = planning.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
         reached = reach.look([host for host, _ in job.filled()], job.interface, site, forwarded)
         job, back = replace(job, hosts=reached.hosts), reached.back
-        site = replace(site, meeting=reached.meeting)
+        site = replace(site, meeting=reached.meeting, networks=reached.networks)
         each = [planning.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)]
     else:
         site = replace(site, meeting=Meeting(LOOPBACK, _free_port()))
@@ -109,11 +113,12 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )
-    output = rank.Settings(job.program, settings.tag_output, bool(job.hosts), settings.log_dir)
+    is_spread = planning.is_spread(environ, launcher, has_hosts=bool(job.hosts))
+    output = rank.Settings(job.program, settings.tag_output, is_spread, settings.log_dir)
     is_launchers = launcher in RESTARTING and not job.hosts
     inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
     job = replace(job, program=rank.words(output), env=env, max_restarts=inner)
-    return _Plan(job, launcher, site, settings, environ, outer, back)
+    return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
 
 
 def _rounds(plan: _Plan, listener: Listener) -> Report:
@@ -127,16 +132,17 @@ def _rounds(plan: _Plan, listener: Listener) -> Report:
         outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
         if outcome.code == 0 or outcome.why or attempt == plan.restarts:
             break
-        who = outcome.failure.who(has_hosts=bool(plan.job.hosts)) if outcome.failure is not None else plan.launcher
+        who = outcome.failure.who(has_hosts=plan.is_spread) if outcome.failure is not None else plan.launcher
         print(
             f"dualdist run: {who} failed; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr
         )
-    return Report(plan.launcher, current.commands(), replace(outcome, seconds=time.monotonic() - began), attempt)
+    outcome = replace(outcome, seconds=time.monotonic() - began)
+    return Report(plan.launcher, current.commands(), plan.is_spread, outcome, attempt)
 
 
-def _is_all_here(plan: _Plan) -> bool:
+def _is_all_here(job: Job, launcher: str) -> bool:
     """Whether no rank can be on another host: in an allocation MPI's launchers and srun go where they may."""
-    return not plan.job.hosts and plan.launcher in ("python", "spawn", "torchrun", "horovodrun")
+    return not job.hosts and launcher in ("python", "spawn", "torchrun", "horovodrun")
 
 
 def _free_port() -> int:

@@ -26,6 +26,8 @@ GRACE_S = 3.0
 # Seconds in which launchers and ranks must have ended when told to: more than a rank gives its program.
 END_S = 8.0
 TICK_S = 0.1
+# Seconds in which a rank that printed a traceback and was lost is taken to have been lost by it.
+FAILING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class _Line:
     hello: link.Hello | None = None
     data: bytes = b""
     has_ended: bool = False
+    failing: str = ""
+    failing_at: float = 0.0
 
 
 @dataclass
@@ -210,7 +214,7 @@ class Supervisor:
     def _understood(self, connection: socket.socket, line: _Line, message: bytes) -> bool:
         """A rank says who it is, then how it ended; whoever says anything else is no rank of ours."""
         if line.hello is None:
-            line.hello = link.loads_hello(message)
+            line.hello = link.loads(link.Hello, message)
             if line.hello is None or line.hello.token != self.listener.address.token or self._has_cut:
                 line.hello = None
                 return False
@@ -218,7 +222,10 @@ class Supervisor:
                 connection.sendall(link.WELCOME)
                 link.keep_alive(connection)
             return True
-        ended = link.loads_ended(message)
+        if failing := link.loads(link.Failing, message):
+            line.failing, line.failing_at = failing.traceback, time.monotonic()
+            return True
+        ended = link.loads(link.Ended, message)
         if ended is None:
             return False
         line.has_ended = True
@@ -233,6 +240,9 @@ class Supervisor:
         self._selector.unregister(connection)
         line = self._lines.pop(connection)
         connection.close()
-        hello = line.hello
-        if hello is not None and not (line.has_ended or hello.is_keeper or self._has_cut):
-            self.ends.append(RankEnd(hello.rank, hello.host, None, time.monotonic(), hello.round))
+        hello, now = line.hello, time.monotonic()
+        if hello is None or line.has_ended or hello.is_keeper:
+            return
+        text = line.failing if now < line.failing_at + FAILING_S else ""
+        if text or not self._has_cut:
+            self.ends.append(RankEnd(hello.rank, hello.host, None, now, hello.round, text=text))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualdist.errors import UsageError
+from dualdist.jobs.pairs import unfit
 from dualdist.schedulers import find
 from dualdist.schedulers.base import Request
 
@@ -26,6 +27,10 @@ def requested(
     asked = {name: value for name, value in (resources or {}).items() if value is not None}
     if "partition" in asked:
         asked["queue"] = asked.pop("partition")
+    if hosts and scheduler != "ssh":
+        raise UsageError(
+            f"hosts {','.join(hosts)}: {scheduler} chooses the nodes itself; leave them out, --nodes says how many"
+        )
     names, slots = _hosts(hosts)
     nodes = asked.pop("nodes", len(names) or 1)
     tasks = asked.pop("tasks_per_node", slots)
@@ -49,9 +54,8 @@ def _tasks(tasks: int | None, ranks: int | None, nodes: int) -> int:
     """Ranks on each node: as said, or as the number of all ranks gives them."""
     if ranks is None or nodes < 1:
         return 1 if tasks is None else tasks
-    if ranks % nodes or tasks not in (None, ranks // nodes):
-        on_each = "the same number" if tasks is None else str(tasks)
-        raise UsageError(f"-np {ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not fit together")
+    if why := unfit(ranks, nodes, tasks):
+        raise UsageError(why)
     return ranks // nodes
 
 

@@ -53,10 +53,16 @@ ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-NODE_CONF = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN"
+NODE_CONF = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4096 Gres=gpu:2 "
+    "State=UNKNOWN"
+)
+# Any two devices stand for GPUs: Slurm gives them to tasks by number, and nobody opens them.
+GRES_CONF = "Name=gpu File={directory}/gpu[0-1]\n"
 
 
 class ClusterError(Exception):
@@ -167,6 +173,10 @@ def _write_confs(home: Path) -> dict[str, Path]:
         host=host, port=controller, user=pwd.getpwuid(os.getuid()).pw_name, directory=home, nodes="\n".join(node_lines)
     )
     (home / "conf" / "slurm.conf").write_text(text)
+    for number in range(2):
+        (home / f"gpu{number}").symlink_to("/dev/null")
+    gpus = GRES_CONF.format(directory=home)
+    (home / "conf" / "gres.conf").write_text(gpus)
     confs = {}
     for node in NODES:
         sockets = home / f"pmix-{node}"
@@ -174,6 +184,7 @@ def _write_confs(home: Path) -> dict[str, Path]:
         confs[node] = home / "conf" / node / "slurm.conf"
         confs[node].parent.mkdir()
         confs[node].write_text(text)
+        confs[node].with_name("gres.conf").write_text(gpus)
         confs[node].with_name("mpi.conf").write_text(f"PMIxCliTmpDirBase={sockets}\n")
     return confs
 

@@ -89,11 +89,22 @@ def test_what_sbatch_refuses_is_said(slurm: Slurm, launch: Launch) -> None:
     assert "invalid partition specified: nowhere" in outcome.stderr
 
 
-def test_the_cores_of_a_task_are_its_threads(slurm: Slurm, launch: Launch) -> None:
-    asked = ("--scheduler", "slurm", "--nodes", "1", "--tasks-per-node", "2", "--cpus-per-task", "2")
-    path = written(launch, *asked, program=(str(PROGRAM), "native", "SRUN_CPUS_PER_TASK,OMP_NUM_THREADS"))
-    for seen in launch.reports([*slurm.sbatch(), str(path)], 2, env=slurm.env):
-        assert seen["variables"] == {"SRUN_CPUS_PER_TASK": "2", "OMP_NUM_THREADS": "2"}
+@pytest.mark.parametrize(("gpus", "seen"), [("--gpus-per-task", ["0", "1"]), ("--gpus-per-node", ["0,1", "0,1"])])
+def test_tasks_get_the_cores_and_gpus_that_were_asked_for(
+    slurm: Slurm, launch: Launch, gpus: str, seen: list[str]
+) -> None:
+    """By number alone: the cluster takes other devices for GPUs, and counts no memory and no accounts."""
+    count = "1" if gpus == "--gpus-per-task" else "2"
+    asked = ("--scheduler", "slurm", "--tasks-per-node", "2", "--cpus-per-task", "2", gpus, count, "--memory", "1G")
+    names = "SRUN_CPUS_PER_TASK,OMP_NUM_THREADS,CUDA_VISIBLE_DEVICES"
+    path = written(launch, *asked, "--partition", "all", "--account", "me", program=(str(PROGRAM), "native", names))
+    reports = launch.reports([*slurm.sbatch(), str(path)], 2, env=slurm.env)
+    for report, visible in zip(reports, seen, strict=True):
+        assert report["variables"] == {
+            "SRUN_CPUS_PER_TASK": "2",
+            "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": visible,
+        }
 
 
 # Neither PBS nor LSF has a server here. These do what the manuals say that pbsdsh and jsrun do, on this one host:

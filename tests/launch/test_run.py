@@ -21,6 +21,8 @@ TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
 RUN = (sys.executable, "-m", "dualdist", "run")
 LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
 WAIT_S = 60.0
+# MPI_Abort has all ranks killed at once, and what is around them.
+MPICH_ABORTED = "dualdist run: rank 1 failed first, and was ended before it could say by which code:"
 
 
 def lines(text: str) -> list[str]:
@@ -74,6 +76,14 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
         assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
 
 
+def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
+    (launch.directory / "file").touch()
+    outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
+    told = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): name another folder by --log-dir"
+    assert last_words(outcome.stderr) == ["dualdist run: rank 0 failed first (exit code 1):", told]
+    assert "Traceback" not in outcome.stderr
+
+
 def test_stdin_reaches_a_rank(launch: Launch) -> None:
     (launch.directory / "data").write_text("some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
@@ -100,9 +110,14 @@ def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 mpirun threads=1" for rank in range(2)]
     reports = launch.reports([*run, "-np", "2", TINY_RANK, "mpi"], 2, env={**env, **mpi.of_mpich(launch.directory)})
     assert {seen["transport"] for seen in reports} == {"mpi"}
-    outcome = launch([*run, "-np", "2", PROGRAM, "raise"], env=env, check=False)
-    assert outcome.rc == 1
-    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):"
+    script = launch.directory / "script.py"
+    script.write_text(
+        "import dualdist as dd\ndd.init('mpi')\nif dd.rank() == 1:\n    raise ValueError('the reason')\ndd.barrier()\n"
+    )
+    outcome = launch([*run, "-np", "3", str(script)], env={**env, **mpi.of_mpich(launch.directory)}, check=False)
+    first, *rest = last_words(outcome.stderr)
+    assert (outcome.rc, first) == (1, MPICH_ABORTED), str(outcome)
+    assert "ValueError: the reason" in rest
 
 
 def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
@@ -234,20 +249,20 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
 
 
 def test_restarts_come_to_an_end(launch: Launch) -> None:
-    words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit"]
-    outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", *words], check=False)
+    words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit", "0"]
+    outcome = launch([*RUN, "--launcher", "spawn", *words], check=False)
     assert outcome.rc == 7
     report = json.loads(outcome.stdout)  # what the ranks print is elsewhere
     assert (report["restarts"], report["outcome"]["failure"]["code"]) == (1, 7)
-    assert outcome.stderr.count("out 1/2") == 2
+    assert outcome.stderr.count("out 0/1") == 2
 
 
 def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: Launch, slurm: Slurm) -> None:
     words = ["-np", "2", "--tag-output", PROGRAM, "raise"]
     outcome = launch([*slurm.salloc("-N2", "-n2"), *RUN, *words], env=slurm.env, check=False)
     assert "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation" in outcome.stderr
-    assert "[1] err 1" in outcome.stderr.splitlines(), str(outcome)
-    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 failed first (exit code 1):", str(outcome)
+    assert "[1 n2] err 1" in outcome.stderr.splitlines(), str(outcome)
+    assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
 
 
 def test_ranks_of_spawn_train(launch: Launch) -> None:

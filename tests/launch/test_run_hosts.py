@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import ExitStack
 
 import pytest
 from harness import mpi, problem
@@ -24,10 +25,14 @@ def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> 
     [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "native"), ("mpirun", "horovod"), ("mpirun", "mpi")],
 )
 def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: str, backend: str) -> None:
-    """By the interface that both share; each has another one, by which they cannot reach each other."""
+    """By the interface that both share; each has another one, by which they cannot reach each other.
+
+    mpirun, which would take both, is not told which: `dualdist run` finds out.
+    """
     folder = launch.directory / "reports"
     folder.mkdir()
-    words = ["-H", "hosta:2,hostb:1", "--launcher", launcher, "--backend", backend, "--network-interface", "eth0"]
+    words = ["-H", "hosta:2,hostb:1", "--launcher", launcher, "--backend", backend]
+    words += [] if launcher == "mpirun" else ["--network-interface", "eth0"]
     outcome = outcome_of(launch, two_hosts, *words, "--env", f"{REPORT_DIR}={folder}", TINY_RANK, backend)
     reports = collect(folder, 3, outcome)
     assert [(seen["node"], seen["local_rank"], seen["nodes"]) for seen in reports] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
@@ -90,23 +95,31 @@ def test_a_rank_elsewhere_goes_with_what_is_around_it(launch: Launch, two_hosts:
     assert outcome.rc == 137, str(outcome)
 
 
-def test_a_host_that_goes_away_ends_the_job(launch: Launch, two_hosts: Hosts) -> None:
-    """On both sides: what is cut off ends by itself."""
-    words = ["-H", "hosta:1,hostb:1", "--launcher", "torchrun", PROGRAM, "hang", "-1", str(launch.directory)]
-    with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
-        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -> None:
+    """On both sides: what is cut off ends by itself, MPI's daemon with it."""
+    with ExitStack() as stack:
+        jobs = []
+        for launcher in ("torchrun", "mpirun"):
+            folder = launch.directory / launcher
+            folder.mkdir()
+            words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(folder)]
+            jobs.append(stack.enter_context(start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env)))
+            wait_for(*(folder / f"up-{rank}" for rank in range(2)))
         try:
             two_hosts.cut_off(1)
-            outcome = job.wait(60)
+            outcomes = [job.wait(60) for job in jobs]
             deadline = time.monotonic() + 30
-            while (left := two_hosts.processes(PROGRAM)) and time.monotonic() < deadline:
+            while (left := [*two_hosts.processes(PROGRAM), *two_hosts.processes("orted")]) and (
+                time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
         finally:
             two_hosts.connect(1)
     assert not left
-    assert not outcome.timed_out, str(outcome)
-    assert outcome.rc not in (0, 124), str(outcome)
-    assert "rank 1 on hostb was lost" in last_words(outcome.stderr)[0], str(outcome)
+    for outcome in outcomes:
+        assert not outcome.timed_out, str(outcome)
+        assert outcome.rc not in (0, 124), str(outcome)
+        assert "rank 1 on hostb was lost" in last_words(outcome.stderr)[0], str(outcome)
 
 
 @pytest.mark.parametrize(

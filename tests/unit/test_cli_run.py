@@ -38,6 +38,7 @@ def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launche
 def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
     assert default_launcher({"SLURM_JOB_ID": "17"}, "mpi")[0] == "mpirun"
     assert default_launcher({}, "native", "mpi")[0] == "mpirun"
+    assert default_launcher({"DUALDIST_TRANSPORT": "mpi"}, "horovod")[0] == "mpirun"
     assert default_launcher({}, "horovod")[0] == "torchrun"
 
 
@@ -129,6 +130,9 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         (("-np", "two", "x.py"), 2, "invalid int value: 'two'"),
         (("--backend", "nccl", "x.py"), 2, "choose from"),
         (("--launcher", "python", "-np", "2", "x.py"), 1, "plain python starts one rank"),
+        (("--timeout", "nan", "x.py"), 1, "--timeout nan: expected seconds above 0"),
+        (("--network-interface", "eth7", "x.py"), 1, "has no network interface 'eth7' with an address; it has lo"),
+        (("--env", "A B=1", "x.py"), 1, "--env A B=1: expected a variable's name"),
         ((), 1, "no program"),
     ],
 )
@@ -141,6 +145,20 @@ def test_wrong_words_are_refused_before_anything_starts(
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_ending_it_while_it_looks_at_hosts_takes_no_time(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    """One of them does not answer."""
+    (tmp_path / "x.py").touch()
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 60\n")
+    (tmp_path / "ssh").chmod(0o755)
+    argv = [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,elsewhere:1", "x.py"]
+    env = {**base_env, "PATH": f"{tmp_path}:{base_env['PATH']}"}
+    with subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+        while not (tmp_path / "up").exists():
+            assert running.poll() is None
+        running.terminate()
+        assert running.wait(10) == 143
 
 
 @pytest.mark.parametrize(("text", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])

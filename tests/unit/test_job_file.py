@@ -35,7 +35,8 @@ resources:
   memory: 64G
   time: 2:00:00
   partition: long
-  account: me
+  account: 0815
+  job_name: 7
   setup: |
     module load openmpi
     source env/bin/activate
@@ -72,7 +73,8 @@ def test_every_key_arrives_as_it_was_written() -> None:
             memory="64G",
             time="2:00:00",
             partition="long",
-            account="me",
+            account="0815",
+            job_name="7",
             setup=("module load openmpi", "source env/bin/activate"),
             container="image.sif",
         ),
@@ -99,9 +101,46 @@ WRONG = [
     ("resources: 3", "1: resources: expected a mapping of names to values, not 3"),
     (
         "resources:\n  nodes: 2\n  time: soon",
-        "3: resources.time: expected [days-]hours:minutes:seconds, as 2:00:00, not 'soon'",
+        "3: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00, not 'soon'",
     ),
-    ("resources: {memory: much}", "1: resources.memory: expected a number and a unit, as 64G, not 'much'"),
+    (
+        "resources: {time: 90}",
+        "1: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00, not '90'",
+    ),
+    (
+        "resources: {memory_per_task: 64}",
+        "1: resources.memory_per_task: expected a number and a unit of K, M, G or T, as 64G, not '64'",
+    ),
+    ("resources: {queue: a b}", "1: resources.queue: expected one word of letters, digits and ._:/@+-, not 'a b'"),
+    (
+        "resources:\n  gpus_per_node: 4\n  gpus_per_task: 1",
+        "3: gpus_per_node 4 and gpus_per_task 1 ask for one thing twice: give one",
+    ),
+    (
+        "resources:\n  tasks_per_node: 4\n  gpus_per_node: 2",
+        "3: 4 tasks and 2 GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
+        "ask for 2 tasks, or for no GPUs",
+    ),
+    (
+        "ranks: 4\nresources:\n  nodes: 3",
+        "3: 4 ranks on 3 nodes with the same number on each: the numbers do not fit together",
+    ),
+    ("hosts:\n- a:2\n- b:x", "3: host 'b:x': expected a name and its slots, as a:2"),
+    ("hosts: a:2,b:2\nranks: 5", "2: 5 ranks on hosts with 4 slots (a:2,b:2): ask for fewer, or give more slots"),
+    ("timeout: soon", "1: timeout: expected a number of seconds, not 'soon'"),
+    ("timeout: true", "1: timeout: expected a number of seconds, not true"),
+    ("timeout: 1e400", "1: timeout: expected a number of seconds, not inf"),
+    (
+        "launcher: [torchrun]",
+        "1: launcher: expected one of torchrun, horovodrun, horovodrun-mpi, mpirun, srun, spawn, python, not a list",
+    ),
+    (
+        "env:\n  A: 1\n  B C: 2",
+        "3: env: expected a variable's name, of letters, digits and underscores, not 'B C'",
+    ),
+    ('program: "a\\0b"', "1: a text with a zero byte: no program can be told it"),
+    ("env: &a {A: *a}", "1: lists and mappings stand too deep in one another, or one is an alias of itself"),
+    (f"ranks: {'9' * 5000}", "1: ranks: expected a whole number, not inf"),
     ("backend: nativ", "1: backend: expected one of native, horovod, mpi, auto, not 'nativ'; did you mean 'native'?"),
     ("launchr: mpirun", "1: unknown key 'launchr': did you mean 'launcher'?"),
     ("resources:\n  node: 2", "2: unknown key 'resources.node': did you mean 'nodes'?"),

@@ -69,11 +69,22 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         ([ended(0, 1, 1.0, LOST), ended(1, 1, 2.0, LOST)], 0),
         ([ended(0, -15, 1.0, was_told=True), ended(1, 1, 2.0)], 1),
         ([ended(0, None, 1.0), ended(1, 1, 2.0)], 1),
+        ([ended(0, None, 1.0), ended(1, None, 2.0, VALUE_ERROR), ended(2, None, 3.0)], 1),
         ([ended(0, 1, 1.0, round=0), ended(1, 1, 2.0, round=1)], 1),
         ([ended(0, 0, 1.0)], None),
         ([], None),
     ],
-    ids=["time", "consequence", "only consequences", "told to", "lost", "the last round", "success", "nobody"],
+    ids=[
+        "time",
+        "consequence",
+        "only consequences",
+        "told to",
+        "lost",
+        "lost by a failure",
+        "the last round",
+        "success",
+        "nobody",
+    ],
 )
 def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
     found = first_failure(ends)
@@ -109,6 +120,7 @@ def test_a_failure_is_told_with_rank_host_and_signal() -> None:
     assert "ended by SIGSEGV" in describe(ended(3, -11, 0.0), has_hosts=False)
     assert "dmesg" in describe(ended(3, -9, 0.0), has_hosts=False)
     assert describe(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
+    assert describe(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it could say by which code:\nE")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +140,8 @@ def test_a_ranks_words_are_read_as_they_were_written(settings: rank.Settings) ->
 def test_an_address_is_read_as_it_was_written() -> None:
     address = link.Address.new(("10.0.0.1", "127.0.0.1"), 4711)
     assert link.Address.loads(address.dumps()) == address
-    assert link.loads_hello(b"GET / HTTP/1.1") is None
-    assert link.loads_ended(b'{"code": 1}') is None
+    assert link.loads(link.Hello, b"GET / HTTP/1.1") is None
+    assert link.loads(link.Ended, b'{"code": 1}') is None
 
 
 @pytest.mark.parametrize(

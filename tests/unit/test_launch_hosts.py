@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Host, Site, hosts, ssh
-from dualdist.launchers.probe import Facts
+from dualdist.launchers.probe import Facts, look
 from dualdist.launchers.reach import is_here, judge
 from dualdist.version import __version__
 
@@ -78,43 +79,60 @@ def test_this_host_knows_its_names() -> None:
 
 
 def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
-    found = judge([A, B], None, HERE, lambda host, target: THERE)
+    found = judge([A, B], None, HERE, lambda names, target: [THERE])
     assert (found.meeting.address, found.meeting.port) == ("10.0.0.1", 4711)
     assert found.back == ("10.0.0.1", "10.1.0.1")
     assert found.cores == (8, 4)
 
 
 def test_ranks_meet_where_ssh_reached_the_first_host_and_the_others_try_that() -> None:
-    calls: list[tuple[str, Sequence[str]]] = []
+    calls: list[tuple[Sequence[str], Sequence[str]]] = []
 
-    def ask(host: str, target: Sequence[str]) -> Facts:
-        calls.append((host, target))
-        return THERE
+    def ask(names: Sequence[str], target: Sequence[str]) -> list[Facts]:
+        calls.append((names, target))
+        return [THERE] * len(names)
 
     found = judge([B, Host("c", 1)], None, HERE, ask)
     assert found.meeting.address == "10.0.0.2"
-    assert calls == [("b", ()), ("c", ("10.0.0.2", "4712"))]
+    assert calls == [(["b"], ()), (["c"], ("4712", "10.0.0.2"))]
+
+
+def test_networks_that_do_not_connect_the_hosts_are_left_out() -> None:
+    def networks(**changes: Any) -> tuple[str, ...]:
+        return judge([A, B], None, HERE, lambda names, target: [replace(THERE, **changes)]).networks
+
+    both = {"eth0": "10.0.0.2", "eth1": "10.1.0.2"}
+    assert networks() == ("eth0",)  # the other host has no eth1
+    assert networks(interfaces=both) == ()  # nothing has to be left out
+    assert networks(interfaces=both, unreachable={"10.1.0.1": "no answer"}) == ("eth0",)
+    assert networks(interfaces={"ens3": "10.0.0.2"}) == ()  # no name is known on both
+
+
+def test_an_address_that_both_hosts_have_connects_nobody() -> None:
+    """As the bridges of containers do."""
+    here = look(9, ["127.0.0.1"])
+    assert here.unreachable == {"127.0.0.1": "this host has the same address"}
 
 
 def test_a_named_interface_decides_where_ranks_meet() -> None:
-    assert judge([A, B], "eth0", HERE, lambda host, target: THERE).meeting.address == "10.0.0.1"
+    assert judge([A, B], "eth0", HERE, lambda names, target: [THERE]).meeting.address == "10.0.0.1"
     with pytest.raises(
         LaunchError, match=r"host 'b' has no network interface 'eth1' .* it has lo .*, eth0 \(10\.0\.0\.2\)"
     ):
-        judge([A, B], "eth1", HERE, lambda host, target: THERE)
+        judge([A, B], "eth1", HERE, lambda names, target: [THERE])
 
 
 def test_a_host_that_cannot_reach_the_first_is_named_with_the_first_ones_addresses() -> None:
-    cut = replace(THERE, unreachable="no answer")
+    cut = replace(THERE, unreachable={"10.0.0.1": "no answer"})
     with pytest.raises(
         LaunchError, match=r"host 'b' cannot reach host 'a' at 10\.0\.0\.1 \(interface eth0\): no answer; a has"
     ):
-        judge([A, B], "eth0", HERE, lambda host, target: cut)
+        judge([A, B], "eth0", HERE, lambda names, target: [cut])
 
 
 def test_hosts_need_the_same_version() -> None:
     with pytest.raises(LaunchError, match=rf"host 'b' has dualdist 0\.0, and this one {__version__}"):
-        judge([A, B], None, HERE, lambda host, target: replace(THERE, version="0.0"))
+        judge([A, B], None, HERE, lambda names, target: [replace(THERE, version="0.0")])
 
 
 @pytest.mark.parametrize(

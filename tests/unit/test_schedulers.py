@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from dualdist.cli import main
 from dualdist.errors import LaunchError, UsageError
+from dualdist.jobs.words import duration, mebibytes
 from dualdist.schedulers import SCHEDULERS, Request, script
 from dualdist.schedulers.asking import requested
-from dualdist.schedulers.base import clock, duration, mebibytes
+from dualdist.schedulers.base import clock
 from dualdist.schedulers.shell import TO
 from dualdist.schedulers.submit import submit
 
@@ -130,20 +132,19 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ({"gpus_per_node": -1}, "--gpus-per-node -1: expected a whole number of 0 or more"),
         ({"gpus_per_node": 2, "tasks_per_node": 4}, "two ranks would share a GPU"),
         ({"gpus_per_node": 4, "gpus_per_task": 1}, "ask for one thing twice"),
-        ({"memory": "4G", "memory_per_task": "1G"}, "--memory 4G and --memory-per-task 1G ask for one thing twice"),
+        ({"memory": "4G", "memory_per_task": "1G"}, "memory 4G and memory_per_task 1G ask for one thing twice"),
         ({"gpus_per_task": 1, "tasks_per_node": 4}, "torchrun is one task on each node.*--gpus-per-node 4"),
-        ({"memory": "64"}, "--memory 64: expected a number and a unit"),
-        ({"memory": "0G"}, "--memory 0G"),
-        ({"memory": "-4G"}, "--memory -4G"),
-        ({"time": "90"}, r"--time 90: expected \[days-\]hours:minutes:seconds"),
-        ({"time": "2:00"}, "--time 2:00: expected"),
+        ({"memory": "64"}, "--memory '64': expected a number and a unit"),
+        ({"memory": "0G"}, "--memory '0G'"),
+        ({"memory": "-4G"}, "--memory '-4G'"),
+        ({"time": "90"}, r"--time '90': expected \[days-\]hours:minutes:seconds"),
+        ({"time": "2:00"}, "--time '2:00': expected"),
         ({"time": "0:00:00"}, "above 0"),
-        ({"time": "1:60:00"}, "--time 1:60:00"),
+        ({"time": "1:60:00"}, "--time '1:60:00'"),
         ({"account": "a b"}, "--account 'a b': expected one word"),
         ({"queue": "x\n#SBATCH --nodes=9"}, "--partition"),
         ({"container": "$(id)"}, "--container"),
-        ({"name": "a b"}, "--job-name a b"),
-        ({"env": {"A B": "1"}}, "'A B' is no name of a variable"),
+        ({"job_name": "a b"}, "--job-name 'a b'"),
         ({"launcher": "horovodrun", "container": "i.sif"}, "outside of any container"),
         ({"launcher": "mpiexec"}, "launcher 'mpiexec' under slurm: expected one of srun, torchrun, mpirun, horovodrun"),
         ({"launcher": "horovodrun", "transport": "mpi"}, "choose the launcher mpirun itself"),
@@ -178,7 +179,7 @@ def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
     ("text", "mib"), [("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)]
 )
 def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
-    assert mebibytes("--memory", text) == mib
+    assert mebibytes(text) == mib
 
 
 def test_lsfs_minutes_are_rounded_up() -> None:
@@ -200,14 +201,14 @@ def test_lsfs_minutes_are_rounded_up() -> None:
     ],
 )
 def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) -> None:
-    request = requested("slurm", ("train.py",), **asked)
+    request = requested("ssh" if "hosts" in asked else "slurm", ("train.py",), **asked)
     assert (request.nodes, request.tasks_per_node) == found
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"resources": {"nodes": 3}, "ranks": 4}, "-np 4 ranks on 3 nodes with the same number on each"),
+        ({"resources": {"nodes": 3}, "ranks": 4}, "4 ranks on 3 nodes with the same number on each"),
         ({"resources": {"nodes": 2, "tasks_per_node": 3}, "ranks": 4}, "with 3 on each"),
         ({"hosts": ["a:1", "b:2"]}, "the same number of slots on each"),
         ({"hosts": ["a:x"]}, "the same number of slots"),
@@ -215,12 +216,18 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
 )
 def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        requested("slurm", ("train.py",), **asked)
+        requested("ssh", ("train.py",), **asked)
 
 
 @pytest.mark.parametrize(
     ("program", "title"),
-    [(("a/train.py",), "train"), (("-m", "pkg.module"), "module"), (("my job!.py",), "my-job"), (("...",), "train")],
+    [
+        (("a/train.py",), "train"),
+        (("-m", "pkg.module"), "module"),
+        (("my job!.py",), "my-job"),
+        (("...",), "train"),
+        (("3d.py",), "job-3d"),
+    ],
 )
 def test_a_job_is_called_as_its_program(program: tuple[str, ...], title: str) -> None:
     assert Request(program, "srun").title == title
@@ -257,3 +264,41 @@ def test_options_of_a_scheduler_want_one(base_env: Mapping[str, str], tmp_path: 
     done = dualdist_run(base_env, tmp_path, "--gpus-per-node", "4", "train.py")
     assert done.returncode == 1
     assert "--gpus-per-node describes a job to a scheduler: add --scheduler NAME" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--max-restarts 2", "--max-restarts: only ranks that dualdist run starts itself have that"),
+        ("--timeout 60", "--timeout: only"),
+        ("--log-dir logs", "--log-dir: only"),
+        ("--tag-output", "--tag-output: only"),
+        ("--json -", "--json: only"),
+        ("-H a:2,b:2", "hosts a:2,b:2: slurm chooses the nodes itself"),
+    ],
+)
+def test_what_a_script_cannot_do_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--scheduler", "slurm", *words.split(), "train.py"]) == 1
+    said = capsys.readouterr()
+    assert told in said.err
+    assert said.out == ""
+
+
+def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a script cannot do is passed over, and told."""
+    (tmp_path / "job.yaml").write_text("program: train.py\nranks: 4\nhosts: a:2,b:2\ntag_output: true\n")
+    words = ["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", "slurm", "--nodes", "2"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == "dualdist run: a script for slurm passes over tag_output, hosts\n"
+    assert "--ntasks-per-node=2" in said.out
+
+
+def test_a_dry_run_writes_and_submits_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # nobody could take the job
+    words = ["--submit", "--write", str(tmp_path / "job.sh"), "--network-interface", "ib0"]
+    assert main(["run", "--scheduler", "slurm", "--dry-run", *words, "train.py"]) == 0
+    assert "GLOO_SOCKET_IFNAME=ib0" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
