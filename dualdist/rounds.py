@@ -52,7 +52,7 @@ def end_unused(group: Group) -> None:
     if len(asked) < 2:
         return
     gc.collect()  # models are dropped in cycles
-    is_unused = torch.tensor([rounds.reducer() is None for rounds in asked], dtype=torch.uint8, device="cpu")
+    is_unused = torch.tensor([rounds.reducer() is None for rounds in asked], dtype=torch.int32, device="cpu")
     group.gradients.allreduce_(is_unused, "min", "gradients.unused").wait()
     for rounds, is_over in zip(asked, is_unused.tolist(), strict=True):
         if is_over:
