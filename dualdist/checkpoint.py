@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,16 +50,15 @@ class Task:
         self.progress = Progress()
         self.value: Any = None
         self.error: Exception | None = None
-        self._call = call
         self._limit_s = limit_s
-        self._thread = threading.Thread(target=self._run, name="dualdist-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call,), name="dualdist-checkpoint", daemon=True)
         self._thread.start()
         self._seen = 0, time.monotonic()
         atexit.register(self._finish)  # a program that ends does not cut a checkpoint short
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[Progress], Any]) -> None:
         try:
-            self.value = self._call(self.progress)
+            self.value = call(self.progress)
         except Exception as error:  # told to all ranks
             self.error = error
 
@@ -75,8 +75,10 @@ class Task:
         return None
 
     def _finish(self) -> None:
-        while self.outcome() is None:
+        while (outcome := self.outcome()) is None:
             pass
+        if outcome.error:
+            print(f"dualdist: {outcome.error}", file=sys.stderr, flush=True)
 
 
 class Saving:

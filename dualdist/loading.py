@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sized
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data._utils import worker as torch_worker
 from dualdist import random_state
 from dualdist.data import Sampler, Share
 from dualdist.errors import UsageError
+from dualdist.random_state import RandomState
 
 # Arguments of DataLoader that the sampler stands for, or whose count it would spoil.
 NOT_HERE = {
@@ -71,13 +72,12 @@ class _Loader(DataLoader[Any]):
         options: dict[str, Any],
     ) -> None:
         self._counted = sampler
-        # The epoch and the position at which it is begun, for workers that live on while those change.
-        self._place = torch.zeros(2, dtype=torch.int64, device="cpu")
+        # Epoch, position at which it is begun, rank and size, for workers that live on while those change.
+        self._place = torch.zeros(4, dtype=torch.int64, device="cpu")
         if options.get("num_workers"):
             self._place.share_memory_()
-        self._stream: _Stream | None = None
         if isinstance(dataset, IterableDataset):
-            self._stream = dataset = _Stream(dataset, sampler.seed, self._place, sampler.share, batch_size or 1)
+            dataset = _Stream(dataset, sampler, self._place, batch_size or 1)
         else:
             options = {**options, "sampler": sampler}
             if options.get("num_workers"):
@@ -88,9 +88,7 @@ class _Loader(DataLoader[Any]):
         """Batches of what is left of the sampler's epoch."""
         turn = self._counted.begin()
         share = self._counted.share
-        self._place.copy_(torch.tensor([self._counted.epoch, share.start]))
-        if self._stream is not None:
-            self._stream.share = share
+        self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))
         return _Batches(super().__iter__(), self._counted, turn, self.batch_size or 1)
 
@@ -157,63 +155,56 @@ class _Stream(IterableDataset[Any]):
     The k-th batch of a rank is read by worker k modulo their number: that is how the DataLoader puts them in order.
     """
 
-    def __init__(
-        self, dataset: IterableDataset[Any], seed: int, place: torch.Tensor, share: Share, batch_size: int
-    ) -> None:
+    def __init__(self, dataset: IterableDataset[Any], sampler: Sampler, place: torch.Tensor, batch_size: int) -> None:
         self.dataset = dataset
-        self.share = share
-        self._seed = seed
+        self._sampler = sampler
         self._place = place
         self._batch_size = batch_size
 
     def __len__(self) -> int:
-        return len(self.share)
+        return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        epoch, start = self._place.tolist()
+        epoch, start, rank, size = self._place.tolist()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        own = random_state.take()
-        random_state.seed(random_state.seed_of(self._seed, epoch))
-        state = random_state.take()
-        random_state.put(own)
-        return self._samples(state, start, number, workers)
+        share = Share(None, start, rank, size, self._sampler.remainder)
+        return self._samples(
+            share, random_state.fresh(random_state.seed_of(self._sampler.seed, epoch)), number, workers
+        )
 
-    def _samples(self, state: random_state.RandomState, start: int, number: int, workers: int) -> Iterator[Any]:
-        rank, size, remainder = self.share.rank, self.share.size, self.share.remainder
+    def _samples(self, share: Share, state: RandomState, number: int, workers: int) -> Iterator[Any]:
+        rank, size = share.rank, share.size
         first: list[Any] = []  # of the epoch, which fill up the last group
         with _alone(state):
             samples = iter(self.dataset)
-            if remainder == "pad":
+            if share.remainder == "pad":
                 first = list(islice(samples, size))
-                samples = _chained(first, samples)
-            for _ in islice(samples, start):
+                samples = chain(first, samples)
+            for _ in islice(samples, share.start):
                 pass
-        batch, count = 0, size
-        while count % size == 0 and count:
+        for batch in count():
+            is_mine = batch % workers == number
+            mine, seen = [], 0
             with _alone(state):
-                mine, count = [], 0
                 for sample in islice(samples, self._batch_size * size):
-                    if count % size == rank and batch % workers == number:
+                    if is_mine and seen % size == rank:
                         mine.append(sample)
-                    count += 1
-            mine = mine[: count // size] if remainder == "drop" else mine
-            missing = rank - count % size
-            if remainder == "pad" and count % size and missing >= 0 and batch % workers == number:
-                mine.append(first[missing % len(first)])
+                    seen += 1
+            groups, more = divmod(seen, size)
+            if share.remainder == "drop":
+                mine = mine[:groups]
+            elif share.remainder == "pad" and is_mine and more and rank >= more:
+                mine.append(first[(rank - more) % len(first)])
             yield from mine
-            batch += 1
-
-
-def _chained(first: list[Any], others: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from others
+            if seen < self._batch_size * size:
+                return
 
 
 @contextlib.contextmanager
-def _alone(state: random_state.RandomState) -> Iterator[None]:
+def _alone(state: RandomState) -> Iterator[None]:
     """A block in a random state of its own, in which a data set does not know that it runs in a worker.
 
     A data set that shards itself by worker, as torch's documentation shows, thus yields all samples.

@@ -48,6 +48,16 @@ def seed(number: int, device: torch.device | None = None) -> None:
             torch.cuda.manual_seed(number)
 
 
+def fresh(number: int) -> RandomState:
+    """The states after seed(number); the program's own are left alone."""
+    own = take()
+    try:
+        seed(number)
+        return take()
+    finally:
+        put(own)
+
+
 def seed_of(*parts: object) -> int:
     """63 bits that depend on all parts, alike in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
