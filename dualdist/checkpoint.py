@@ -24,6 +24,7 @@ from dualdist.backends.base import Backend
 from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress
 from dualdist.checkpoint_state import contents
 from dualdist.errors import CheckpointError, DualdistError, UsageError
+from dualdist.gradients import order_of
 from dualdist.group import Group, Operation
 from dualdist.moves import unpickled
 from dualdist.negotiation import Offer
@@ -145,7 +146,9 @@ class Saver:
             raise error from cause
         task = None
         if group.rank == ROOT:
-            content[ABOUT] = {"format": FORMAT, "random": states}
+            optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+            orders = {name: order for name, part in optimizers.items() if (order := order_of(part))}
+            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders}
             task = Task(lambda progress: str(checkpoint_files.write(path, content, keep, progress)), self._timeout_s)
         self._last = Saving(group, name, task)
         return self._last

@@ -16,6 +16,7 @@ from dualdist.checkpoint_files import ABOUT, EXTRA, Progress
 from dualdist.checkpoint_state import misfit, restore
 from dualdist.collectives import in_step
 from dualdist.errors import CheckpointError, DualdistError, UsageError
+from dualdist.gradients import settle_order
 from dualdist.group import Group
 from dualdist.objects import allgather_object
 from dualdist.random_state import RandomState
@@ -76,6 +77,8 @@ def load(
     content = header.content(tensors)
     cause = _restore(content, parts, group, device if random else None)
     _require_none(group, f"{name}.restored", words_of(cause) if cause else "", CheckpointError, cause)
+    for part, order in _orders(content[ABOUT].get("orders"), parts):
+        settle_order(part, order)
     extra: dict[str, Any] = content[EXTRA]
     return extra
 
@@ -111,6 +114,18 @@ def _restore(
     except Exception as error:  # told to all ranks
         return error
     return None
+
+
+def _orders(found: Any, parts: Mapping[str, Any]) -> list[tuple[torch.optim.Optimizer, list[int]]]:
+    """The optimizers among the parts, and in which order their gradients travelled; alike on every rank."""
+    orders = found if isinstance(found, dict) else {}
+    return [
+        (part, orders[name])
+        for name, part in sorted(parts.items())
+        if isinstance(part, torch.optim.Optimizer)
+        and isinstance(orders.get(name), list)
+        and all(type(number) is int for number in orders[name])
+    ]
 
 
 def _restore_random(states: list[RandomState], group: Group, device: torch.device) -> None:

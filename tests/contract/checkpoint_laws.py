@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract.oracle import assert_close, digest, law, net, raises, ranks
+from contract.oracle import digest, law, net, raises, ranks
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -37,11 +37,24 @@ def folder() -> Iterator[Path]:
             shutil.rmtree(path)
 
 
+class Crossed(nn.Module):
+    """Its gradients do not come in the reverse order of its parameters, and lie elsewhere in the second step's bucket."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.last = nn.Sequential(nn.Linear(2, 64), nn.Dropout(0.3), nn.Linear(64, 2))
+        self.first = net(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
 class Training:
     """A run with everything that has a state: momentum, schedule, shuffling, dropout, noise of Python's and NumPy's."""
 
     def __init__(self, seed: int) -> None:
-        self.model = nn.Sequential(net(seed), nn.Dropout(0.3))
+        self.model = Crossed(seed)
         self.optimizer = dd.wrap_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.sampler = dd.Sampler(range(SAMPLES), remainder="pad", seed=4)
@@ -73,7 +86,7 @@ class Training:
 
 @law
 def a_resumed_run_is_the_one_that_never_stopped() -> None:
-    """To the bit, and on every rank with its own random state. With more than two ranks a sum's order may differ."""
+    """To the bit, and on every rank with its own random state."""
     with folder() as path:
         whole = Training(seed=1)
         whole.steps(7)
@@ -87,9 +100,7 @@ def a_resumed_run_is_the_one_that_never_stopped() -> None:
         assert torch.equal(torch.rand(3), after[0])
         assert resumed.sampler.state_dict() == after[1]
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
-        if dd.size() <= 2:
-            assert digest(resumed.model) == digest(whole.model)
-        assert_close(list(resumed.model.parameters()), list(whole.model.parameters()))
+        assert digest(resumed.model) == digest(whole.model)
 
 
 @law
