@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 
 class Crossed(nn.Module):
-    """Its gradients do not come in the reverse order of its parameters, and lie elsewhere in the second step's bucket."""
+    """Its gradients do not come in the reverse order of its parameters: buckets are planned anew after a step."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
