@@ -15,6 +15,8 @@ from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.structures import mapped
 
+SHARDED = "FullyShardedDataParallel"
+ELSEWHERE = "torch.distributed.checkpoint saves all parts"
 SHOWN = 5  # names, at most, in an error
 
 
@@ -28,6 +30,10 @@ def contents(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
 
     With `copy` nothing in it shares memory with the program.
     """
+    for name, part in parts.items():
+        # Their state_dict() waits for the other ranks, which are not asked for theirs.
+        if isinstance(part, nn.Module) and SHARDED in {type(module).__name__ for module in part.modules()}:
+            raise UsageError(f"{name} is sharded between ranks, of which {ELSEWHERE}")
     states = {name: unwrapped(part).state_dict() for name, part in parts.items() if has_state(part)}
     extra = {name: part for name, part in parts.items() if not has_state(part)}
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
@@ -86,13 +92,14 @@ def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:
     """The structure with its tensors on the CPU; what shared memory shares it still."""
+    if copy:
+        value = mapped(value, (set, bytearray), lambda found: found.copy())
     copies: dict[object, torch.Tensor] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UsageError(
-                f"a {type(tensor).__name__} cannot be saved here: of a model that is sharded between ranks "
-                "torch.distributed.checkpoint saves all parts"
+                f"a {type(tensor).__name__} cannot be saved here: where it is a part of what ranks share, {ELSEWHERE}"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dualdist import checkpoint_files, random_state
+from dualdist.buckets import dense_strides
 from dualdist.checkpoint import ROOT, Task, require_none, told, value_of, words_of
 from dualdist.checkpoint_files import ABOUT, EXTRA, Progress
 from dualdist.checkpoint_state import misfit, restore
@@ -65,8 +66,6 @@ def load(
         if required:
             raise CheckpointError(f"there is no checkpoint in {path}")
         return None
-    if header.refused and group.rank == ROOT:
-        warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
     words = _misfit(header, parts)
     _require_none(group, f"{name}.fit", words and f"{header.path} does not fit: {words}", CheckpointError)
     if group.rank != ROOT:
@@ -79,6 +78,8 @@ def load(
     _require_none(group, f"{name}.restored", words_of(cause) if cause else "", CheckpointError, cause)
     for part, order in _orders(content[ABOUT].get("orders"), parts):
         settle_order(part, order)
+    if header.refused and group.rank == ROOT:  # at the end, for a warning may be an error
+        warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
     extra: dict[str, Any] = content[EXTRA]
     return extra
 
@@ -90,7 +91,7 @@ def _read(path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor], pro
         return None
     wanted = {name: found.content[name] for name in (*parts, ABOUT, EXTRA) if name in found.content}
     structure = taken_apart(wanted, tensors)
-    specs = tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
+    specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)
     return Header(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
 
 
@@ -130,6 +131,8 @@ def _orders(found: Any, parts: Mapping[str, Any]) -> list[tuple[torch.optim.Opti
 
 def _restore_random(states: list[RandomState], group: Group, device: torch.device) -> None:
     """Each rank goes on with its own state; on another number of ranks each with one that none of them has had."""
+    if not states:
+        raise CheckpointError("it holds no random state")
     if len(states) == group.size:
         random_state.put(states[group.rank], device)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return mapped(value, Slot, lambda slot: tensors[slot.index])
 
 
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """A structure of the same kinds with `change` of each `kind` in it."""
     if isinstance(value, kind):
         return change(value)
@@ -43,15 +43,3 @@ def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)([mapped(item, kind, change) for item in value])
     return value
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that is no dict, list or tuple, each with its path: "param_groups[0]['lr']"."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}[{index}]")
-    else:
-        yield path, value

@@ -13,7 +13,9 @@ import pytest
 from faults import checkpoint_rank, checkpoint_writer
 from harness.jobs import Launch
 
-KILLS = 100
+from dualdist.checkpoint_files import Progress, read_newest
+
+KILLS = 60
 DISK = "size=1m"  # three checkpoints, and not four
 
 
@@ -23,6 +25,26 @@ def test_a_writer_killed_at_any_moment_loses_no_checkpoint(launch: Launch) -> No
     assert seen["kills"] == KILLS
     assert seen["cut_short"] > KILLS / 10, "many are killed in the middle of writing"
     assert seen["steps"] > KILLS / 10, "and it goes on all the same"
+
+
+# The child's folder cannot be made.
+ENDS = """
+import atexit, os, torch
+import dualdist as dd
+child = os.fork()
+if child:
+    atexit.register(os.waitpid, child, 0)
+dd.init()
+dd.save_checkpoint("run" if child else "no/run", async_op=True, weight=torch.ones(1 << 23))
+"""
+
+
+def test_a_program_that_ends_finishes_its_last_checkpoint_or_says_why_not(launch: Launch) -> None:
+    outcome = launch([sys.executable, "-c", ENDS])
+    found = read_newest(launch.directory / "run", Progress())
+    assert found is not None
+    assert found.content["extra"]["weight"].min() == 1
+    assert "dualdist: cannot save to no/run: there is no folder no" in outcome.stderr
 
 
 @pytest.fixture
