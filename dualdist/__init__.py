@@ -21,6 +21,7 @@ from dualdist.api import (
     is_initialized,
     join,
     launcher,
+    load_checkpoint,
     local_rank,
     local_size,
     new_group,
@@ -28,12 +29,13 @@ from dualdist.api import (
     nodes,
     rank,
     remove_group,
+    save_checkpoint,
     shutdown,
     size,
     transport,
     wrap_optimizer,
 )
-from dualdist.errors import DualdistError
+from dualdist.errors import CheckpointError, DualdistError
 from dualdist.operations import (
     allgather,
     allreduce,
@@ -50,15 +52,25 @@ from dualdist.operations import (
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
+    from dualdist.data import Sampler
+    from dualdist.loading import loader
     from dualdist.running import run
     from dualdist.spawning import spawn
     from dualdist.sync_batch_norm import SyncBatchNorm
 
 # What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
-LATER = {"SyncBatchNorm": "sync_batch_norm", "run": "running", "spawn": "spawning"}
+LATER = {
+    "Sampler": "data",
+    "SyncBatchNorm": "sync_batch_norm",
+    "loader": "loading",
+    "run": "running",
+    "spawn": "spawning",
+}
 
 __all__ = [
+    "CheckpointError",
     "DualdistError",
+    "Sampler",
     "SyncBatchNorm",
     "__version__",
     "allgather",
@@ -82,6 +94,8 @@ __all__ = [
     "is_initialized",
     "join",
     "launcher",
+    "load_checkpoint",
+    "loader",
     "local_rank",
     "local_size",
     "new_group",
@@ -91,6 +105,7 @@ __all__ = [
     "reducescatter",
     "remove_group",
     "run",
+    "save_checkpoint",
     "shutdown",
     "size",
     "spawn",

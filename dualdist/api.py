@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
 from dualdist.compiling import uncompiled
@@ -12,11 +14,15 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.buckets import GradientOp
+    from dualdist.checkpoint import Saving
     from dualdist.compression import Compressor
+    from dualdist.data import Sampler
     from dualdist.group import Group
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
+
+SAVER = "checkpoints"  # of a session's extras
 
 
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
@@ -226,3 +232,107 @@ def wrap_optimizer(
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes)
     return gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
+
+
+@overload
+def save_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Sampler | None = None,
+    keep: int | None = 3,
+    async_op: Literal[False] = False,
+    **extra: Any,
+) -> str: ...
+@overload
+def save_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Sampler | None = None,
+    keep: int | None = 3,
+    async_op: Literal[True],
+    **extra: Any,
+) -> Saving: ...
+
+
+@uncompiled
+def save_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Sampler | None = None,
+    keep: int | None = 3,
+    async_op: bool = False,
+    **extra: Any,
+) -> str | Saving:
+    """A new file in the folder `path` holds rank 0's state of the objects, and every rank's random state.
+
+    Every rank calls this, between two steps; only rank 0 touches the disk, and only its `path` counts. The folder is
+    made, its parent must be there. Its last `keep` checkpoints are left, all where that is None. Returns the file's
+    path. `extra` are more objects with a state_dict(), or plain data: numbers, texts, tensors, dicts and lists of them.
+
+    The file appears whole or not at all; torch.load(path, weights_only=True) reads it too: "model" has the plain names
+    of the model's state_dict, "extra" the plain data.
+
+    With async_op=True this returns when the state has been copied to the CPU's memory, and a thread writes it; wait()
+    of what is returned, which every rank calls, gives the path. So do the next save and shutdown(), where it must.
+
+    Errors, on every rank: CheckpointError (the disk is full, read-only, gone or does not answer within timeout_s of
+    init; the earlier checkpoints are as they were), UsageError (something cannot be saved, or was not counted).
+    """
+    from dualdist.checkpoint import Saver
+
+    here = session.current()
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    parts = {name: part for name, part in given.items() if part is not None} | extra
+    saver: Saver | None = here.extras.get(SAVER)
+    if saver is None:
+        saver = here.extras[SAVER] = Saver(here.world, here.device, here.timeout_s)
+        here.endings.append(saver.settle)
+    saving = saver.save(Path(path), parts, keep, async_op=async_op)
+    return saving if async_op else saving.wait()
+
+
+@uncompiled
+def load_checkpoint(
+    path: str | PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    sampler: Sampler | None = None,
+    required: bool = False,
+    random: bool = True,
+    **objects: Any,
+) -> dict[str, Any] | None:
+    """Every rank's objects are as they were saved in the newest good checkpoint of the folder `path`, or in a file.
+
+    Every rank calls this with the same objects; only rank 0 touches the disk. Returns the plain data that were saved;
+    None, and nothing has changed, where the folder has no checkpoint yet or is not there itself, which with
+    required=True is an error. A file that is truncated or altered is passed over with a RuntimeWarning that names it.
+    No file can run code: torch reads it with weights_only=True.
+
+    The number of ranks, the backend and the launcher may be others than when it was saved. On as many ranks, each goes
+    on with its own random state, so that on CPUs a run that is resumed ends with the bits of one that never stopped;
+    on another number they get new ones. With random=False random states are left alone.
+
+    Errors, on every rank: CheckpointError (no good file, or the objects are of other names or shapes, and then nothing
+    has changed anywhere), UsageError.
+    """
+    from dualdist import resuming
+
+    here = session.current()
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    parts = {name: part for name, part in given.items() if part is not None} | objects
+    return resuming.load(here.world, here.device, here.timeout_s, Path(path), parts, required=required, random=random)

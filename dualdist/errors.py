@@ -13,6 +13,7 @@
     │   ├── CollectiveTimeoutError   a rank did not arrive in time
     │   ├── RankLostError            a rank ended or its connection broke
     │   └── MismatchError            the ranks passed arguments that do not fit together
+    ├── CheckpointError          a checkpoint cannot be written or read, or does not fit the program
     ├── BuildError               install-horovod could not build or verify Horovod
     ├── LaunchError              ranks could not be started, or one of them failed
     └── TorchvisionError         torchvision is missing, or does not fit the installed torch
@@ -73,6 +74,10 @@ class RankLostError(CollectiveError):
 
 class MismatchError(CollectiveError):
     """The ranks passed arguments that do not fit together."""
+
+
+class CheckpointError(DualdistError):
+    """A checkpoint cannot be written or read, or does not fit what it is loaded into."""
 
 
 class BuildError(DualdistError):

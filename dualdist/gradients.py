@@ -92,6 +92,19 @@ def wrapping_of(optimizer: torch.optim.Optimizer) -> Wrapping | None:
     return getattr(optimizer, WRAPPING, None)
 
 
+def order_of(optimizer: torch.optim.Optimizer) -> list[int] | None:
+    """The order in which the gradients of a wrapped optimizer travel, where that is settled."""
+    wrapping = wrapping_of(optimizer)
+    return None if wrapping is None else wrapping.reducer.order
+
+
+def settle_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None:
+    """Another run's order for a wrapped optimizer; every rank calls this, between two steps. See Reducer."""
+    wrapping = wrapping_of(optimizer)
+    if wrapping is not None:
+        wrapping.reducer.settle_order(order)
+
+
 def unwrap(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer is a plain one again; every rank that wrapped it calls this."""
     wrapping = wrapping_of(optimizer)

@@ -207,6 +207,11 @@ class Group:
         return not self._is_closed
 
     @property
+    def is_usable(self) -> bool:
+        """Whether this rank can do something with the others, as far as it knows."""
+        return self.is_open and self.is_member and self._failure is None
+
+    @property
     def gradients(self) -> Backend:
         """The line on which gradients travel, whose operations are agreed on once; every member asks for it first."""
         if self._failure is not None:

@@ -219,6 +219,19 @@ class Reducer:
             self._rounds.set_apart(place, [seat for seat, number in enumerate(members) if number in apart])
         self._forget()
 
+    @property
+    def order(self) -> list[int] | None:
+        """The numbers of the parameters as they travel, where that is settled."""
+        return [number for members in self._members for number in members] if self._plans > 1 else None
+
+    def settle_order(self, order: Sequence[int]) -> None:
+        """Gradients travel in this order, another run's, from now on; every rank calls this, between two steps.
+
+        Sums over more than two ranks depend, in their last bit, on where a gradient lies in its bucket.
+        """
+        if order != self.order and sorted(order) == list(range(len(self._references))):
+            self._plan_anew(order)
+
     def synchronize(self) -> None:
         """The gradients are reduced, whatever the number of backwards since the last time."""
         self._require_open()

@@ -14,6 +14,7 @@ from dualdist.collectives import in_step
 from dualdist.errors import MismatchError, UsageError
 from dualdist.group import Group
 from dualdist.moves import allgather_object, as_bytes, broadcast_object, check_same_tensors
+from dualdist.structures import put_together, taken_apart
 
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
 
@@ -26,7 +27,7 @@ def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
 
     def perform(line: Backend) -> None:
         check_same_tensors(line, tensors, place, f"{name}.check")
-        _broadcast_all(line, [tensor for _, tensor in tensors], place, name)
+        broadcast_all(line, [tensor for _, tensor in tensors], place, name)
 
     in_step(group, "broadcast_parameters", name, {"root": root}, perform)
 
@@ -75,7 +76,7 @@ def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int,
             f"the optimizers differ: parameters in each group, by rank: {sizes}; build the same optimizer on every rank"
         )
     tensors: list[torch.Tensor] = []
-    skeleton = _taken_apart(_state_of(optimizer), tensors)
+    skeleton = taken_apart(_state_of(optimizer), tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = broadcast_object(line, (skeleton, specs), root, f"{name}.skeleton")
     if line.rank != root:
@@ -83,9 +84,9 @@ def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int,
         tensors = [
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
-    _broadcast_all(line, tensors, root, name)
+    broadcast_all(line, tensors, root, name)
     if line.rank != root:
-        _set_state(optimizer, *_put_together(skeleton, tensors))
+        _set_state(optimizer, *put_together(skeleton, tensors))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -129,41 +130,12 @@ def _beside(param: torch.Tensor, value: Any) -> Any:
     return value
 
 
-class _Slot:
-    """Stands for the n-th tensor in a structure that is sent without its tensors."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with its tensors moved to the list."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return _Slot(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _taken_apart(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_taken_apart(item, tensors) for item in value])
-    return value
-
-
-def _put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value.index]
-    if isinstance(value, dict):
-        return {key: _put_together(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_put_together(item, tensors) for item in value])
-    return value
-
-
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"}
     return next(iter(devices), torch.device("cpu"))
 
 
-def _broadcast_all(line: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+def broadcast_all(line: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
     """Broadcast many tensors in one flat buffer for each device and dtype."""
 
     def kind(tensor: torch.Tensor) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ class Session:
     key: str  # of what this session keeps in the store
     groups: list[Group] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)  # what other faces keep as long as the session
+    endings: list[Callable[[], None]] = field(default_factory=list)  # what is to be done while all ranks are there
 
     @property
     def backend(self) -> Backend:
@@ -146,7 +147,11 @@ def shutdown() -> None:
     session = current()
     _process.session = None
     _process.was_shut_down = True
-    session.close()
+    try:
+        for ending in session.endings:
+            ending()
+    finally:
+        session.close()
 
 
 def built_with() -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contract import (
     adasum_laws,
+    checkpoint_laws,
     collective_laws,
     derivative_laws,
     face_laws,
@@ -23,6 +24,7 @@ __all__ = [
     "LAWS",
     "adasum_laws",
     "batch",
+    "checkpoint_laws",
     "collective_laws",
     "derivative_laws",
     "digest",

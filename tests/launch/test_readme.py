@@ -55,6 +55,17 @@ def test_the_example_trains(launch: Launch, example: Path, start: list[str], wor
     assert float(printed.split("loss ")[1]) < 1.0, printed  # it starts at about 9
 
 
+def test_the_example_goes_on_where_it_was_left(launch: Launch) -> None:
+    """On two ranks to the end; then on one, from the last checkpoint on."""
+    path = launch.directory / "resuming.py"
+    path.write_text(next(block for block in blocks("python") if "dd.load_checkpoint" in block))
+    first = launch(["torchrun", "--standalone", "--nproc-per-node=2", str(path)]).stdout
+    assert first == "2 ranks begin with step 0, at sample 0 of epoch 0\n"
+    # An epoch has 32 steps of 32 samples on two ranks, the last one of 8.
+    again = launch([sys.executable, str(path)]).stdout
+    assert again == "1 ranks begin with step 75, at sample 352 of epoch 2\n"
+
+
 def trains(launch: Launch, line: str, env: Mapping[str, str]) -> None:
     """The line, shortened, ends with one summary."""
     argv = [str(ROOT / word) if word == "examples/train.py" else word for word in shlex.split(line)]

@@ -1,0 +1,231 @@
+"""What a rank sees of a data set: its share of each epoch, and how far all ranks together have got.
+
+Note [position]: the samples of an epoch stand in one order, which depends on the seed and the epoch alone. Of those
+that are left, the ranks take one each in turn, so that every step of all ranks takes the next piece of that order, and
+how far they have got is one number, whatever the number of ranks was or will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch.utils.data import IterableDataset
+
+from dualdist import session
+from dualdist.arguments import whole
+from dualdist.errors import UsageError
+
+Remainder = Literal["drop", "pad", "uneven"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's samples of an epoch whose first `start` are done: each size-th of those that are left."""
+
+    count: int | None  # the samples of an epoch; None where nobody knows
+    start: int
+    rank: int
+    size: int
+    remainder: Remainder
+
+    @property
+    def end(self) -> int | None:
+        """The position at which the epoch is over."""
+        if self.count is None or self.remainder != "drop":
+            return self.count
+        return self.start + (self.count - self.start) // self.size * self.size
+
+    def __len__(self) -> int:
+        if self.count is None:
+            raise TypeError("an iterable data set without a length")
+        each, more = divmod(self.count - self.start, self.size)
+        extra = {"drop": False, "pad": more > 0, "uneven": self.rank < more}[self.remainder]
+        return each + extra
+
+    def position(self, done: int) -> int:
+        """How many samples all ranks have done when each has done so many of its share."""
+        position = self.start + done * self.size
+        return position if self.count is None else min(position, self.count)
+
+    def of(self, order: torch.Tensor) -> list[int]:
+        """This rank's part of the order; it is filled up, where that is wanted, from the beginning of the epoch."""
+        mine: list[int] = order[self.start :][self.rank :: self.size][: len(self)].tolist()
+        if len(mine) < len(self):
+            missing = self.rank - (len(order) - self.start) % self.size
+            mine.append(int(order[missing % len(order)]))
+        return mine
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    """This rank's share of each epoch of `dataset`, which can be left in the middle and gone on with on other ranks.
+
+    Every rank makes one, with the same arguments. `remainder` says what happens where the samples do not divide evenly
+    between the ranks: "drop" leaves the last ones of the order out, "pad" repeats the first ones, "uneven" gives some
+    ranks one sample more, which may mean one batch more: call dd.join() behind the loop. From the beginning of an
+    epoch it gives what torch's DistributedSampler gives for the same seed, shuffle and epoch.
+
+    Iterating yields what is left of `epoch`. Give it to dd.loader, which counts what the program gets; with a loader of
+    your own, call record() after each step. Where an iteration ends the epoch is over, and the next one comes, without
+    set_epoch() too; left by `break`, it goes on there.
+
+    `dataset` needs a length only. An iterable data set without one is read in its own order: pass shuffle=False.
+    """
+
+    _is_prepared: bool  # begin() was called, and __iter__() was not yet
+
+    def __init__(
+        self,
+        dataset: Sized | IterableDataset[Any],
+        *,
+        remainder: Remainder,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if remainder not in get_args(Remainder):
+            raise UsageError(f"remainder={remainder!r}: expected one of {', '.join(map(repr, get_args(Remainder)))}")
+        if isinstance(dataset, IterableDataset) and shuffle:
+            raise UsageError(
+                "an iterable data set is read in its own order: shuffle within it, and pass shuffle=False here"
+            )
+        self.count = _length(dataset)
+        self.remainder: Remainder = remainder
+        self.shuffle = shuffle
+        (self.seed,) = whole([seed], "seed")
+        self.turn = 0  # iterations that have begun: those before the last one are over
+        self._go_to(epoch=0, position=0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or the one that comes next."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of the epoch all ranks together have done; the same number on every rank."""
+        return self._share.position(self._done)
+
+    @property
+    def share(self) -> Share:
+        """What the iteration under way is about."""
+        return self._share
+
+    @property
+    def left(self) -> int | None:
+        """The samples that this rank has still to do of its share; None where nobody knows."""
+        return None if self.count is None else len(self._share) - self._done
+
+    def __len__(self) -> int:
+        """The samples of this rank in the iteration under way, or else in the next one."""
+        return len(self._share if self._is_under_way else self._share_from(self.position))
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's indices of what is left of the epoch."""
+        if not self._is_prepared:
+            self.begin()
+            self._is_counted = False  # until somebody calls record()
+        self._is_prepared = False
+        return iter(self._share.of(self._order()))
+
+    def begin(self) -> int:
+        """A new iteration begins where the last one was left; for loaders, which get its number. Ends all others."""
+        if self._is_over():
+            self.finish()
+        self._go_to(self._epoch, self.position)
+        self._is_under_way = self._is_prepared = True
+        return self.turn
+
+    def record(self, count: int) -> None:
+        """This rank has trained on the next `count` samples of its share."""
+        if self.left is not None and count > self.left:
+            raise UsageError(
+                f"{count} more samples recorded of epoch {self._epoch}, of which this rank has {self.left} left: "
+                "record each batch once"
+            )
+        self._done += count
+        self._is_counted = True
+
+    def finish(self) -> None:
+        """The epoch is over; the next one comes. For loaders, at the end of an iteration."""
+        self._go_to(self._epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch, unless it is the one under way, which goes on from its position."""
+        (epoch,) = whole([epoch], "epoch")
+        if epoch != self._epoch or self._is_over():
+            self._go_to(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks are; alike on all of them, between two steps."""
+        if not self._is_counted:
+            raise UsageError(
+                "the sampler's indices have been drawn, but nobody recorded what was trained on: use dd.loader, or "
+                "call sampler.record(samples) after each step"
+            )
+        return {"epoch": self._epoch, "position": self.position, **self._order_terms()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken, on however many ranks there are now; UsageError where it does not fit."""
+        words = self.misfit(state)
+        if words:
+            raise UsageError(f"the state does not fit this sampler: {words}")
+        self._go_to(state["epoch"], state["position"] if self.count is None else min(state["position"], self.count))
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        """Why the state is not one of this sampler, or nothing."""
+        terms = self._order_terms()
+        expected = {"epoch": int, "position": int, **{name: type(value) for name, value in terms.items()}}
+        missing = [name for name in expected if name not in state]
+        if missing:
+            return f"it has no {' and no '.join(missing)}"
+        differing = [name for name, mine in terms.items() if state[name] != mine]
+        if differing:
+            then = ", ".join(f"{name} {state[name]}" for name in differing)
+            now = ", ".join(f"{name} {terms[name]}" for name in differing)
+            return (
+                f"{then} then, {now} now, which is another order: make the sampler as it was, or begin the epoch anew"
+            )
+        wrong = [name for name, kind in expected.items() if not isinstance(state[name], kind)]
+        wrong += [name for name in ("epoch", "position") if name not in wrong and state[name] < 0]
+        return f"{', '.join(f'{name} is {state[name]!r}' for name in wrong)}" if wrong else ""
+
+    def _order_terms(self) -> dict[str, Any]:
+        """What the order of an epoch depends on."""
+        return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
+
+    def _order(self) -> torch.Tensor:
+        assert self.count is not None, "iterable data sets have their own order"
+        if not self.shuffle:
+            return torch.arange(self.count, device="cpu")
+        generator = torch.Generator().manual_seed(self.seed + self._epoch)  # as torch's DistributedSampler
+        return torch.randperm(self.count, generator=generator, device="cpu")
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        """What is left from here on is shared out anew."""
+        self.turn += 1
+        self._epoch = epoch
+        self._share = self._share_from(position)
+        self._done = 0  # of the share
+        self._is_under_way = self._is_prepared = False
+        self._is_counted = True
+
+    def _share_from(self, position: int) -> Share:
+        topology = session.current().topology
+        return Share(self.count, position, topology.rank, topology.size, self.remainder)
+
+    def _is_over(self) -> bool:
+        """Whether all of this epoch was done in this iteration; one that was over at its start has yet to end."""
+        end = self._share.end
+        return end is not None and self._done > 0 and self.position >= end
+
+
+def _length(dataset: Sized | IterableDataset[Any]) -> int | None:
+    """None for an iterable data set that has no length; UsageError where one is needed."""
+    try:
+        return len(cast(Sized, dataset))
+    except TypeError as error:
+        if isinstance(dataset, IterableDataset):
+            return None
+        raise UsageError(f"a sampler needs a data set with a length, not a {type(dataset).__name__}") from error

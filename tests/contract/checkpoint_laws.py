@@ -1,0 +1,249 @@
+"""The laws of data and checkpoints: every sample once, and a run that goes on where it was left."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from contract.oracle import digest, law, net, raises, ranks
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import dualdist as dd
+from dualdist.data import Remainder
+from dualdist.errors import CheckpointError, MismatchError, UsageError
+
+SAMPLES = 50
+BATCH = 3
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A folder of rank 0's; the others name one that nobody could make."""
+    path = Path(tempfile.mkdtemp(prefix="dualdist-laws-")) if dd.rank() == 0 else Path("/proc/nowhere")
+    try:
+        yield path / "run"
+    finally:
+        dd.barrier()
+        if dd.rank() == 0:
+            shutil.rmtree(path)
+
+
+class Crossed(nn.Module):
+    """Its gradients do not come in the reverse order of its parameters: buckets are planned anew after a step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.last = nn.Sequential(nn.Linear(2, 64), nn.Dropout(0.3), nn.Linear(64, 2))
+        self.first = net(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+class Training:
+    """A run with everything that has a state: momentum, schedule, shuffling, dropout, noise of Python's and NumPy's."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = Crossed(seed)
+        self.optimizer = dd.wrap_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.sampler = dd.Sampler(range(SAMPLES), remainder="pad", seed=4)
+        self.seen: list[Any] = []
+        self.parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "sampler": self.sampler,
+        }
+        for draw in (torch.manual_seed, random.seed, np.random.seed):
+            draw(100 * seed + dd.rank())
+
+    def steps(self, count: int) -> None:
+        loader = dd.loader(range(SAMPLES), BATCH, sampler=self.sampler)
+        while True:
+            for batch in loader:
+                noise = random.random() + float(np.random.rand())
+                x = torch.sin(batch[:, None] * torch.arange(1.0, 7.0)) + noise
+                self.optimizer.zero_grad()
+                (self.model(x) - x[:, :2]).square().mean().backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.seen.append((self.sampler.epoch, batch.tolist(), noise))
+                count -= 1
+                if not count:
+                    return
+
+
+@law
+def a_resumed_run_is_the_one_that_never_stopped() -> None:
+    """To the bit, and on every rank with its own random state."""
+    with folder() as path:
+        whole = Training(seed=1)
+        whole.steps(7)
+        dd.save_checkpoint(path, **whole.parts, note={"step": 7})
+        whole.steps(8)
+        after = torch.rand(3), whole.sampler.state_dict()
+        resumed = Training(seed=2)
+        assert dd.load_checkpoint(path, **resumed.parts) == {"note": {"step": 7}}
+        resumed.steps(8)
+        assert resumed.seen == whole.seen[7:]
+        assert torch.equal(torch.rand(3), after[0])
+        assert resumed.sampler.state_dict() == after[1]
+        assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
+        assert digest(resumed.model) == digest(whole.model)
+
+
+@law
+def every_sample_of_an_epoch_is_somebodys_once() -> None:
+    """Whatever the rest; and from the middle of an epoch on, too."""
+    for count in (0, 1, 7, 12, 50):
+        for remainder in ("drop", "pad", "uneven"):
+            sampler = dd.Sampler(range(count), remainder=remainder, seed=count)
+            loader = dd.loader(range(count), 2, sampler=sampler)
+            first = next(iter(loader), torch.empty(0, dtype=torch.int64)).tolist() if count > 2 * dd.size() else []
+            done = [sample for share in dd.allgather_object(first) for sample in share]
+            assert sampler.position == len(done)
+            rest = [sample for batch in loader for sample in batch.tolist()]
+            seen = done + [sample for share in dd.allgather_object(rest) for sample in share]
+            assert sampler.epoch == 1
+            check_once(seen, count, remainder)
+
+
+def check_once(seen: list[int], count: int, remainder: Remainder) -> None:
+    more = count % dd.size()
+    if remainder == "pad":
+        assert set(seen) == set(range(count))
+        assert len(seen) == count + (dd.size() - more if more else 0)
+    else:
+        assert len(set(seen)) == len(seen) == count - (more if remainder == "drop" else 0)
+
+
+class Numbers(IterableDataset[int]):
+    """Shuffled by Python's own generator, which differs between the ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(SAMPLES))
+        random.shuffle(numbers)
+        return iter(numbers)
+
+
+@law
+def an_iterable_data_set_is_shared_out_too() -> None:
+    random.seed(dd.rank())
+    for remainder in ("drop", "pad", "uneven"):
+        sampler = dd.Sampler(Numbers(), remainder=remainder, shuffle=False)
+        loader = dd.loader(Numbers(), BATCH, sampler=sampler)
+        epochs = []
+        for _ in range(2):
+            mine = next(iter(loader)).tolist() + [number for batch in loader for number in batch.tolist()]
+            check_once([number for share in dd.allgather_object(mine) for number in share], SAMPLES, remainder)
+            epochs.append(mine)
+        assert epochs[0] != epochs[1]
+
+
+@law
+def what_is_saved_is_what_it_was_when_save_was_called() -> None:
+    with folder() as path:
+        weight = torch.full((1000,), 1.0)
+        saving = dd.save_checkpoint(path, weight=weight, async_op=True)
+        weight.fill_(2.0)
+        where = saving.wait()
+        assert len({*dd.allgather_object((where, saving.wait()))}) == 1
+        found = dd.load_checkpoint(path)
+        assert found is not None
+        assert found["weight"].unique().tolist() == [1.0]
+
+
+@law
+def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
+    with folder() as path:
+        dd.save_checkpoint(path, step=1)
+        raises(CheckpointError, lambda: dd.save_checkpoint(path / "not" / "there", step=2), "no folder", "not")
+        dd.save_checkpoint(path / "not" / "there", step=2, async_op=True)
+        assert dd.allreduce(torch.ones(1), "sum").item() == dd.size()
+        raises(CheckpointError, lambda: dd.save_checkpoint(path, step=3), "no folder")
+        assert dd.load_checkpoint(path) == {"step": 1}
+        assert dd.load_checkpoint(path / "none") is None
+        raises(CheckpointError, lambda: dd.load_checkpoint(path / "none", required=True), "no checkpoint", "none")
+
+
+@law
+def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
+    with folder() as path:
+        model = nn.Linear(3, 2)
+        dd.save_checkpoint(path, model=model, sampler=dd.Sampler(range(5), remainder="pad"))
+        other = nn.Sequential(nn.Linear(3, 2))
+        before = digest(other)
+        optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+        wrong: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+            ({"model": other}, ("only in the file: weight, bias", "only in the program: 0.weight, 0.bias")),
+            ({"model": nn.Linear(4, 2)}, ("weight is (2, 3) in the file, (2, 4) in the program",)),
+            ({"model": model, "optimizer": optimizer}, ("it holds no optimizer, only model, sampler",)),
+            ({"model": model, "sampler": dd.Sampler(range(6), remainder="pad")}, ("count 5 then, count 6 now",)),
+            # On one rank only: the others must not go on without it.
+            ({"model": nn.Linear(3, 2 + (dd.rank() == dd.size() - 1))}, ("(2, 3) in the file",)),
+        )
+        for parts, words in wrong:
+            raises(CheckpointError, lambda parts=parts: dd.load_checkpoint(path, **parts), *words)  # type: ignore[misc]
+        assert digest(other) == before
+
+
+@law
+def ranks_that_save_or_load_differently_are_told_so() -> None:
+    with folder() as path:
+        last = dd.rank() == dd.size() - 1
+        raises(UsageError, lambda: dd.save_checkpoint(path, keep=0 if last else 3), "keep=0")
+        if dd.size() > 1:
+            raises(MismatchError, lambda: dd.save_checkpoint(path, **({"a": 1} if last else {"b": 1})), "parts")
+            raises(MismatchError, lambda: dd.load_checkpoint(path, required=last), "required")
+            raises(UsageError, lambda: dd.save_checkpoint(path, a=print if dd.rank() == 0 else 1), "a cannot be saved")
+        dd.save_checkpoint(path)
+        assert dd.load_checkpoint(path) == {}
+
+
+@law
+def an_altered_file_is_passed_over_on_every_rank() -> None:
+    with folder() as path:
+        for step in (1, 2):
+            dd.save_checkpoint(path, step=step)
+        if dd.rank() == 0:
+            newest = path / "checkpoint-00000002.pt"
+            newest.write_bytes(newest.read_bytes()[:-1])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert dd.load_checkpoint(path) == {"step": 1}
+        assert ["checkpoint-00000002.pt is truncated" in str(one.message) for one in warned] == [True] * (
+            dd.rank() == 0
+        )
+        if dd.rank() == 0:
+            (path / "checkpoint-00000001.pt").write_bytes(b"nothing")
+        raises(CheckpointError, lambda: dd.load_checkpoint(path), "00000001.pt is truncated", "00000002.pt")
+
+
+@law
+def random_states_are_those_of_each_rank() -> None:
+    draws: tuple[Callable[[], float], ...] = (
+        lambda: torch.rand(1).item(),
+        random.random,
+        lambda: float(np.random.rand()),
+    )
+    with folder() as path:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(dd.rank())
+        dd.save_checkpoint(path)
+        drawn = [draw() for draw in draws]
+        dd.load_checkpoint(path)
+        assert [draw() for draw in draws] == drawn
+        assert len({*map(tuple, dd.allgather_object(drawn))}) == len(ranks())
+        dd.load_checkpoint(path, random=False)
+        assert [draw() for draw in draws] != drawn

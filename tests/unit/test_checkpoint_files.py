@@ -1,0 +1,229 @@
+"""Checkpoints on disk: whatever happens to a file or its disk, an older one is intact and found, and no code is run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import random
+import resource
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dualdist.checkpoint import Outcome, Task
+from dualdist.checkpoint_files import (
+    ABOUT,
+    EXTRA,
+    FORMAT,
+    Progress,
+    _seal,
+    checkpoints,
+    read,
+    read_newest,
+    write,
+)
+from dualdist.errors import CheckpointError
+
+RANDOM = random.Random(5)
+
+
+def content(step: int = 0, count: int = 1000) -> dict[str, Any]:
+    return {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((count,), float(step))}}
+
+
+def save(folder: Path, step: int, keep: int | None = 3, count: int = 1000) -> Path:
+    return write(folder, content(step, count), keep, Progress())
+
+
+def found_step(folder: Path) -> int:
+    found = read_newest(folder, Progress())
+    assert found is not None
+    step = int(found.content[EXTRA]["step"])
+    assert found.content["model"]["weight"].unique().tolist() == [step]
+    return step
+
+
+def test_the_last_ones_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert read_newest(folder, Progress()) is None
+    for step in range(5):
+        save(folder, step)
+        assert found_step(folder) == step
+    (folder / "notes.txt").touch()
+    assert sorted(os.listdir(folder)) == [*(f"checkpoint-0000000{n}.pt" for n in (3, 4, 5)), "notes.txt"]
+    save(folder, 9, keep=1)
+    save(folder, 10, keep=None)
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-00000007.pt", "checkpoint-00000006.pt"]
+
+
+def test_torch_and_zip_alone_read_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    for mmap in (False, True):
+        assert torch.load(path, weights_only=True, mmap=mmap)["model"]["weight"].unique().tolist() == [3.0]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    whole = newest.read_bytes()
+    ends = [*range(len(whole) - 200, len(whole)), *range(100)]
+    for place in (*ends, *RANDOM.choices(range(len(whole)), k=1000)):
+        altered = bytearray(whole)
+        altered[place] ^= 1 << RANDOM.randrange(8)
+        newest.write_bytes(altered)
+        found = read_newest(tmp_path, Progress())
+        assert found is not None
+        assert found.content[EXTRA] == {"step": 1}, place
+        assert newest.name in found.refused[0]
+
+
+def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    whole = newest.read_bytes()
+    lengths = [*range(100), *range(len(whole) - 100, len(whole)), *RANDOM.choices(range(len(whole)), k=500)]
+    for data in (*(whole[:length] for length in lengths), whole + b"\0", whole + whole):
+        newest.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"00000002\.pt (is truncated|has been altered)"):
+            read(newest, Progress())
+    assert found_step(tmp_path) == 1
+
+
+def sealed(path: Path, data: bytes) -> Path:
+    """A stranger's archive with a checksum that fits."""
+    import hashlib
+
+    path.write_bytes(data[:-2] + _seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
+    return path
+
+
+class Malicious:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle"])
+def test_code_in_a_file_is_not_run(tmp_path: Path, how: str) -> None:
+    trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
+    evil = content() | {"model": Malicious(trap)}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(evil))
+    else:
+        torch.save(evil, path, _use_new_zipfile_serialization=how == "archive")
+    sealed(path, path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load\(weights_only=True\)") as caught:
+        read_newest(tmp_path, Progress())
+    assert "add_safe_globals" not in str(caught.value)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Malicious(trap)))
+    assert trap.exists(), "the trap works"
+
+
+@pytest.mark.parametrize("strange", [5, [], {}, {ABOUT: 1}, {ABOUT: {"format": 2}, EXTRA: {}}, {ABOUT: {"format": 1}}])
+def test_what_another_program_has_saved_is_refused(tmp_path: Path, strange: Any) -> None:
+    torch.save(strange, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="does not end in a checksum"):
+        read_newest(tmp_path / "x.pt", Progress())
+    sealed(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes())
+    with pytest.raises(CheckpointError, match="no checkpoint of this version"):
+        read_newest(tmp_path / "x.pt", Progress())
+
+
+@contextmanager
+def disk_of(nbytes: int) -> Iterator[None]:
+    """No file grows beyond so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_wherever_the_disk_is_full_the_older_one_is_intact(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    before, size = path.read_bytes(), path.stat().st_size
+    for limit in (*range(0, size, 97), *range(size - 90, size)):
+        with (
+            disk_of(limit),
+            pytest.raises(CheckpointError, match=r"00000002\.pt: File too large.*00000001\.pt is still"),
+        ):
+            save(tmp_path, 2)
+        assert os.listdir(tmp_path) == [path.name], "no draft is left"
+    assert path.read_bytes() == before
+    with disk_of(size):
+        save(tmp_path, 2)
+    assert found_step(tmp_path) == 2
+
+
+def test_a_large_tensor_that_does_not_fit_is_an_error_too(tmp_path: Path) -> None:
+    for limit in (1, 1 << 20, (1 << 23) + 5):
+        with disk_of(limit), pytest.raises(CheckpointError, match=r"File too large, after .* MB; there is no earlier"):
+            save(tmp_path, 2, count=1 << 22)
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, words in (
+        (tmp_path / "file", "it is a file; name a folder"),
+        (tmp_path / "no" / "where", f"there is no folder {tmp_path / 'no'}; make it, or mount"),
+        (Path("/proc/run"), "cannot save to /proc/run"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            save(folder, 1)
+    with pytest.raises(CheckpointError, match="file is truncated, or no checkpoint"):
+        read_newest(tmp_path / "file", Progress())
+    with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
+        read_newest(tmp_path / "file" / "below", Progress())
+
+
+def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: Path) -> None:
+    dead, living = tmp_path / ".checkpoint-00000001.ab.draft", tmp_path / ".checkpoint-00000001.cd.draft"
+    dead.touch()
+    with living.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == [living.name, "checkpoint-00000001.pt"]
+
+
+def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -> None:
+    end, limit_s = threading.Event(), 0.3
+
+    def work(progress: Progress, moves: int) -> str:
+        for _ in range(moves):
+            progress.nbytes += 1
+            end.wait(limit_s / 6)
+        end.wait()
+        return "done"
+
+    task = Task(lambda progress: work(progress, moves=12), limit_s=limit_s)
+    outcomes: list[Outcome | None] = []
+    while not outcomes or outcomes[-1] is None:
+        outcomes.append(task.outcome())
+    assert len(outcomes) > 8, "as long as it moved, which was twice the limit"
+    assert outcomes[-1] == Outcome(error="the disk has taken or given nothing for 0.3 s: is it still there?")
+    end.set()
+    while task.outcome() != Outcome("done"):
+        pass

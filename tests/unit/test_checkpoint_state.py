@@ -1,0 +1,152 @@
+"""What a checkpoint holds of a program's objects, on one rank: plain names, plain data, nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dualdist as dd
+from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress, write
+from dualdist.checkpoint_state import contents
+from dualdist.errors import CheckpointError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dd.init()
+    yield
+    dd.shutdown()
+
+
+def filled(model: nn.Module, value: float) -> nn.Module:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_names_are_the_models_own_and_fit_it_wrapped_or_not(tmp_path: Path, wrap: Any) -> None:
+    path = dd.save_checkpoint(tmp_path, model=wrap(filled(nn.Linear(2, 2), 3.0)))
+    assert sorted(torch.load(path, weights_only=True)["model"]) == ["bias", "weight"]
+    for model in (nn.Linear(2, 2), wrap(nn.Linear(2, 2))):
+        dd.load_checkpoint(tmp_path, model=model)
+        assert torch.cat([param.flatten() for param in model.parameters()]).unique().tolist() == [3.0]
+
+
+def test_nothing_is_copied_unless_it_is_written_later_and_then_once() -> None:
+    tied = nn.Linear(100, 100, bias=False)
+    model = nn.ModuleList([tied, nn.Linear(100, 100), tied])
+    assert contents({"model": model}, copy=False)["model"]["0.weight"].data_ptr() == tied.weight.data_ptr()
+    extra = {"numbers": [1], "names": {"a"}}
+    found = contents({"model": model, "extra": extra} | extra, copy=True)
+    places = {tensor.data_ptr() for tensor in found["model"].values()}
+    assert len(places) == 3, "tied weights are one"
+    assert places.isdisjoint(param.data_ptr() for param in model.parameters())
+    extra["numbers"].append(2)  # type: ignore[attr-defined]
+    extra["names"].add("b")  # type: ignore[attr-defined]
+    assert (found[EXTRA]["numbers"], found[EXTRA]["names"]) == ([1], {"a"})
+
+
+def test_a_view_is_saved_without_what_lies_around_it(tmp_path: Path) -> None:
+    path = dd.save_checkpoint(tmp_path, view=torch.arange(100_000.0)[5:7], sign=torch.tensor([1j]).conj())
+    assert os.path.getsize(path) < 20_000
+    found = dd.load_checkpoint(tmp_path)
+    assert found is not None
+    assert (found["view"].tolist(), found["sign"].tolist()) == ([5.0, 6.0], [-1j])
+
+
+def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path: Path) -> None:
+    """Optimizer.load_state_dict() alone makes it bfloat16."""
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    momentum = torch.tensor([1.0, 1 / 3, 1e-9])
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    optimizer.state[param]["momentum_buffer"] = momentum.clone()
+    dd.save_checkpoint(tmp_path, optimizer=optimizer)
+    other = torch.optim.SGD([param], lr=0.2)
+    dd.load_checkpoint(tmp_path, optimizer=other)
+    assert torch.equal(other.state[param]["momentum_buffer"], momentum)
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["momentum"]) == (0.1, 0.9)
+
+
+def test_more_objects_and_plain_data_go_under_their_names(tmp_path: Path) -> None:
+    first, second = filled(nn.Linear(2, 1), 1.0), filled(nn.Linear(2, 1), 2.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(first.parameters(), lr=1.0), [3])
+    best = {"loss": 0.5, "at": (1, 2), "none": None, "rows": torch.ones(2)}
+    path = dd.save_checkpoint(tmp_path, generator=first, discriminator=second, scheduler=schedule, best=best)
+    found = dd.load_checkpoint(path, discriminator=first)
+    assert found is not None
+    assert found["best"]["rows"].tolist() == [1.0, 1.0]
+    assert found["best"] | {"rows": 0} == best | {"rows": 0}
+    assert first.weight.tolist() == [[2.0, 2.0]]
+
+
+class Part(torch.Tensor):
+    """As of a model that is sharded."""
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Another one of that name would wait for the other ranks."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.float64(1.0), "value cannot be saved.*GLOBAL numpy"),
+        (lambda: None, "value cannot be saved.*pickle"),
+        (Path("x"), "value cannot be saved.*GLOBAL pathlib"),
+        (torch.ones(1).as_subclass(Part), "a Part cannot be saved.*torch.distributed.checkpoint"),
+        (nn.Sequential(FullyShardedDataParallel()), "value is sharded.*torch.distributed.checkpoint"),
+        (torch.eye(2).to_sparse(), "convert it to a dense one"),
+    ],
+)
+def test_what_cannot_be_read_without_running_code_is_refused_when_it_is_saved(
+    tmp_path: Path, value: Any, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        dd.save_checkpoint(tmp_path / "run", value=value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match="dualdist= is a name"):
+        dd.save_checkpoint(tmp_path / "run", dualdist=1)
+
+
+STRANGE: tuple[Any, ...] = (5, None, [], {}, {"param_groups": 5}, {"state": 1, "param_groups": [{"params": [0, 1]}]})
+
+
+@pytest.mark.parametrize("state", STRANGE, ids=str)
+@pytest.mark.parametrize("random", [5, [], [{}], [{"torch": 1, "python": 2, "numpy": 3}]], ids=str)
+def test_a_stranger_file_that_makes_no_sense_is_an_error_of_ours(tmp_path: Path, state: Any, random: Any) -> None:
+    content = {ABOUT: {"format": FORMAT, "random": random, "orders": state}, EXTRA: {}, "thing": state}
+    write(tmp_path, content, None, Progress())
+    model = nn.Linear(1, 1)
+    for thing in (
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        dd.Sampler(range(3), remainder="pad"),
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"00000001\.pt does not fit|thing refuses its state|Error|no random state"
+        ):
+            dd.load_checkpoint(tmp_path, thing=thing)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_gives_new_random_states(tmp_path: Path) -> None:
+    path = Path(dd.save_checkpoint(tmp_path))
+    content = torch.load(path, weights_only=True)
+    content[ABOUT]["random"] *= 2
+    write(tmp_path, content, None, Progress())
+    draws = []
+    for file in (path, path, tmp_path, tmp_path):
+        dd.load_checkpoint(file)
+        draws.append((torch.rand(1).item(), float(np.random.rand())))
+    assert draws[0] == draws[1]
+    assert draws[2] == draws[3]
+    assert set(draws[0]).isdisjoint(draws[2])

@@ -1,0 +1,313 @@
+"""Shares of an epoch as pure arithmetic, against torch's own sampler; and what a sampler remembers, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import dualdist as dd
+from dualdist.data import Remainder, Share
+from dualdist.errors import UsageError
+
+COUNT = 20
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dd.init()
+    yield
+    dd.shutdown()
+
+
+def shares(count: int, start: int, size: int, remainder: Remainder) -> list[Share]:
+    return [Share(count, start, rank, size, remainder) for rank in range(size)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 5), st.booleans(), st.booleans())
+def test_an_epoch_is_shared_out_as_torch_does(count: int, size: int, epoch: int, shuffle: bool, drop: bool) -> None:
+    sampler = dd.Sampler(range(count), remainder="drop", shuffle=shuffle, seed=3)
+    sampler.set_epoch(epoch)
+    order = torch.tensor(list(sampler))
+    for rank, share in enumerate(shares(count, 0, size, "drop" if drop else "pad")):
+        oracle = DistributedSampler(range(count), size, rank, shuffle, 3, drop)  # type: ignore[arg-type]
+        oracle.set_epoch(epoch)
+        assert share.of(order) == list(oracle)
+        assert len(share) == len(share.of(order))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 80),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=6),
+    st.sampled_from(["drop", "pad", "uneven"]),
+)
+def test_whatever_ranks_come_and_go_each_sample_is_seen_once(
+    count: int, lives: list[tuple[int, int, int]], remainder: Remainder
+) -> None:
+    """Each life has so many ranks with batches of so many samples, and so many steps; the last one goes to the end."""
+    order = torch.randperm(count)
+    position, seen = 0, []
+    for number, (size, batch, steps) in enumerate(lives):
+        ranks = shares(count, position, size, remainder)
+        done = min(steps * batch, len(ranks[0]))
+        if number == len(lives) - 1:
+            done = len(ranks[0])
+        # Step by step all ranks together take the next piece of the order, whatever their number.
+        for step in range(0, done, batch):
+            taken = [sample for share in ranks for sample in share.of(order)[step : step + batch]]
+            piece = order[position + step * size :][: min(batch, done - step) * size].tolist()
+            repeated = len(taken) - len(piece)
+            assert repeated == 0 or (remainder == "pad" and step + batch >= len(ranks[0]))
+            assert set(piece) <= set(taken)
+            seen += taken
+        position = ranks[0].position(done)
+    each_once = sorted(order.tolist())
+    last = lives[-1][0]
+    if remainder == "uneven":
+        assert sorted(seen) == each_once
+    elif remainder == "drop":
+        assert len(set(seen)) == len(seen) > count - last
+    else:
+        assert set(seen) == set(each_once)
+        # A life that ends within its last, padded step has no more to do, and only the last one gets there.
+        assert len(seen) < count + sum(size for size, _, _ in lives)
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))
+def test_ranks_with_more_samples_come_first(count: int, size: int, start: int) -> None:
+    """So that rank 0, whose state is kept, is never behind."""
+    lengths = [len(share) for share in shares(count, min(start, count), size, "uneven")]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sum(lengths) == count - min(start, count)
+
+
+def sampler_of(count: int = COUNT, **options: Any) -> dd.Sampler:
+    return dd.Sampler(range(count), **{"remainder": "drop", "seed": 1, **options})
+
+
+def loader_of(sampler: dd.Sampler, batch_size: int | None = 4, **options: Any) -> DataLoader[Any]:
+    return dd.loader(range(sampler.count or 0), batch_size, sampler=sampler, **options)  # type: ignore[arg-type]
+
+
+def batches(loader: DataLoader[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_epochs_differ_and_come_one_after_the_other() -> None:
+    sampler = sampler_of()
+    loader = loader_of(sampler)
+    first, second = batches(loader), batches(loader)
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(COUNT))
+    assert first != second
+    assert (sampler.epoch, sampler.position) == (2, 0)
+    sampler.set_epoch(0)
+    assert batches(loader) == first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_have_fetched_does_not_count(workers: int) -> None:
+    sampler = sampler_of()
+    whole = batches(loader_of(sampler_of()))
+    for done, batch in enumerate(loader_of(sampler, num_workers=workers), 1):
+        assert batch.tolist() == whole[done - 1]
+        assert sampler.state_dict()["position"] == sampler.position == 4 * done
+        if done == 3:
+            break
+    resumed = sampler_of()
+    resumed.load_state_dict(sampler.state_dict())
+    assert len(loader_of(resumed)) == 2
+    assert batches(loader_of(resumed)) == whole[3:]
+    assert batches(loader_of(sampler)) == whole[3:]  # it goes on there itself, too
+
+
+def test_a_state_of_the_last_step_still_has_its_epoch_to_end() -> None:
+    """So that what a program does after each epoch is done when it goes on from there."""
+    sampler = sampler_of()
+    for _ in loader_of(sampler):
+        state = sampler.state_dict()
+    resumed = sampler_of()
+    resumed.load_state_dict(state)
+    resumed.set_epoch(resumed.epoch)
+    assert (resumed.epoch, resumed.position) == (0, COUNT)
+    assert batches(loader_of(resumed)) == []
+    assert resumed.state_dict() == sampler.state_dict()
+    assert (resumed.epoch, resumed.position) == (1, 0)
+
+
+def test_a_loop_that_is_left_at_the_last_batch_is_followed_by_the_next_epoch() -> None:
+    sampler = sampler_of()
+    for number, _ in enumerate(loader_of(sampler), 1):
+        if number == 5:
+            break
+    assert sampler.epoch == 0
+    assert len(batches(loader_of(sampler))) == 5
+    assert sampler.epoch == 2
+
+
+def test_a_length_is_that_of_the_iteration_under_way() -> None:
+    sampler = sampler_of(22)
+    loader = loader_of(sampler, drop_last=True)
+    assert len(loader) == 5
+    for number, _ in enumerate(loader):
+        assert len(loader) == 5
+        if number == 1:
+            break
+    iterator = iter(loader)
+    assert len(loader) == 3
+    assert len(list(iterator)) == 3
+    assert list(iterator) == []
+    assert (sampler.epoch, len(loader)) == (1, 5)
+
+
+def test_an_iteration_ends_the_ones_before() -> None:
+    loader = loader_of(sampler_of())
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(UsageError, match="another iteration"):
+        next(first)
+    with pytest.raises(UsageError, match="another iteration"):
+        list(zip_longest(loader, loader))
+
+
+def test_a_loader_of_ones_own_has_to_count() -> None:
+    sampler = sampler_of()
+    plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
+    next(iter(plain))
+    with pytest.raises(UsageError, match=r"dd\.loader.*sampler\.record"):
+        sampler.state_dict()
+    sampler.record(4)
+    assert sampler.state_dict()["position"] == 4
+    with pytest.raises(UsageError, match=r"17 more.*has 16 left"):
+        sampler.record(17)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, "no epoch and no position"),
+        ({"epoch": "1"}, "epoch is '1'"),
+        ({"position": -1}, "position is -1"),
+        ({"count": 19}, "count 19 then, count 20 now"),
+        ({"seed": 2, "shuffle": False}, "shuffle False, seed 2 then, shuffle True, seed 1 now"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(state: dict[str, Any], words: str) -> None:
+    sampler = sampler_of()
+    with pytest.raises(UsageError, match=words):
+        sampler.load_state_dict(state and sampler.state_dict() | state)
+
+
+def test_wrong_arguments_are_refused_with_the_right_ones() -> None:
+    with pytest.raises(UsageError, match="'drop', 'pad', 'uneven'"):
+        sampler_of(remainder="keep")
+    with pytest.raises(UsageError, match="shuffle=False"):
+        dd.Sampler(Stream(5), remainder="drop")
+    with pytest.raises(UsageError, match="with a length, not a generator"):
+        dd.Sampler((number for number in range(3)), remainder="drop")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"shuffle: say it to dd\.Sampler"):
+        loader_of(sampler_of(), shuffle=True)
+    with pytest.raises(UsageError, match="has 3 samples, that of the sampler 20"):
+        dd.loader(range(3), sampler=sampler_of())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"sampler=dd\.Sampler"):
+        dd.loader(range(3), sampler=range(3))  # type: ignore[arg-type]
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Augments each sample by everybody's generators."""
+
+    classes = ("a", "b")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import random
+
+        import numpy as np
+
+        return torch.tensor([index, random.random(), float(np.random.rand()), torch.rand(1).item()])
+
+
+def noise(sampler: dd.Sampler, workers: int, **options: Any) -> list[torch.Tensor]:
+    return list(dd.loader(Noisy(sampler.count or 0), 4, sampler=sampler, num_workers=workers, **options))
+
+
+def test_augmentation_depends_on_the_epoch_and_the_batch_alone() -> None:
+    """Not on the number of workers, nor on where the run was left; and epochs differ."""
+    whole = noise(sampler_of(), 1)
+    assert len(torch.cat(whole)[:, 1:].unique()) == 3 * COUNT
+    resumed = sampler_of()
+    resumed.load_state_dict(resumed.state_dict() | {"position": 8})
+    torch.manual_seed(7)
+    for mine, right in zip(noise(resumed, 2), whole[2:], strict=True):
+        assert torch.equal(mine, right)
+    sampler = sampler_of()
+    persistent = dd.loader(Noisy(COUNT), 4, sampler=sampler, num_workers=2, persistent_workers=True)
+    assert torch.equal(torch.cat(list(persistent)), torch.cat(whole))
+    second = torch.cat(list(persistent))
+    assert set(second[:, 1].tolist()).isdisjoint(torch.cat(whole)[:, 1].tolist())
+    later = sampler_of()
+    later.set_epoch(1)
+    assert torch.equal(torch.cat(noise(later, 1)), second)
+    assert (len(persistent.dataset), persistent.dataset.classes) == (COUNT, ("a", "b"))  # type: ignore[arg-type, attr-defined]
+
+
+def test_iterating_draws_nothing_from_the_programs_generator() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(0)
+    for workers in (0, 1):
+        next(iter(loader_of(sampler_of(), num_workers=workers)))
+    next(iter(dd.loader(Stream(9), sampler=dd.Sampler(Stream(9), remainder="pad", shuffle=False))))
+    assert torch.rand(2).tolist() == expected
+
+
+class Stream(IterableDataset[int]):
+    """Shards itself by worker, as torch's documentation shows, which dd.loader hides from it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(100 * self.epoch + first, 100 * self.epoch + self.count, every))
+
+
+@pytest.mark.parametrize(("workers", "options"), [(0, {}), (1, {}), (3, {"persistent_workers": True})])
+def test_a_stream_comes_in_its_own_order_however_many_read_it(workers: int, options: dict[str, Any]) -> None:
+    stream = Stream(14)
+    sampler = dd.Sampler(stream, remainder="pad", shuffle=False)
+    loader = dd.loader(stream, 3, sampler=sampler, num_workers=workers, **options)
+    for epoch in range(2):
+        expected = [[100 * epoch + number for number in range(first, min(first + 3, 14))] for first in range(0, 14, 3)]
+        for number, batch in enumerate(loader):
+            assert batch.tolist() == expected[number]
+            if number == 1:
+                break
+        assert sampler.position == 6
+        assert batches(loader) == expected[2:]
+    assert list(dd.loader(stream, None, sampler=sampler, num_workers=workers))[:2] == [200, 201]
+
+
+def test_samples_one_by_one() -> None:
+    sampler = sampler_of(shuffle=False)
+    for number, sample in enumerate(loader_of(sampler, None), 1):
+        assert (sample, sampler.position) == (number - 1, number)
