@@ -224,4 +224,6 @@ def wrap_optimizer(
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes)
-    return gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
+    gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
+    session.recorded(optimizer)
+    return optimizer

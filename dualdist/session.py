@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.arguments import whole
@@ -30,10 +32,13 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Store
     from dualdist.group import Group
     from dualdist.mailbox import Mailbox
+    from dualdist.recording import Recorder
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
 HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
+# Set by `dualdist compare` for a program that it times: a folder, and how many steps to leave out and to time.
+RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
 TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 STORE = "dualdist.store"
 BACKENDS = ("auto", "native", "horovod", "mpi")
@@ -79,6 +84,7 @@ class _Process:
     sessions: int = 0
     exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
     store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
+    recorder: Recorder | None = None
 
 
 _process = _Process()
@@ -110,7 +116,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         )
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
-    environ = os.environ
+    environ, began = os.environ, time.time()
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
@@ -132,6 +138,25 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
             "here: unset it, or choose a backend and a launcher that have it"
         )
     _process.session = session
+    if RECORD in environ and _process.recorder is None:
+        _process.recorder = _recorder(session, environ, began)
+
+
+def _recorder(session: Session, environ: Mapping[str, str], began: float) -> Recorder:
+    """What `dualdist compare` set the variables for."""
+    from dualdist import recording
+
+    topology, backend = session.topology, session.backend
+    path = Path(environ[RECORD], f"rank-{topology.rank}.json")
+    plan = recording.Plan(path, int(environ[RECORD_WARMUP]), int(environ[RECORD_STEPS]))
+    place = recording.place_of(topology, backend.name, backend.transport, session.device)
+    return recording.Recorder(plan, {"rank": topology.rank, **place}, session.device, began)
+
+
+def recorded(optimizer: torch.optim.Optimizer) -> None:
+    """The wrapped optimizer's steps are recorded, where `dualdist compare` runs this program."""
+    if _process.recorder is not None:
+        _process.recorder.watch(optimizer)
 
 
 def export(values: Mapping[str, str]) -> None:
@@ -144,6 +169,8 @@ def export(values: Mapping[str, str]) -> None:
 def shutdown() -> None:
     """Leave the job; see dualdist.api.shutdown."""
     session = current()
+    if _process.recorder is not None:
+        _process.recorder.finish()
     _process.session = None
     _process.was_shut_down = True
     session.close()

@@ -1,0 +1,303 @@
+"""`dualdist compare`: its options, and the way from them to launches and a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualdist.compare.cases import IMAGE_SIZE, MODELS, TrainOptions
+from dualdist.compare.cells import (
+    DEFAULT_REFERENCES,
+    OURS,
+    REFERENCES,
+    Cell,
+    Facts,
+    Refused,
+    places_of,
+    references,
+    sorted_out,
+)
+from dualdist.compare.jobs import Setting
+from dualdist.compare.report import check_json, record, show, write_json
+from dualdist.doctor import diagnose
+from dualdist.errors import LaunchError, UsageError
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.launchers import LAUNCHERS, Command, Site
+from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.planning import SLURM_JOB
+from dualdist.launchers.run import look
+from dualdist.launchers.run import run as run_command
+
+if TYPE_CHECKING:
+    from dualdist.compare.contest import Contest, Rounds, Script
+    from dualdist.compare.launches import Launch
+
+ROUNDS, BUDGET = 9, "5m"
+WARMUP, SCRIPT_STEPS = 3, 30
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+GPUS = "import torch; print(torch.cuda.device_count())"
+INTERRUPTED = 130
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of this sub-command."""
+    parser.usage = "dualdist compare [option ...] [--script train.py [-- argument ...]]"
+    add = parser.add_argument
+    add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
+    add(
+        "--budget",
+        default=BUDGET,
+        metavar="T",
+        help=f"start no round that would end later, as 120s, 10m (default: {BUDGET})",
+    )
+    add(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"launch everything N times at most (default: {ROUNDS})"
+    )
+    cells = parser.add_argument_group("contenders: every combination").add_argument
+    cells("--backends", metavar="A,B", help=f"of {', '.join(CARRIERS)} (default: all)")
+    cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all that the backend has)")
+    cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
+    cells(
+        "--references",
+        metavar="A,B",
+        help=f"of {', '.join(REFERENCES)}, or an empty word (default: {','.join(DEFAULT_REFERENCES)})",
+    )
+    cells(
+        "--self-check",
+        type=float,
+        metavar="PERCENT",
+        help="also run the first contender a second time, and a third time slowed by so much: are both seen here?",
+    )
+    work = parser.add_argument_group("what they train").add_argument
+    work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
+    work("--batch", type=int, default=0, metavar="N", help="of all ranks together (default: the model's own for each)")
+    work("--steps", type=int, default=0, metavar="N", help="that each launch times (default: what fits the model)")
+    work("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before those (default: {WARMUP})")
+    work("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
+    work("--seed", type=int, default=0, metavar="N", help="of parameters, data and the order of launches (default: 0)")
+    work("--script", metavar="FILE", help="your own program that calls dd.wrap_optimizer, instead of a model")
+    work("--as-horovod", action="store_true", help="the script was written for Horovod: it finds dualdist.hvd instead")
+    work("arguments", nargs="*", metavar="ARGUMENT", help="the script's own arguments, after --")
+    work("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1)")
+    work("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU where torch sees one")
+    work("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank; again for more")
+    out = parser.add_argument_group("results").add_argument
+    out("--output", metavar="DIR", help="write report.html, plots, tables and all raw data; a second run goes on there")
+    out("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
+    out("--csv", metavar="FILE", help="write one line for each launch")
+    out("--dry-run", action="store_true", help="print the command lines and do nothing")
+    out("--timeout", type=float, default=600.0, metavar="S", help="seconds that one launch may take (default: 600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch the contenders in turn, and say which is the fastest. 1 where that cannot be said."""
+    _check(args)
+    site, setting = look(), _setting(args)
+    cells, refused = _cells(args, site, setting)
+    with _folder(args) as folder:
+        contest = _contest(args, setting, site, folder)
+        kept = contest.kept(cells)
+        rounds = _rounds(args, contest, cells, kept)
+        if args.dry_run:
+            for number in range(args.rounds):
+                for cell in rounds.left_in(number):
+                    print(contest.planned(cell, number).line)
+            return 0
+        launches, code = _launched(rounds, cells, kept, args.rounds)
+        return _report(args, cells, refused, launches, rounds.ended) or code
+
+
+def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int) -> tuple[list[Launch], int]:
+    """All launches, also where they were interrupted, and the exit code that says so."""
+    from dualdist.compare.progress import progress
+
+    launches, labels = list(kept), {cell.key: cell.label for cell in cells}
+    try:
+        with termination_raises(), progress() as tell:
+            if kept:
+                tell("from the run before", len(launches), len(cells) * times, rounds.left_s())
+            for launch in rounds:
+                launches.append(launch)
+                total = (len(cells) - len(rounds.failed)) * times + len(rounds.failed)
+                failed = "" if launch.error is None else " FAILED"
+                tell(f"round {launch.round + 1}, {labels[launch.cell]}{failed}", len(launches), total, rounds.left_s())
+    except KeyboardInterrupt:
+        return launches, INTERRUPTED
+    except SystemExit as end:
+        return launches, int(end.code or 0)
+    return launches, 0
+
+
+def _report(
+    args: argparse.Namespace, cells: list[Cell], refused: list[Refused], launches: list[Launch], ended: str
+) -> int:
+    """Show and write what was found; 1 where there is no valid comparison."""
+    from dualdist.compare.figures import result
+    from dualdist.compare.tables import tables, write_csv
+
+    found = result(cells, refused, launches, ended)
+    jobs = [launch.model_dump() for launch in launches]
+    kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), _settings(args), jobs, asdict(found))
+    labels = {cell.key: cell.label for cell in cells}
+    if args.csv is not None:
+        write_csv(Path(args.csv), launches, labels)
+    if args.json is not None:
+        write_json(kept, args.json)
+    if args.json != "-":
+        show(kept, list(tables(found)), sys.stdout)
+        print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}\nsame      {found.same}")
+        for sentence in found.further.values():
+            print(f"          {sentence}")
+        print(f"verdict   {found.verdict.sentence}")
+    return 0 if found.verdict.kind not in ("invalid", "nothing") else 1
+
+
+def _cells(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
+    """What will run, and what cannot."""
+    facts = Facts(
+        gpus=0 if args.device == "cpu" else _gpus(site),
+        device=args.device,
+        backends=diagnose(os.environ).backends,
+        is_in_slurm=SLURM_JOB in os.environ,
+        is_script=args.script is not None,
+    )
+    if args.device == "cuda" and not facts.gpus:
+        raise UsageError("--device cuda, but torch sees no GPU here")
+    wanted = places_of(
+        _words(args.launchers), _words(args.backends) or list(CARRIERS), _words(args.transports), os.environ
+    )
+    cells, refused = sorted_out(wanted, setting, site, facts)
+    if cells and args.self_check is not None:
+        first = cells[0].place
+        cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
+    names = list(DEFAULT_REFERENCES) if args.references is None else _words(args.references) or []
+    if args.script is not None:
+        names = [name for name in names if name == "one"]
+    for each in references(names, cells, facts):
+        if isinstance(each, Cell):
+            cells.append(each)
+        else:
+            refused.append(each)
+    return cells, refused
+
+
+def _gpus(site: Site) -> int:
+    """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
+    done = run_command(Command((site.python, "-c", GPUS)), timeout_s=120, what="looking for GPUs")
+    last = (done.output.split() or [""])[-1]
+    if done.code != 0 or not last.isdecimal():
+        raise LaunchError(f"torch cannot be imported by {site.python}:\n{done.output.strip()}")
+    return int(last)
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:
+    try:
+        contest = importlib.import_module("dualdist.compare.contest")
+    except ModuleNotFoundError as error:
+        raise UsageError(f"dualdist compare needs {error.name}: pip install 'dualdist[compare]'") from error
+    made: Contest = contest.Contest(_work(args, contest.Script), setting, site, folder)
+    return made
+
+
+def _work(args: argparse.Namespace, script: type[Script]) -> TrainOptions | Script:
+    if args.script is not None:
+        from dualdist.cli.run import program
+
+        words = program([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
+        return script(words, args.warmup, args.steps or SCRIPT_STEPS)
+    model = MODELS[args.model]
+    return TrainOptions(
+        args.model,
+        OURS,
+        args.batch or model.batch * args.ranks,
+        args.warmup,
+        args.steps or model.steps,
+        args.image_size,
+        sizes=SIZES,
+        device=args.device,
+        seed=args.seed,
+    )
+
+
+def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:
+    from dualdist.compare.contest import Limits, Rounds
+
+    return Rounds(cells, Limits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed)
+
+
+def seconds(text: str) -> float:
+    """120s, 2m, 1h or 90."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        found = float(number) * UNITS[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UsageError(f"--budget {text}: expected a time above 0, as 120s, 10m or 1h")
+    return found
+
+
+def _check(args: argparse.Namespace) -> None:
+    """UsageError for what cannot be right, before anything takes time."""
+    check_json(args.json)
+    seconds(args.budget)
+    if args.model not in MODELS:
+        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}
+    for option, value in least.items():
+        if getattr(args, option) < value:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {value} or more")
+    if args.batch % args.ranks:
+        raise UsageError(
+            f"--batch {args.batch}: expected a multiple of the {args.ranks} ranks, so that all have as much"
+        )
+    if args.self_check is not None and not 0 < args.self_check <= 100:
+        raise UsageError(f"--self-check {args.self_check:g}: expected a percentage above 0, up to 100")
+    if args.script is None and (args.arguments or args.as_horovod):
+        raise UsageError("arguments after -- and --as-horovod are for a --script")
+    if args.script is not None and (args.batch or args.self_check is not None):
+        raise UsageError("--batch and --self-check are for models: a script says its own batch, and runs unmodified")
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    for word in args.env:
+        if not word.partition("=")[1]:
+            raise UsageError(f"--env {word}: expected NAME=VALUE")
+    variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
+    return Setting(args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "steps", "env"]
+    names += ["script", "arguments"] if args.script is not None else ["model", "batch", "image_size"]
+    return {name: getattr(args, name) for name in names}
+
+
+@contextmanager
+def _folder(args: argparse.Namespace) -> Iterator[Path]:
+    """Where launches are kept: in the output, or only until the end."""
+    if args.output is not None:
+        folder = Path(args.output).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    made = tempfile.mkdtemp(prefix="dualdist-compare-")
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,204 @@
+"""Launches every contender round after round, each round in another order, until the budget of time is used up."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from dualdist.compare import launches as files
+from dualdist.compare.cases import TrainOptions
+from dualdist.compare.cells import OURS, Cell
+from dualdist.compare.jobs import FOREIGN, Planned, Setting, launched, program_command, worker_command
+from dualdist.compare.launches import Launch, Rank
+from dualdist.errors import LaunchError
+from dualdist.launchers import Site
+from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
+
+FIRST_GUESS_S = 8.0  # what a launch takes, before one has been seen
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program of a user's, what follows `python`."""
+
+    words: tuple[str, ...]
+    warmup: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What every launch is made from: `work` is a model to be trained, or a script; `folder` keeps what was found."""
+
+    work: TrainOptions | Script
+    setting: Setting
+    site: Site
+    folder: Path
+
+    def ranks(self, cell: Cell) -> int:
+        return 1 if cell.kind == "one" else self.setting.ranks
+
+    def planned(self, cell: Cell, number: int) -> Planned:
+        """The job of a round, and the files in which its ranks will leave their records."""
+        ranks, own = self.ranks(cell), self.folder / "running" / f"{number}-{cell.key}"
+        setting = replace(self.setting, ranks=ranks)
+        reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
+        if isinstance(self.work, Script):
+            record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
+            setting = replace(setting, env={**record, **setting.env})
+            built = program_command(cell.place, self.work.words, setting, self.site)
+        else:
+            built = worker_command(cell.place, self._words(cell, self.work, own), setting, self.site)
+            if self._sweeps(cell, self.work):
+                reports.append(own / "allreduce.json")
+        return Planned(f"round {number + 1}, {cell.label}", built, tuple(reports), {"cell": cell, "folder": own})
+
+    def _batch(self, cell: Cell) -> int | None:
+        """Samples of all ranks in a step; one rank alone has as many as each of several."""
+        return None if isinstance(self.work, Script) else self.work.batch * self.ranks(cell) // self.setting.ranks
+
+    def _words(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
+        words = {
+            "model": options.model,
+            "contender": OURS if cell.kind == "one" else cell.kind,
+            "batch": self._batch(cell),
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "image-size": options.image_size,
+            "seed": options.seed,
+            "slow": cell.slow,
+            "folder": own,
+            "report": own / "allreduce.json",
+        }
+        if self._sweeps(cell, options):
+            words["sizes"] = ",".join(map(str, options.sizes))
+        return ["train", *(f"--{name}={value}" for name, value in words.items())]
+
+    def _sweeps(self, cell: Cell, options: TrainOptions) -> bool:
+        return bool(options.sizes) and cell.is_contender and self.ranks(cell) > 1
+
+    def launch(self, cell: Cell, number: int) -> Launch:
+        """Run the job to its end; a launch that failed says why."""
+        planned, began, started = self.planned(cell, number), time.time(), time.monotonic()
+        shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # what an interrupted launch has left
+        found = Launch(
+            cell=cell.key, round=number, began=began, seconds=0, command=planned.line, batch=self._batch(cell)
+        )
+        try:
+            reports = launched(planned, self.setting.timeout_s)
+            ranks = [Rank.model_validate(report) for report in reports[: self.ranks(cell)]]
+            allreduce = reports[-1] if len(reports) > len(ranks) else None
+            known = {"ranks": ranks, "allreduce": allreduce, "error": _unfit(ranks)}
+            found = found.model_copy(update={**known, "foreign_cores": reports[0][FOREIGN]})
+        except LaunchError as error:
+            found = found.model_copy(update={"error": str(error)})
+        finally:
+            shutil.rmtree(planned.tags["folder"], ignore_errors=True)
+        found = found.model_copy(update={"seconds": time.monotonic() - started})
+        files.write(found, self.folder / "launches" / f"{number:03}-{cell.key}.json")
+        return found
+
+    def kept(self, cells: Sequence[Cell]) -> list[Launch]:
+        """The launches of an earlier run that was broken off; those that failed are tried again."""
+        keys = {cell.key for cell in cells}
+        paths = sorted((self.folder / "launches").glob("*.json"))
+        found = [launch for path in paths if (launch := files.read(path)).cell in keys]
+        return [launch for launch in found if launch.error is None]
+
+
+def _unfit(ranks: Sequence[Rank]) -> str | None:
+    """Why these records cannot be compared."""
+    if min(len(rank.steps) for rank in ranks) < 1:
+        return f"it took {len(ranks[0].ends)} steps, and the first {ranks[0].warmup} are not timed: train longer"
+    return None
+
+
+def order_of(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
+    """The cells in the order of this round, drawn anew for each."""
+    return random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: after so many rounds, or before a round that would not end within the budget."""
+
+    rounds: int
+    budget_s: float
+
+
+class Rounds:
+    """The launches that are left to do, in turn; `ended` says afterwards why there are no more."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        limits: Limits,
+        launch: Callable[[Cell, int], Launch],
+        done: Sequence[Launch] = (),
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ended = "interrupted"
+        self._cells = list(cells)
+        self._limits = limits
+        self._launch = launch
+        self._done = {(each.cell, each.round) for each in done}
+        self._seconds: dict[str, list[float]] = {}
+        for each in done:
+            self._seconds.setdefault(each.cell, []).append(each.seconds)
+        self._seed = seed
+        self._clock = clock
+        self._began = clock()
+        self.failed: set[str] = set()
+
+    def __iter__(self) -> Iterator[Launch]:
+        for number in range(self._limits.rounds):
+            left = self.left_in(number)
+            if self._seconds and self.spent_s + self._cost(left) > self._limits.budget_s:
+                self.ended = f"the budget of {self._limits.budget_s:g} s was used up"
+                return
+            for cell in left:
+                if number == 0 and self.spent_s > self._limits.budget_s:
+                    self.ended = f"the budget of {self._limits.budget_s:g} s was used up in the first round"
+                    return
+                found = self._launch(cell, number)
+                self._seconds.setdefault(cell.key, []).append(found.seconds)
+                self._done.add((cell.key, number))
+                if found.error is not None:
+                    self.failed.add(cell.key)
+                yield found
+        self.ended = "complete"
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._began
+
+    def left_in(self, number: int) -> list[Cell]:
+        """What this round has still to launch; a cell that has failed is not tried again."""
+        cells = order_of(self._cells, number, self._seed)
+        return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
+
+    def left_s(self) -> float:
+        """About how long the rest will take."""
+        all_left = [cell for number in range(self._limits.rounds) for cell in self.left_in(number)]
+        return max(0.0, min(self._cost(all_left), self._limits.budget_s - self.spent_s))
+
+    def _cost(self, cells: Sequence[Cell]) -> float:
+        known = [seconds for each in self._seconds.values() for seconds in each]
+        guess = median(known) if known else FIRST_GUESS_S
+        return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)
+
+
+def by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
+    """The launches that succeeded, round by round."""
+    found: dict[str, list[Launch]] = {}
+    for launch in sorted(launches, key=lambda each: each.round):
+        if launch.error is None:
+            found.setdefault(launch.cell, []).append(launch)
+    return found
