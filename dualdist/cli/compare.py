@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shlex
 import shutil
@@ -12,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ from dualdist.compare.cells import (
     references,
     sorted_out,
 )
+from dualdist.compare.folder import claim
 from dualdist.compare.jobs import Setting
+from dualdist.compare.machine import machine, versions
 from dualdist.compare.report import check_json, record, show, write_json
 from dualdist.doctor import diagnose
 from dualdist.errors import LaunchError, UsageError
@@ -40,6 +42,7 @@ from dualdist.launchers.run import run as run_command
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Contest, Rounds, Script
+    from dualdist.compare.figures import Result
     from dualdist.compare.launches import Launch
 
 ROUNDS, BUDGET = 9, "5m"
@@ -48,6 +51,7 @@ SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 GPUS = "import torch; print(torch.cuda.device_count())"
 INTERRUPTED = 130
+NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +107,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launch the contenders in turn, and say which is the fastest. 1 where that cannot be said."""
     _check(args)
+    for name in NEEDED if args.output is not None else NEEDED[:1]:
+        if find_spec(name) is None:
+            raise UsageError(f"dualdist compare needs {name}: pip install 'dualdist[compare]'")
+    from dualdist.compare.figures import result
+
     site, setting = look(), _setting(args)
     cells, refused = _cells(args, site, setting)
     with _folder(args) as folder:
@@ -115,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
                     print(contest.planned(cell, number).line)
             return 0
         launches, code = _launched(rounds, cells, kept, args.rounds)
-        return _report(args, cells, refused, launches, rounds.ended) or code
+        found = result(cells, refused, launches, rounds.ended)
+        return _report(args, found, launches, {cell.key: cell.label for cell in cells}, folder) or code
 
 
 def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int) -> tuple[list[Launch], int]:
@@ -140,16 +150,13 @@ def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int)
 
 
 def _report(
-    args: argparse.Namespace, cells: list[Cell], refused: list[Refused], launches: list[Launch], ended: str
+    args: argparse.Namespace, found: Result, launches: list[Launch], labels: dict[str, str], folder: Path
 ) -> int:
     """Show and write what was found; 1 where there is no valid comparison."""
-    from dualdist.compare.figures import result
     from dualdist.compare.tables import tables, write_csv
 
-    found = result(cells, refused, launches, ended)
     jobs = [launch.model_dump() for launch in launches]
     kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), _settings(args), jobs, asdict(found))
-    labels = {cell.key: cell.label for cell in cells}
     if args.csv is not None:
         write_csv(Path(args.csv), launches, labels)
     if args.json is not None:
@@ -160,6 +167,11 @@ def _report(
         for sentence in found.further.values():
             print(f"          {sentence}")
         print(f"verdict   {found.verdict.sentence}")
+    if args.output is not None:
+        from dualdist.compare import page
+
+        where = page.write(folder, found, kept, launches, labels)
+        print(f"page      {where}", file=sys.stderr if args.json == "-" else sys.stdout)
     return 0 if found.verdict.kind not in ("invalid", "nothing") else 1
 
 
@@ -206,12 +218,9 @@ def _words(text: str | None) -> list[str] | None:
 
 
 def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:
-    try:
-        contest = importlib.import_module("dualdist.compare.contest")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"dualdist compare needs {error.name}: pip install 'dualdist[compare]'") from error
-    made: Contest = contest.Contest(_work(args, contest.Script), setting, site, folder)
-    return made
+    from dualdist.compare.contest import Contest, Script
+
+    return Contest(_work(args, Script), setting, site, folder)
 
 
 def _work(args: argparse.Namespace, script: type[Script]) -> TrainOptions | Script:
@@ -288,12 +297,19 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
+def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """What all launches of a comparison have in common."""
+    free = ("rounds", "budget")
+    settings = {name: value for name, value in _settings(args).items() if name not in free}
+    return {**settings, "as_horovod": args.as_horovod, "machine": asdict(machine()), "versions": versions()}
+
+
 @contextmanager
 def _folder(args: argparse.Namespace) -> Iterator[Path]:
     """Where launches are kept: in the output, or only until the end."""
-    if args.output is not None:
+    if args.output is not None and not args.dry_run:
         folder = Path(args.output).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        claim(folder, _conditions(args))
         yield folder
         return
     made = tempfile.mkdtemp(prefix="dualdist-compare-")
