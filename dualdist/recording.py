@@ -155,11 +155,17 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
         "backend": backend,
         "transport": transport,
         "launcher": topology.launcher,
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "mpi": topology.mpi,
+        "device": name_of(device),
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda else None,
         "threads": torch.get_num_threads(),
     }
+
+
+def name_of(device: torch.device) -> str:
+    """ "cpu", or what the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def digest(parameters: Iterable[torch.Tensor]) -> str:

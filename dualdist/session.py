@@ -85,6 +85,7 @@ class _Process:
     exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
     store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
     recorder: Recorder | None = None
+    has_told_choice: bool = False
 
 
 _process = _Process()
@@ -231,6 +232,8 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, transport, environ, session, timeout_s)
+    if requested == "auto":
+        requested, transport = _saved_choice(topology, transport, environ)
     name = chosen_backend(requested, topology)
     if name == "mpi":
         from dualdist.backends import mpi
@@ -253,6 +256,25 @@ def chosen_backend(requested: str, topology: Topology) -> str:
         has_mpi4py = find_spec("mpi4py") is not None
         return over_mpi(horovod.is_built_with_mpi(), has_mpi4py, has_gpu=_device(None).type == "cuda")
     return "single" if topology.launcher == "none" else "native"
+
+
+def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What "auto" and the transport that was asked for become by a saved choice; the first rank tells, once."""
+    from dualdist import choices
+
+    def device() -> str:
+        from dualdist.recording import name_of
+
+        return name_of(_device(None))
+
+    path = choices.path_of(environ)
+    found = choices.of_job(choices.load(path), topology, device)
+    if found is None or transport not in ("", found.transport):
+        return "auto", transport
+    if topology.rank == 0 and not _process.has_told_choice:
+        _process.has_told_choice = True
+        print(f"dualdist: {found} ({path}; {BACKEND} goes before it)", file=sys.stderr, flush=True)
+    return found.backend, found.transport
 
 
 def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:

@@ -100,6 +100,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out("--output", metavar="DIR", help="write report.html, plots, tables and all raw data; a second run goes on there")
     out("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
     out("--csv", metavar="FILE", help="write one line for each launch")
+    out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, where all is as here')
     out("--dry-run", action="store_true", help="print the command lines and do nothing")
     out("--timeout", type=float, default=600.0, metavar="S", help="seconds that one launch may take (default: 600)")
 
@@ -172,7 +173,28 @@ def _report(
 
         where = page.write(folder, found, kept, launches, labels)
         print(f"page      {where}", file=sys.stderr if args.json == "-" else sys.stdout)
-    return 0 if found.verdict.kind not in ("invalid", "nothing") else 1
+    is_valid = found.verdict.kind not in ("invalid", "nothing")
+    if args.save_choice and is_valid:
+        _save(found, launches, kept["at"])
+    elif args.save_choice:
+        print("dualdist compare: nothing saved: this was no valid comparison", file=sys.stderr)
+    return 0 if is_valid else 1
+
+
+def _save(found: Result, launches: list[Launch], at: str) -> None:
+    """The user's configuration has the choices that follow from this, and standard error says which."""
+    from dualdist import choices
+    from dualdist.compare.choosing import chosen
+    from dualdist.compare.contest import by_cell
+
+    by_key, path = by_cell(launches), choices.path_of(os.environ)
+    contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
+    told = list(chosen(contenders, at))
+    choices.save(path, [each for each in told if isinstance(each, choices.Saved)])
+    for each in told:
+        said = each if isinstance(each, str) else f"saved {each.backend} over {each.transport} for {each.conditions}"
+        print(f"dualdist compare: {said}", file=sys.stderr)
+    print(f"dualdist compare: {path}", file=sys.stderr)
 
 
 def _cells(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:

@@ -48,7 +48,7 @@ class Cell:
     def label(self) -> str:
         """As a sentence names it."""
         place = self.place
-        over = f" over {place.transport}" if place.transport else ""
+        over = f" over {place.transport}" if place.transport not in (None, place.backend) else ""
         if self.kind in APART:
             return REFERENCES[self.kind]
         if self.kind != OURS:

@@ -86,14 +86,14 @@ def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence
     said = verdict(contending, same)
     order = ranking({cell.label: found[cell.key] for cell in measured})
     fastest = said.winner or next((label for label in order if label in contending), None)
-    others = {cell.label: found[cell.key] for cell in measured if cell.kind not in APART}
+    others = {label: training[label] for label in order if label in training}
     return Result(
         verdict=said,
         further=against(said.winner, others) if said.winner in others else {},
         same=same,
         cells=[
             _figures(cell, found, contending.get(fastest or "", []))
-            for cell in sorted(measured, key=lambda each: order.index(each.label))
+            for cell in sorted(measured, key=lambda each: (each.kind in APART, order.index(each.label)))
         ],
         refused=[*refused, *failed],
         ended=ended,

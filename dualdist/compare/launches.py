@@ -25,6 +25,7 @@ class Rank(BaseModel):
     backend: str
     transport: str
     launcher: str
+    mpi: bool
     device: str
     cuda: str | None
     nccl: str | None

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dualdist.compare.figures import Figures, Result
 from dualdist.compare.launches import Launch
@@ -82,6 +82,10 @@ def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, s
         for cell, box, middle in zip(cells, boxes["boxes"], boxes["medians"], strict=True):
             box.set(facecolor=colours[cell.key], alpha=0.35, edgecolor=colours[cell.key])
             middle.set(color=colours[cell.key], linewidth=2)
+        ends = zip([cell for cell in cells for _ in range(2)], boxes["whiskers"], boxes["caps"], strict=True)
+        for cell, whisker, cap in ends:
+            whisker.set(color=colours[cell.key])
+            cap.set(color=colours[cell.key])
         for cell, place in zip(cells, places, strict=True):
             medians = [1e3 * launch.step_s for launch in launches[cell.key]]
             axes.plot(
@@ -98,8 +102,8 @@ def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, s
         axes.set_xlim(0, most * 1.03)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("ms a step, on its slowest rank")
-        left_out = f"; {hidden} slower steps are not shown" if hidden else ""
-        axes.set_title("Step times")
+        left_out = f"; {hidden} slower step{'s' * (hidden > 1)} left out" if hidden else ""
+        axes.set_title("Step times", pad=20)
         axes.annotate(
             f"box: middle half of all steps; whiskers: 5% to 95%; dots: the median of each launch{left_out}",
             (0, 1),
@@ -109,7 +113,6 @@ def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, s
             fontsize=8,
             color="#555555",
         )
-        axes.title.set_position((0, 1.06))
 
     return _drawn(1.3 + 0.42 * len(cells), draw)
 
@@ -216,6 +219,7 @@ def _losses(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, 
                 solid_capstyle="round",
                 alpha=0.9,
             )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step, warm-up included")
         axes.set_ylabel("loss, the mean over ranks")
         axes.set_title("Losses, on top of each other")

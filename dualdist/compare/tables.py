@@ -99,7 +99,11 @@ def _range(values: Sequence[float]) -> str:
 
 
 def cost_table(cells: Sequence[Figures]) -> Table:
-    return Table("Cost", COST, tuple(_cost(cell) for cell in cells), (COST_NOTE,))
+    """All but what is known of none."""
+    rows = [_cost(cell) for cell in cells]
+    known = [place for place in range(len(COST)) if any(row[place] != "-" for row in rows)]
+    columns, *shown = (tuple(row[place] for place in known) for row in (COST, *rows))
+    return Table("Cost", columns, tuple(shown), (COST_NOTE,))
 
 
 def _cost(cell: Figures) -> tuple[str, ...]:

@@ -30,4 +30,5 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
+        "XDG_CONFIG_HOME": "/nonexistent",  # choices that this user has saved are none of the tests'
     }

@@ -19,6 +19,7 @@ def rank(number: int, step_s: float, **changes: object) -> Rank:
         "backend": "native",
         "transport": "shm",
         "launcher": "torchrun",
+        "mpi": False,
         "device": "cpu",
         "cuda": None,
         "nccl": None,
