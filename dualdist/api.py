@@ -23,10 +23,10 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job: every rank calls this once, before anything else here, and returns when all ranks are there.
 
     `backend` is "native" (torch.distributed), "horovod", "mpi" (mpi4py) or "auto"; None takes DUALDIST_BACKEND, else
-    "auto": Horovod under horovodrun, and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is
-    installed and torch sees no GPU; else native; a process that no launcher started is a job of one, which touches no
-    network. `timeout_s` limits this call and every later wait for another rank, in
-    seconds.
+    "auto": what `dualdist compare --save-choice` found for such a job on this machine, else Horovod under horovodrun,
+    and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is installed and torch sees no GPU;
+    else native; a process that no launcher started is a job of one, which touches no network. `timeout_s` limits this
+    call and every later wait for another rank, in seconds.
 
     Native sets up torch.distributed's default process group, so that DistributedDataParallel and its kin work beside
     dualdist; a group that is there already is used, and left alone at shutdown.
