@@ -174,11 +174,14 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
     by_key, path = by_cell(launches), choices.path_of(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
     told = list(chosen(contenders, at))
-    choices.save(path, [each for each in told if isinstance(each, choices.Saved)])
+    fresh = [each for each in told if isinstance(each, choices.Saved)]
+    if fresh:
+        choices.save(path, fresh)
     for each in told:
         said = each if isinstance(each, str) else f"saved {each.backend} over {each.transport} for {each.conditions}"
         print(f"dualdist compare: {said}", file=sys.stderr)
-    print(f"dualdist compare: {path}", file=sys.stderr)
+    if fresh:
+        print(f"dualdist compare: in {path}", file=sys.stderr)
 
 
 def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:

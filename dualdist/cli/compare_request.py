@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualdist.compare.contest import Script
 
 SCRIPT_STEPS = 30
-SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 GPUS = "import torch; print(torch.cuda.device_count())"
 

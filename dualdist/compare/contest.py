@@ -19,6 +19,7 @@ from dualdist.errors import LaunchError
 from dualdist.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
+NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
 FIRST_GUESS_S = 8.0  # what a launch takes, before one has been seen
 
 
@@ -96,7 +97,8 @@ class Contest:
             known = {"ranks": ranks, "allreduce": allreduce, "error": _unfit(ranks)}
             found = found.model_copy(update={**known, "foreign_cores": reports[0][FOREIGN]})
         except LaunchError as error:
-            found = found.model_copy(update={"error": str(error)})
+            hint = NO_STEPS if isinstance(self.work, Script) and "it left no report" in str(error) else ""
+            found = found.model_copy(update={"error": hint + str(error)})
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
         found = found.model_copy(update={"seconds": time.monotonic() - started})

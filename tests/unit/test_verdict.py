@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 from comparisons import launch, launches
@@ -153,6 +156,37 @@ def test_ranking_is_by_rounds_and_the_others_are_held_against_the_winner() -> No
     assert ranking(found)[0] == "b"
     said = against("b", found)
     assert said["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 runs each)")
+
+
+# Real launches on two cores: one contender, the same again, and slowed by 5%, as --self-check 5 runs them.
+RECORDED = json.loads(Path(__file__).with_name("recorded_self_check.json").read_text())
+
+
+def recorded(name: str, rounds: int) -> list[Launch]:
+    found = []
+    for number, steps_us in enumerate(RECORDED["steps_us"][name][:rounds]):
+        ends = [0.0, 0.0, *(us / 1e6 for us in accumulate(steps_us))]
+        found.append(launch(name, number, 1.0, ends=ends))
+    return found
+
+
+@pytest.mark.parametrize("rounds", [6, 9, 12])
+def test_of_real_launches_the_same_again_makes_no_difference_and_5_percent_do(rounds: int) -> None:
+    own, again, slowed = (recorded(name, rounds) for name in ("own", "again", "slowed"))
+    assert own[0].steps == pytest.approx([us / 1e6 for us in RECORDED["steps_us"]["own"][0]])
+    same = sameness({"own": own})
+    assert verdict({"own": own, "again": again}, same).kind == "no difference"
+    found = verdict({"own": own, "slowed": slowed}, same)
+    assert (found.kind, found.winner) == ("faster", "own")
+    assert found.ratio is not None
+    assert found.ratio.low < 1.05 < found.ratio.high
+
+
+def test_of_the_same_launches_a_bootstrap_over_steps_sees_a_difference_that_is_none() -> None:
+    """Why launches are drawn and not steps: each launch moves as a whole."""
+    own, again = (recorded(name, 6) for name in ("own", "again"))
+    steps = [[step for each in found for step in each.steps] for found in (own, again)]
+    assert ratio_of(*steps).differs_from(1.0)
 
 
 PLACE = Place("native", "shm", "torchrun")
