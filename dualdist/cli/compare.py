@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         launches, code = _launched(rounds, cells, kept, args.rounds)
         found = result(cells, refused, launches, rounds.ended)
-        return _report(args, found, launches, {cell.key: cell.label for cell in cells}, folder) or code
+        verdict = _report(args, found, launches, {cell.key: cell.label for cell in cells}, folder)
+        return code or verdict
 
 
 def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int) -> tuple[list[Launch], int]:

@@ -135,7 +135,7 @@ def test_one_launch_tells_nothing_and_a_slowed_contender_is_slowed(compared: Com
     own, slowed = (compared.cells[label]["step_s"]["value"] for label in (NATIVE, SLOWED))
     assert slowed > 1.3 * own  # 2, but for the machine's load
     assert "nothing saved" in compared.outcome.stderr
-    assert not (compared.folder / "config").exists()
+    assert not (compared.folder / "config" / "dualdist").exists()
 
 
 def test_progress_tells_what_is_done_and_what_is_left(compared: Compared) -> None:
