@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
 from dualdist.compare.cases import IMAGE_SIZE, MODELS
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 ROUNDS, BUDGET = 9, "5m"
 WARMUP = 3
 INTERRUPTED = 130
+UNTOLD: Any = {"ranks": {"__all__": {"sample"}}}  # thousands of parameters, which only the verification reads
 NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
 
 
@@ -121,8 +122,8 @@ def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int)
     launches, labels = list(kept), {cell.key: cell.label for cell in cells}
     try:
         with termination_raises(), progress() as tell:
-            if kept:
-                tell("from the run before", len(launches), len(cells) * times, rounds.left_s())
+            begun = "from the run before" if kept else "begun"
+            tell(begun, len(launches), len(cells) * times, rounds.left_s())
             for launch in rounds:
                 launches.append(launch)
                 total = (len(cells) - len(rounds.failed)) * times + len(rounds.failed)
@@ -141,7 +142,7 @@ def _report(
     """Show and write what was found; 1 where there is no valid comparison."""
     from dualdist.compare.tables import tables, write_csv
 
-    jobs = [launch.model_dump() for launch in launches]
+    jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
     kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), settings_of(args), jobs, asdict(found))
     if args.csv is not None:
         write_csv(Path(args.csv), launches, labels)

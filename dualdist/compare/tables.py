@@ -65,7 +65,7 @@ def tables(result: Result) -> Iterator[Table]:
         yield cost_table(result.cells)
     if result.refused:
         rows = tuple((each.cell.label, last_words(each.reason)) for each in result.refused)
-        yield Table("Cannot run here", ("contender", "why"), rows)
+        yield Table("Cannot run here", ("contender", "why"), rows, words=2)
 
 
 def speed_table(cells: Sequence[Figures]) -> Table:
