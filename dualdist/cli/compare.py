@@ -28,9 +28,10 @@ from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.run import look
 
 if TYPE_CHECKING:
-    from dualdist.compare.contest import Contest, Rounds
+    from dualdist.compare.contest import Contest
     from dualdist.compare.figures import Result
     from dualdist.compare.launches import Launch
+    from dualdist.compare.schedule import Rounds
 
 ROUNDS, BUDGET = 9, "5m"
 WARMUP = 3
@@ -171,7 +172,7 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
     """The user's configuration has the choices that follow from this, and standard error says which."""
     from dualdist import choices
     from dualdist.compare.choosing import chosen
-    from dualdist.compare.contest import by_cell
+    from dualdist.compare.launches import by_cell
 
     by_key, path = by_cell(launches), choices.path_of(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
@@ -187,7 +188,7 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
 
 
 def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:
-    from dualdist.compare.contest import Limits, Rounds
+    from dualdist.compare.schedule import Limits, Rounds
 
     return Rounds(cells, Limits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed)
 

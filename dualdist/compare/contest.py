@@ -1,14 +1,12 @@
-"""Launches every contender round after round, each round in another order, until the budget of time is used up."""
+"""From a cell to a launched job, and from what its ranks left to a Launch in a file."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from dualdist.compare import launches as files
 from dualdist.compare.cases import TrainOptions
@@ -20,7 +18,6 @@ from dualdist.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
-FIRST_GUESS_S = 8.0  # what a launch takes, before one has been seen
 
 
 @dataclass(frozen=True)
@@ -118,89 +115,3 @@ def _unfit(ranks: Sequence[Rank]) -> str | None:
     if min(len(rank.steps) for rank in ranks) < 1:
         return f"it took {len(ranks[0].ends)} steps, and the first {ranks[0].warmup} are not timed: train longer"
     return None
-
-
-def order_of(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
-    """The cells in the order of this round, drawn anew for each."""
-    return random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to stop: after so many rounds, or before a round that would not end within the budget."""
-
-    rounds: int
-    budget_s: float
-
-
-class Rounds:
-    """The launches that are left to do, in turn; `ended` says afterwards why there are no more."""
-
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        limits: Limits,
-        launch: Callable[[Cell, int], Launch],
-        done: Sequence[Launch] = (),
-        *,
-        seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.ended = "interrupted"
-        self._cells = list(cells)
-        self._limits = limits
-        self._launch = launch
-        self._done = {(each.cell, each.round) for each in done}
-        self._seconds: dict[str, list[float]] = {}
-        for each in done:
-            self._seconds.setdefault(each.cell, []).append(each.seconds)
-        self._seed = seed
-        self._clock = clock
-        self._began = clock()
-        self.failed: set[str] = set()
-
-    def __iter__(self) -> Iterator[Launch]:
-        for number in range(self._limits.rounds):
-            left = self.left_in(number)
-            if self._seconds and self.spent_s + self._cost(left) > self._limits.budget_s:
-                self.ended = f"the budget of {self._limits.budget_s:g} s was used up"
-                return
-            for cell in left:
-                if number == 0 and self.spent_s > self._limits.budget_s:
-                    self.ended = f"the budget of {self._limits.budget_s:g} s was used up in the first round"
-                    return
-                found = self._launch(cell, number)
-                self._seconds.setdefault(cell.key, []).append(found.seconds)
-                self._done.add((cell.key, number))
-                if found.error is not None:
-                    self.failed.add(cell.key)
-                yield found
-        self.ended = "complete"
-
-    @property
-    def spent_s(self) -> float:
-        return self._clock() - self._began
-
-    def left_in(self, number: int) -> list[Cell]:
-        """What this round has still to launch; a cell that has failed is not tried again."""
-        cells = order_of(self._cells, number, self._seed)
-        return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
-
-    def left_s(self) -> float:
-        """About how long the rest will take."""
-        all_left = [cell for number in range(self._limits.rounds) for cell in self.left_in(number)]
-        return max(0.0, min(self._cost(all_left), self._limits.budget_s - self.spent_s))
-
-    def _cost(self, cells: Sequence[Cell]) -> float:
-        known = [seconds for each in self._seconds.values() for seconds in each]
-        guess = median(known) if known else FIRST_GUESS_S
-        return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)
-
-
-def by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
-    """The launches that succeeded, round by round."""
-    found: dict[str, list[Launch]] = {}
-    for launch in sorted(launches, key=lambda each: each.round):
-        if launch.error is None:
-            found.setdefault(launch.cell, []).append(launch)
-    return found

@@ -9,8 +9,7 @@ from typing import Any
 
 from dualdist.compare.bench_allreduce import bus_bandwidth
 from dualdist.compare.cells import APART, Cell, Refused
-from dualdist.compare.contest import by_cell
-from dualdist.compare.launches import Launch
+from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.paired import Centre, centre, difference_of
 from dualdist.compare.sameness import Sameness, sameness
 from dualdist.compare.statistics import LOADED_CORES, NOISY_ROUNDS, is_loaded

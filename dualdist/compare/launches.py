@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -138,6 +139,10 @@ def write(launch: Launch, path: Path) -> None:
     draft.replace(path)
 
 
-def rank_of(path: Path) -> Rank:
-    """The record that a rank left."""
-    return Rank.model_validate_json(path.read_text())
+def by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
+    """The launches that succeeded, round by round."""
+    found: dict[str, list[Launch]] = {}
+    for launch in sorted(launches, key=lambda each: each.round):
+        if launch.error is None:
+            found.setdefault(launch.cell, []).append(launch)
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dualdist.compare.figures import Figures, Result
-from dualdist.compare.launches import Launch
+from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.machine import Machine
 from dualdist.compare.plots import plots
 from dualdist.compare.report import size_words
@@ -25,11 +25,7 @@ def write(
     folder: Path, result: Result, kept: Mapping[str, Any], launches: Sequence[Launch], labels: Mapping[str, str]
 ) -> Path:
     """The page's path; beside it lie its pictures and its data."""
-    found: dict[str, list[Launch]] = {}
-    for launch in launches:
-        if launch.error is None:
-            found.setdefault(launch.cell, []).append(launch)
-    pictures = plots(result, found)
+    pictures = plots(result, by_cell(launches))
     for name, png in pictures.items():
         (folder / f"{name}.png").write_bytes(png)
     raw = json.dumps(kept).encode()

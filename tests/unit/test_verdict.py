@@ -12,12 +12,12 @@ from comparisons import launch, launches
 from scipy import stats
 
 from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.contest import Limits, Rounds, by_cell, order_of
 from dualdist.compare.figures import result
 from dualdist.compare.jobs import Place
-from dualdist.compare.launches import Launch
+from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.paired import LEAST_LAUNCHES, centre, ratio_of, student
 from dualdist.compare.sameness import sameness
+from dualdist.compare.schedule import Limits, Rounds, order_of
 from dualdist.compare.verdict import Verdict, against, ranking, verdict
 
 TRIALS = 200
