@@ -80,11 +80,13 @@ def save(path: Path, fresh: Sequence[Saved]) -> None:
 
 
 def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], str]) -> Saved | None:
-    """The choice that was made for such a job on such a host; for ranks on several hosts, or alone, there is none.
+    """The choice that was made for such a job on such a host, if there is one.
 
+    There is none for a rank alone, nor for ranks that may be on several hosts, as one host was compared.
     `device` gives "cpu" or a GPU's name, which takes a while to find out.
     """
-    if not saved or topology.launcher == "none" or topology.nodes > 1:
+    is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
+    if not saved or topology.launcher == "none" or not is_on_one_host:
         return None
     here = Conditions.here(device(), topology.launcher, topology.size, mpi=topology.mpi)
     return next((each for each in saved if each.conditions == here), None)
