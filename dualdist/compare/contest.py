@@ -91,7 +91,7 @@ class Contest:
             reports = launched(planned, self.setting.timeout_s)
             ranks = [Rank.model_validate(report) for report in reports[: self.ranks(cell)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
-            known = {"ranks": ranks, "allreduce": allreduce, "error": _unfit(ranks)}
+            known = {"ranks": ranks, "allreduce": allreduce, "error": unfit(cell, ranks)}
             found = found.model_copy(update={**known, "foreign_cores": reports[0][FOREIGN]})
         except LaunchError as error:
             hint = NO_STEPS if isinstance(self.work, Script) and "it left no report" in str(error) else ""
@@ -110,8 +110,12 @@ class Contest:
         return [launch for launch in found if launch.error is None]
 
 
-def _unfit(ranks: Sequence[Rank]) -> str | None:
-    """Why these records cannot be compared."""
+def unfit(cell: Cell, ranks: Sequence[Rank]) -> str | None:
+    """Why these records cannot be compared, or are not this cell's; None where they can."""
+    first, place = ranks[0], cell.place
+    if place.backend not in ("auto", first.backend) or place.transport not in (None, first.transport):
+        ran, asked = f"{first.backend} over {first.transport}", f"{place.backend} over {place.transport}"
+        return f"it ran on {ran}, not on {asked}: does the script name a backend itself? Let it call dd.init()"
     if min(len(rank.steps) for rank in ranks) < 1:
-        return f"it took {len(ranks[0].ends)} steps, and the first {ranks[0].warmup} are not timed: train longer"
+        return f"it took {len(first.ends)} steps, and the first {first.warmup} are not timed: train longer"
     return None

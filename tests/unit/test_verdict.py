@@ -12,6 +12,7 @@ from comparisons import launch, launches
 from scipy import stats
 
 from dualdist.compare.cells import OURS, Cell
+from dualdist.compare.contest import unfit
 from dualdist.compare.figures import result
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, by_cell
@@ -217,6 +218,17 @@ def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
     found = result([cell, other], [], [launch(cell.key, 0, 1.0), failed], "complete")
     assert [(each.cell, each.reason) for each in found.refused] == [(other, "exit code 1\nno such device")]
     assert found.verdict.kind == "alone"
+
+
+def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
+    cell = Cell(OURS, PLACE)
+    assert unfit(cell, launch(cell.key, 0, 1.0).ranks) is None
+    told = unfit(Cell(OURS, Place("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    assert told is not None
+    assert told.startswith(
+        "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
+    )
+    assert "it took 2 steps" in str(unfit(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
 
 
 CELLS = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
