@@ -11,6 +11,7 @@ from pathlib import Path
 from dualdist.compare import launches as files
 from dualdist.compare.cases import TrainOptions
 from dualdist.compare.cells import OURS, Cell
+from dualdist.compare.folder import LAUNCHES, RUNNING
 from dualdist.compare.jobs import FOREIGN, Planned, Setting, launched, program_command, worker_command
 from dualdist.compare.launches import Launch, Rank
 from dualdist.errors import LaunchError
@@ -43,7 +44,7 @@ class Contest:
 
     def planned(self, cell: Cell, number: int) -> Planned:
         """The job of a round, and the files in which its ranks will leave their records."""
-        ranks, own = self.ranks(cell), self.folder / "running" / f"{number}-{cell.key}"
+        ranks, own = self.ranks(cell), self.folder / RUNNING / f"{number}-{cell.key}"
         setting = replace(self.setting, ranks=ranks)
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
         if isinstance(self.work, Script):
@@ -99,13 +100,13 @@ class Contest:
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
         found = found.model_copy(update={"seconds": time.monotonic() - started})
-        files.write(found, self.folder / "launches" / f"{number:03}-{cell.key}.json")
+        files.write(found, self.folder / LAUNCHES / f"{number:03}-{cell.key}.json")
         return found
 
     def kept(self, cells: Sequence[Cell]) -> list[Launch]:
         """The launches of an earlier run that was broken off; those that failed are tried again."""
         keys = {cell.key for cell in cells}
-        paths = sorted((self.folder / "launches").glob("*.json"))
+        paths = sorted((self.folder / LAUNCHES).glob("*.json"))
         found = [launch for path in paths if (launch := files.read(path)).cell in keys]
         return [launch for launch in found if launch.error is None]
 

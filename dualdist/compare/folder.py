@@ -10,6 +10,8 @@ from typing import Any
 from dualdist.errors import UsageError
 
 CONDITIONS = "conditions.json"
+LAUNCHES = "launches"  # a file for each
+RUNNING = "running"  # where the ranks of a launch leave their records
 
 
 def claim(folder: Path, conditions: Mapping[str, Any]) -> None:

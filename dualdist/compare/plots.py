@@ -106,7 +106,8 @@ def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, s
         axes.set_title("Step times", pad=20)
         axes.annotate(
             f"box: middle half of all steps; whiskers: 5% to 95%; dots: the median of each launch{left_out}",
-            (0, 1),
+            (1, 1),
+            ha="right",
             xycoords="axes fraction",
             xytext=(0, 4),
             textcoords="offset points",
