@@ -76,7 +76,7 @@ def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
 
     assert found(JOB) == SAVED
     assert found(replace(JOB, launcher="mpirun")) is None
-    assert found(replace(JOB, size=3)) is None
+    assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
     assert found(replace(JOB, nodes=2, local_size=1)) is None
