@@ -87,11 +87,11 @@ def _said(one: str, other: str, ratio: Centre) -> tuple[Kind, str]:
 
 
 def against(winner: str, launches: Mapping[str, Sequence[Launch]]) -> dict[str, str]:
-    """A sentence on the winner and each of the others; every interval holds for its own pair alone."""
+    """A sentence on the winner and each other with launches enough; every interval holds for its own pair alone."""
     found = {}
     for other in launches:
         ratio = step_ratio(launches[other], launches[winner]) if other != winner else None
-        if ratio is not None:
+        if ratio is not None and ratio.is_sound:
             low_first = (winner, other, ratio) if ratio.value >= 1 else (other, winner, _inverse(ratio))
             found[other] = _said(*low_first)[1]
     return found
