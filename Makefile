@@ -23,7 +23,7 @@ READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
-	"import hypothesis, kubeflow.training, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+	"import hypothesis, jinja2, kubeflow.training, matplotlib, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
 
 .PHONY: setup install demo bench launch test check clean
 
@@ -43,7 +43,7 @@ install:
 	@$(PIP) $(TORCH) $(BUILD_TOOLS)
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,examples,test]'
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,compare,examples,test]'
 	@$(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpich $(MPICH)
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod

@@ -29,10 +29,10 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job: every rank calls this once, before anything else here, and returns when all ranks are there.
 
     `backend` is "native" (torch.distributed), "horovod", "mpi" (mpi4py) or "auto"; None takes DUALDIST_BACKEND, else
-    "auto": Horovod under horovodrun, and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is
-    installed and torch sees no GPU; else native; a process that no launcher started is a job of one, which touches no
-    network. `timeout_s` limits this call and every later wait for another rank, in
-    seconds.
+    "auto": what `dualdist compare --save-choice` found for such a job on this machine, else Horovod under horovodrun,
+    and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is installed and torch sees no GPU;
+    else native; a process that no launcher started is a job of one, which touches no network. `timeout_s` limits this
+    call and every later wait for another rank, in seconds.
 
     Native sets up torch.distributed's default process group, so that DistributedDataParallel and its kin work beside
     dualdist; a group that is there already is used, and left alone at shutdown.
@@ -231,7 +231,9 @@ def wrap_optimizer(
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes)
-    return gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
+    gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
+    session.recorded(optimizer)
+    return optimizer
 
 
 @overload

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.arguments import whole
@@ -30,10 +32,13 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Store
     from dualdist.group import Group
     from dualdist.mailbox import Mailbox
+    from dualdist.recording import Recorder
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"
 HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
+# Set by `dualdist compare` for a program that it times: a folder, and how many steps to leave out and to time.
+RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
 TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 STORE = "dualdist.store"
 BACKENDS = ("auto", "native", "horovod", "mpi")
@@ -80,6 +85,8 @@ class _Process:
     sessions: int = 0
     exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
     store: Store | None = None  # at which the ranks met; rank 0 serves it for as long as its process lives
+    recorder: Recorder | None = None
+    has_told_choice: bool = False
 
 
 _process = _Process()
@@ -111,7 +118,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         )
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
-    environ = os.environ
+    environ, began = os.environ, time.time()
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
@@ -133,6 +140,25 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
             "here: unset it, or choose a backend and a launcher that have it"
         )
     _process.session = session
+    if RECORD in environ and _process.recorder is None:
+        _process.recorder = _recorder(session, environ, began)
+
+
+def _recorder(session: Session, environ: Mapping[str, str], began: float) -> Recorder:
+    """What `dualdist compare` set the variables for."""
+    from dualdist import recording
+
+    topology, backend = session.topology, session.backend
+    path = Path(environ[RECORD], f"rank-{topology.rank}.json")
+    plan = recording.Plan(path, int(environ[RECORD_WARMUP]), int(environ[RECORD_STEPS]))
+    place = recording.place_of(topology, backend.name, backend.transport, session.device)
+    return recording.Recorder(plan, {"rank": topology.rank, **place}, session.device, began)
+
+
+def recorded(optimizer: torch.optim.Optimizer) -> None:
+    """The wrapped optimizer's steps are recorded, where `dualdist compare` runs this program."""
+    if _process.recorder is not None:
+        _process.recorder.watch(optimizer)
 
 
 def export(values: Mapping[str, str]) -> None:
@@ -145,6 +171,8 @@ def export(values: Mapping[str, str]) -> None:
 def shutdown() -> None:
     """Leave the job; see dualdist.api.shutdown."""
     session = current()
+    if _process.recorder is not None:
+        _process.recorder.finish()
     _process.session = None
     _process.was_shut_down = True
     try:
@@ -209,6 +237,8 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, transport, environ, session, timeout_s)
+    if requested == "auto":
+        requested, transport = _saved_choice(topology, transport, environ)
     name = chosen_backend(requested, topology)
     if name == "mpi":
         from dualdist.backends import mpi
@@ -231,6 +261,25 @@ def chosen_backend(requested: str, topology: Topology) -> str:
         has_mpi4py = find_spec("mpi4py") is not None
         return over_mpi(horovod.is_built_with_mpi(), has_mpi4py, has_gpu=_device(None).type == "cuda")
     return "single" if topology.launcher == "none" else "native"
+
+
+def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What "auto" and the transport that was asked for become by a saved choice; the first rank tells, once."""
+    from dualdist import choices
+
+    def device() -> str:
+        from dualdist.recording import name_of
+
+        return name_of(_device(None))
+
+    path = choices.path_of(environ)
+    found = choices.of_job(choices.load(path), topology, device)
+    if found is None or transport not in ("", found.transport):
+        return "auto", transport
+    if topology.rank == 0 and not _process.has_told_choice:
+        _process.has_told_choice = True
+        print(f"dualdist: {found} ({path}; {BACKEND} goes before it)", file=sys.stderr, flush=True)
+    return found.backend, found.transport
 
 
 def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:

@@ -17,6 +17,7 @@ DEBUG = "DUALDIST_DEBUG"
 COMMANDS = {
     "doctor": ("dualdist.cli.doctor", "say what this process is in the job, and which backends it can use"),
     "run": ("dualdist.cli.run", "run a program on several ranks, by any launcher"),
+    "compare": ("dualdist.cli.compare", "say which backend is the fastest here, by training the same on each"),
     "bench": ("dualdist.cli.bench", "measure steps, allreduces and start-up beside the raw libraries"),
     "install-horovod": ("dualdist.cli.install_horovod", "download, adapt, build, install and verify Horovod"),
 }

@@ -17,14 +17,17 @@ class Model:
     what: str
     batch: int = BATCH
     full: bool = False
+    steps: int = 20  # that a launch of `dualdist compare` times
 
 
 MODELS = {
-    "resnet18": Model("ResNet-18 of torchvision, 11.7 million parameters in 62 tensors"),
-    "mlp": Model("100 residual linear layers 64 wide, 0.4 million parameters in 200 tensors", batch=32),
+    "resnet18": Model("ResNet-18 of torchvision, 11.7 million parameters in 62 tensors", steps=15),
+    "mlp": Model("100 residual linear layers 64 wide, 0.4 million parameters in 200 tensors", batch=32, steps=100),
     "transformer": Model("5 encoder layers 384 wide on 32 tokens, 9.6 million parameters in 63 tensors", batch=4),
-    "resnet50": Model("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True),
-    "transformer100m": Model("16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, full=True),
+    "resnet50": Model("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True, steps=8),
+    "transformer100m": Model(
+        "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, full=True, steps=5
+    ),
 }
 
 # In the order of the first round.
@@ -70,6 +73,32 @@ class StepOptions:
     @property
     def batch_size(self) -> int:
         return self.batch or MODELS[self.model].batch
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How one contender trains in a launch of its own: the same for all, so that all train the same model.
+
+    `batch` is that of all ranks together. `slow` stretches every step, to see whether a comparison finds it. Of
+    `sizes`, in bytes, allreduces are timed afterwards.
+    """
+
+    model: str
+    contender: str
+    batch: int
+    warmup: int
+    steps: int
+    image_size: int = IMAGE_SIZE
+    slow: float = 1.0
+    sizes: tuple[int, ...] = ()
+    device: str = "auto"
+    timeout_s: float = 300.0
+    seed: int = 0
+
+    @property
+    def as_step(self) -> StepOptions:
+        """The same model and batch, for what makes models."""
+        return StepOptions(self.model, (self.contender,), batch=self.batch, image_size=self.image_size, seed=self.seed)
 
 
 @dataclass(frozen=True)

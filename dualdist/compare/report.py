@@ -18,12 +18,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a first column of words and further ones of figures, and what must be said beside them."""
+    """A title, `words` columns of words and further ones of figures, and what must be said beside them."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = field(default=())
+    words: int = 1
 
 
 def record(
@@ -73,11 +74,11 @@ def plain(table: Table) -> str:
     widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+        padded = (
+            cell.ljust(width) if i < table.words else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        return "  ".join([first, *others]).rstrip() + "\n"
+        return "  ".join(padded).rstrip() + "\n"
 
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
     return f"{table.title}\n{line(table.columns)}{rule}\n{''.join(map(line, table.rows))}"
@@ -95,7 +96,7 @@ def _by_rich(table: Table, out: TextIO) -> bool:
         return False
     drawn = RichTable(title=escape(table.title), title_justify="left")
     for number, column in enumerate(table.columns):
-        drawn.add_column(escape(column), justify="right" if number else "left")
+        drawn.add_column(escape(column), justify="left" if number < table.words else "right")
     for row in table.rows:
         drawn.add_row(*(escape(cell) for cell in row))
     Console(file=out, highlight=False).print(drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from dualdist.compare.cases import COMMUNICATING, WITH_TORCH, StepOptions
 from dualdist.compare.interleaving import Turn, interleave, repeats_to_fill, timed, together
 from dualdist.compare.machine import peak_kib, reset_peak, resident_kib
 from dualdist.compare.models import Case, case_of
+from dualdist.recording import digest
 from dualdist.topology import Topology
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
@@ -33,7 +34,7 @@ class Contender:
 
     name: str
     model: nn.Module
-    step: Callable[[], None]
+    step: Callable[[Case], torch.Tensor]  # on this batch; returns its loss
 
 
 def contender(name: str, case: Case, device: torch.device) -> Contender:
@@ -47,12 +48,14 @@ def contender(name: str, case: Case, device: torch.device) -> Contender:
         optimizer = raw.horovod_optimizer(optimizer, module)
     average = name == "naive"
 
-    def step() -> None:
+    def step(case: Case) -> torch.Tensor:
         optimizer.zero_grad()
-        case.loss(model).backward()
+        loss = case.loss(model)
+        loss.backward()
         if average:
             raw.average_each(module.parameters())
         optimizer.step()
+        return loss.detach()
 
     return Contender(name, module, step)
 
@@ -73,7 +76,8 @@ def measure(options: StepOptions) -> dict[str, Any]:
     try:
         case = case_of(options, device, dd.rank())
         contenders = [contender(name, case, device) for name in options.contenders]
-        turns = [Turn(each.name, each.step, each.step) for each in contenders]
+        steps_of = {each.name: functools.partial(each.step, case) for each in contenders}
+        turns = [Turn(name, step, step) for name, step in steps_of.items()]
         synchronize = _synchronizer(device)
         for _ in range(options.warmup):
             for turn in turns:
@@ -103,7 +107,7 @@ def _verified(contenders: list[Contender]) -> dict[str, Any]:
     """Whether a contender's parameters are the same bits on all ranks, and how far it ended from the first of those
     that communicate: all of them have taken as many steps from the same start.
     """
-    digests = dd.allgather_object({each.name: _digest(each.model) for each in contenders})
+    digests = dd.allgather_object({each.name: digest(each.model.parameters()) for each in contenders})
     same = {name: len({seen[name] for seen in digests}) == 1 for name in digests[0]}
     talking = [each for each in contenders if each.name in COMMUNICATING]
     return {
@@ -111,13 +115,6 @@ def _verified(contenders: list[Contender]) -> dict[str, Any]:
         "distance_from": talking[0].name if talking else None,
         "distance": {each.name: _distance(each.model, talking[0].model) for each in talking},
     }
-
-
-def _digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _distance(first: nn.Module, second: nn.Module) -> float:
@@ -151,9 +148,10 @@ def memory(name: str, backend: str, options: StepOptions, topology: Topology, st
             torch.cuda.set_device(device)
         end = raw.start_torch_by_file(store, topology.rank, topology.size, device, options.timeout_s)
     try:
-        each = contender(name, case_of(options, device, topology.rank), device)
+        case = case_of(options, device, topology.rank)
+        each = contender(name, case, device)
         for _ in range(MEMORY_STEPS):
-            each.step()
+            each.step(case)
         _synchronizer(device)()
         peak = torch.cuda.max_memory_allocated() if cuda else ((peak_kib() or 0) - (before or 0)) * 1024
     finally:

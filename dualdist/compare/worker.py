@@ -9,16 +9,16 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import dualdist as dd
-from dualdist.compare import allreduces, steps
-from dualdist.compare.cases import CONTENDERS, AllreduceOptions, StepOptions
+from dualdist import recording, session
+from dualdist.compare import allreduces, steps, training
+from dualdist.compare.cases import CONTENDERS, AllreduceOptions, StepOptions, TrainOptions
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError, UsageError
 
@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         add("--timeout-s", type=float, default=300.0)
         add("--rounds", type=int, default=15)
         add("--block-s", type=float, default=0.4)
+        if name == "train":
+            _train_words(add)
+            continue
         if name == "allreduce":
             add("--sizes", required=True, type=lambda text: tuple(int(word) for word in text.split(",")))
             continue
@@ -57,6 +60,16 @@ def parser() -> argparse.ArgumentParser:
         add("--steps", type=int, default=0)
         add("--warmup", type=int, default=3)
     return whole
+
+
+def _train_words(add: Any) -> None:
+    add("--model", required=True)
+    add("--contender", required=True, choices=tuple(CONTENDERS))
+    add("--folder", type=Path, required=True)
+    for name in ("batch", "warmup", "steps", "image-size", "seed"):
+        add(f"--{name}", type=int, required=True)
+    add("--slow", type=float, default=1.0)
+    add("--sizes", type=lambda text: tuple(int(word) for word in text.split(",") if word), default=())
 
 
 def contenders(text: str) -> tuple[str, ...]:
@@ -76,6 +89,13 @@ def step(args: argparse.Namespace) -> dict[str, Any] | None:
 def allreduce(args: argparse.Namespace) -> dict[str, Any] | None:
     options = AllreduceOptions(args.sizes, args.rounds, args.block_s, args.device, args.timeout_s)
     return _in_session(args, lambda: allreduces.measure(options), asdict(options))
+
+
+def train(args: argparse.Namespace) -> dict[str, Any] | None:
+    given = {name: getattr(args, name) for name in TrainOptions.__dataclass_fields__ if hasattr(args, name)}
+    options, began = TrainOptions(**given), time.time()
+    report = _in_session(args, lambda: training.train(options, args.folder, began) or {}, asdict(options))
+    return report if options.sizes else None
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -110,19 +130,8 @@ def _in_session(args: argparse.Namespace, measure: Any, options: dict[str, Any])
 
 
 def _place() -> dict[str, Any]:
-    device = dd.device()
-    cuda = device.type == "cuda"
-    return {
-        "ranks": dd.size(),
-        "nodes": dd.nodes(),
-        "backend": dd.backend(),
-        "transport": dd.transport(),
-        "launcher": dd.launcher(),
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda else None,
-        "threads": torch.get_num_threads(),
-    }
+    opened = session.current()
+    return recording.place_of(opened.topology, dd.backend(), dd.transport(), opened.device)
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:
@@ -137,7 +146,7 @@ def write(report: dict[str, Any], path: Path | None) -> None:
     draft.replace(path)
 
 
-MEASURES = {"step": step, "allreduce": allreduce, "memory": memory}
+MEASURES = {"step": step, "allreduce": allreduce, "memory": memory, "train": train}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dualdist import session
 from dualdist.buckets import GradientOp, Recipe
 from dualdist.compression import CASTS, compressor_of
 from dualdist.compression import Compressor as AnyCompressor
@@ -96,6 +97,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
+    session.recorded(optimizer)
     return optimizer
 
 

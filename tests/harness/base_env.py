@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,4 +31,6 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
+        # What this user has saved with dualdist compare is none of the tests'.
+        "XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "dualdist-tests-config")),
     }

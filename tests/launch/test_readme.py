@@ -107,6 +107,16 @@ def test_a_line_of_dualdist_run_is_one_that_it_knows(launch: Launch, line: str) 
     assert ("#SBATCH" if "--scheduler" in words else "dualdist.launchers.rank") in printed
 
 
+COMPARE_LINES = next(block for block in blocks() if "dualdist compare -np 4" in block).splitlines()
+
+
+@pytest.mark.parametrize("line", COMPARE_LINES)
+def test_a_line_of_dualdist_compare_is_one_that_it_knows(launch: Launch, line: str) -> None:
+    (launch.directory / "train.py").touch()
+    dualdist, compare, *words = shlex.split(line, comments=True)
+    assert "DUALDIST_" in launch([dualdist, compare, "--dry-run", *words]).stdout
+
+
 def test_the_job_file_passes_its_checks() -> None:
     job = loads(next(block for block in blocks("yaml") if "program: " in block), "job.yaml")
     assert (job.hosts, job.resources.time) == (("hosta:2", "hostb:2"), "2:00:00")

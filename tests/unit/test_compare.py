@@ -176,4 +176,4 @@ def test_ranks_are_numbers_with_commas() -> None:
 def test_only_the_ranks_side_imports_torch() -> None:
     folder = Path(__file__).parents[2] / "dualdist" / "compare"
     importing = {path.name for path in folder.glob("*.py") if "\nimport torch\n" in path.read_text()}
-    assert importing == {"allreduces.py", "models.py", "raw.py", "steps.py", "worker.py"}
+    assert importing == {"allreduces.py", "models.py", "raw.py", "steps.py", "training.py"}

@@ -29,6 +29,7 @@ WITHOUT_TORCH = (
     "dualdist.doctor",
     "dualdist.cli",
     "dualdist.cli.bench",
+    "dualdist.cli.compare",
     "dualdist.horovod_build",
 )
 

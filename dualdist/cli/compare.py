@@ -1,0 +1,217 @@
+"""`dualdist compare`: its options, and the way from them to launches and a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
+from dualdist.compare.cases import IMAGE_SIZE, MODELS
+from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
+from dualdist.compare.folder import RUNNING, claim
+from dualdist.compare.jobs import Setting
+from dualdist.compare.report import record, show, write_json
+from dualdist.errors import UsageError
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.launchers import LAUNCHERS, Site
+from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.run import look
+
+if TYPE_CHECKING:
+    from dualdist.compare.contest import Contest
+    from dualdist.compare.figures import Result
+    from dualdist.compare.launches import Launch
+    from dualdist.compare.schedule import Rounds
+
+ROUNDS, BUDGET = 9, "5m"
+WARMUP = 3
+INTERRUPTED = 130
+UNTOLD: Any = {"ranks": {"__all__": {"sample"}}}  # thousands of parameters, which only the verification reads
+NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of this sub-command."""
+    parser.usage = "dualdist compare [option ...] [--script train.py [-- argument ...]]"
+    add = parser.add_argument
+    add("-np", "--ranks", type=int, default=2, metavar="N", help="how many ranks, on this host (default: 2)")
+    add(
+        "--budget",
+        default=BUDGET,
+        metavar="T",
+        help=f"start no round that would end later, as 120s, 10m (default: {BUDGET})",
+    )
+    add(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"launch everything N times at most (default: {ROUNDS})"
+    )
+    cells = parser.add_argument_group("contenders: every combination").add_argument
+    cells("--backends", metavar="A,B", help=f"of {', '.join(CARRIERS)} (default: all)")
+    cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all that the backend has)")
+    cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
+    cells(
+        "--references",
+        metavar="A,B",
+        help=f"of {', '.join(REFERENCES)}, or an empty word (default: {','.join(DEFAULT_REFERENCES)})",
+    )
+    cells(
+        "--self-check",
+        type=float,
+        metavar="PERCENT",
+        help="also run the first contender a second time, and a third time slowed by so much: are both seen here?",
+    )
+    work = parser.add_argument_group("what they train").add_argument
+    work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
+    work("--batch", type=int, default=0, metavar="N", help="of all ranks together (default: the model's own for each)")
+    work("--steps", type=int, default=0, metavar="N", help="that each launch times (default: what fits the model)")
+    work("--warmup", type=int, default=WARMUP, metavar="N", help=f"steps before those (default: {WARMUP})")
+    work("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
+    work("--seed", type=int, default=0, metavar="N", help="of parameters, data and the order of launches (default: 0)")
+    work("--script", metavar="FILE", help="your own program that calls dd.wrap_optimizer, instead of a model")
+    work("--as-horovod", action="store_true", help="the script was written for Horovod: it finds dualdist.hvd instead")
+    work("arguments", nargs="*", metavar="ARGUMENT", help="the script's own arguments, after --")
+    work("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1)")
+    work("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU where torch sees one")
+    work("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank; again for more")
+    out = parser.add_argument_group("results").add_argument
+    out("--output", metavar="DIR", help="write report.html, plots, tables and all raw data; a second run goes on there")
+    out("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
+    out("--csv", metavar="FILE", help="write one line for each launch")
+    out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, where all is as here')
+    out("--dry-run", action="store_true", help="print the command lines and do nothing")
+    out("--timeout", type=float, default=600.0, metavar="S", help="seconds that one launch may take (default: 600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch the contenders in turn, and say which is the fastest. 1 where that cannot be said."""
+    check(args)
+    for name in NEEDED if args.output is not None else NEEDED[:1]:
+        if find_spec(name) is None:
+            raise UsageError(f"dualdist compare needs {name}: pip install 'dualdist[compare]'")
+    from dualdist.compare.figures import result
+
+    site, setting = look(), setting_of(args)
+    cells, refused = cells_of(args, site, setting)
+    with _folder(args) as folder:
+        contest = _contest(args, setting, site, folder)
+        kept = contest.kept(cells)
+        rounds = _rounds(args, contest, cells, kept)
+        if args.dry_run:
+            for number in range(args.rounds):
+                for cell in rounds.left_in(number):
+                    print(contest.planned(cell, number).line)
+            return 0
+        launches, code = _launched(rounds, cells, kept, args.rounds)
+        found = result(cells, refused, launches, rounds.ended)
+        verdict = _report(args, found, launches, {cell.key: cell.label for cell in cells}, folder)
+        return code or verdict
+
+
+def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int) -> tuple[list[Launch], int]:
+    """All launches, also where they were interrupted, and the exit code that says so."""
+    from dualdist.compare.progress import progress
+
+    launches, labels = list(kept), {cell.key: cell.label for cell in cells}
+    try:
+        with termination_raises(), progress() as tell:
+            begun = "from the run before" if kept else "begun"
+            tell(begun, len(launches), len(cells) * times, rounds.left_s())
+            for launch in rounds:
+                launches.append(launch)
+                total = (len(cells) - len(rounds.failed)) * times + len(rounds.failed)
+                failed = "" if launch.error is None else " FAILED"
+                tell(f"round {launch.round + 1}, {labels[launch.cell]}{failed}", len(launches), total, rounds.left_s())
+    except KeyboardInterrupt:
+        return launches, INTERRUPTED
+    except SystemExit as end:
+        return launches, int(end.code or 0)
+    return launches, 0
+
+
+def _report(
+    args: argparse.Namespace, found: Result, launches: list[Launch], labels: dict[str, str], folder: Path
+) -> int:
+    """Show and write what was found; 1 where there is no valid comparison."""
+    from dualdist.compare.tables import tables, write_csv
+
+    jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
+    kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), settings_of(args), jobs, asdict(found))
+    if args.csv is not None:
+        write_csv(Path(args.csv), launches, labels)
+    if args.json is not None:
+        write_json(kept, args.json)
+    if args.json != "-":
+        show(kept, list(tables(found)), sys.stdout)
+        print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}\nsame      {found.same}")
+        for sentence in found.further.values():
+            print(f"          {sentence}")
+        print(f"verdict   {found.verdict.sentence}")
+    if args.output is not None:
+        from dualdist.compare import page
+
+        where = page.write(folder, found, kept, launches, labels)
+        print(f"page      {where}", file=sys.stderr if args.json == "-" else sys.stdout)
+    is_valid = found.verdict.kind not in ("invalid", "nothing")
+    if args.save_choice and is_valid:
+        _save(found, launches, kept["at"])
+    elif args.save_choice:
+        print("dualdist compare: nothing saved: this was no valid comparison", file=sys.stderr)
+    return 0 if is_valid else 1
+
+
+def _save(found: Result, launches: list[Launch], at: str) -> None:
+    """The user's configuration has the choices that follow from this, and standard error says which."""
+    from dualdist import choices
+    from dualdist.compare.choosing import chosen
+    from dualdist.compare.launches import by_cell
+
+    by_key, path = by_cell(launches), choices.path_of(os.environ)
+    contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
+    told = list(chosen(contenders, at))
+    fresh = [each for each in told if isinstance(each, choices.Saved)]
+    if fresh:
+        choices.save(path, fresh)
+    for each in told:
+        said = each if isinstance(each, str) else f"saved {each.backend} over {each.transport} for {each.conditions}"
+        print(f"dualdist compare: {said}", file=sys.stderr)
+    if fresh:
+        print(f"dualdist compare: in {path}", file=sys.stderr)
+
+
+def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:
+    from dualdist.compare.schedule import Limits, Rounds
+
+    return Rounds(cells, Limits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed)
+
+
+@contextmanager
+def _folder(args: argparse.Namespace) -> Iterator[Path]:
+    """Where launches are kept: in the output, or only until the end."""
+    if args.output is not None and not args.dry_run:
+        folder = Path(args.output).resolve()
+        claim(folder, conditions_of(args))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder / RUNNING, ignore_errors=True)
+        return
+    made = tempfile.mkdtemp(prefix="dualdist-compare-")
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:
+    from dualdist.compare.contest import Contest
+
+    return Contest(work_of(args), setting, site, folder)

@@ -1,0 +1,149 @@
+"""What was asked of `dualdist compare`: checked, and as the cells, the work and the setting of its launches."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dualdist.compare.cases import MODELS, TrainOptions
+from dualdist.compare.cells import DEFAULT_REFERENCES, OURS, Cell, Facts, Refused, places_of, references, sorted_out
+from dualdist.compare.jobs import Setting
+from dualdist.compare.machine import machine, versions
+from dualdist.compare.report import check_json
+from dualdist.doctor import diagnose
+from dualdist.errors import LaunchError, UsageError
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.launchers import Command, Site
+from dualdist.launchers.planning import SLURM_JOB
+from dualdist.launchers.run import run as run_command
+
+if TYPE_CHECKING:
+    from dualdist.compare.contest import Script
+
+SCRIPT_STEPS = 30
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+GPUS = "import torch; print(torch.cuda.device_count())"
+
+
+def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
+    """What will run, and what cannot."""
+    facts = Facts(
+        gpus=0 if args.device == "cpu" else _gpus(site),
+        device=args.device,
+        backends=diagnose(os.environ).backends,
+        is_in_slurm=SLURM_JOB in os.environ,
+        is_script=args.script is not None,
+    )
+    if args.device == "cuda" and not facts.gpus:
+        raise UsageError("--device cuda, but torch sees no GPU here")
+    wanted = places_of(
+        _words(args.launchers), _words(args.backends) or list(CARRIERS), _words(args.transports), os.environ
+    )
+    cells, refused = sorted_out(wanted, setting, site, facts)
+    if cells and args.self_check is not None:
+        first = cells[0].place
+        cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
+    names = list(DEFAULT_REFERENCES) if args.references is None else _words(args.references) or []
+    if args.script is not None:
+        names = [name for name in names if name == "one"]
+    for each in references(names, cells, facts):
+        if isinstance(each, Cell):
+            cells.append(each)
+        else:
+            refused.append(each)
+    return cells, refused
+
+
+def _gpus(site: Site) -> int:
+    """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
+    if versions().get("torch", "").endswith("+cpu"):
+        return 0
+    done = run_command(Command((site.python, "-c", GPUS)), timeout_s=120, what="looking for GPUs")
+    last = (done.output.split() or [""])[-1]
+    if done.code != 0 or not last.isdecimal():
+        raise LaunchError(f"torch cannot be imported by {site.python}:\n{done.output.strip()}")
+    return int(last)
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def work_of(args: argparse.Namespace) -> TrainOptions | Script:
+    """A model to be trained, or a script."""
+    if args.script is not None:
+        from dualdist.cli.run import program
+        from dualdist.compare.contest import Script
+
+        words = program([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
+        return Script(words, args.warmup, args.steps or SCRIPT_STEPS)
+    model = MODELS[args.model]
+    return TrainOptions(
+        args.model,
+        OURS,
+        args.batch or model.batch * args.ranks,
+        args.warmup,
+        args.steps or model.steps,
+        args.image_size,
+        sizes=SIZES,
+        device=args.device,
+        seed=args.seed,
+    )
+
+
+def seconds(text: str) -> float:
+    """120s, 2m, 1h or 90."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        found = float(number) * UNITS[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UsageError(f"--budget {text}: expected a time above 0, as 120s, 10m or 1h")
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """UsageError for what cannot be right, before anything takes time."""
+    check_json(args.json)
+    seconds(args.budget)
+    if args.model not in MODELS:
+        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}
+    for option, value in least.items():
+        if getattr(args, option) < value:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {value} or more")
+    if args.batch % args.ranks:
+        raise UsageError(
+            f"--batch {args.batch}: expected a multiple of the {args.ranks} ranks, so that all have as much"
+        )
+    if args.self_check is not None and not 0 < args.self_check <= 100:
+        raise UsageError(f"--self-check {args.self_check:g}: expected a percentage above 0, up to 100")
+    if args.script is None and (args.arguments or args.as_horovod):
+        raise UsageError("arguments after -- and --as-horovod are for a --script")
+    if args.script is not None and (args.batch or args.self_check is not None):
+        raise UsageError("--batch and --self-check are for models: a script says its own batch, and runs unmodified")
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    for word in args.env:
+        if not word.partition("=")[1]:
+            raise UsageError(f"--env {word}: expected NAME=VALUE")
+    variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
+    return Setting(args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "steps", "env"]
+    names += ["script", "arguments"] if args.script is not None else ["model", "batch", "image_size"]
+    return {name: getattr(args, name) for name in names}
+
+
+def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What all launches of a comparison have in common."""
+    free = ("rounds", "budget")
+    settings = {name: value for name, value in settings_of(args).items() if name not in free}
+    return {**settings, "as_horovod": args.as_horovod, "machine": asdict(machine()), "versions": versions()}

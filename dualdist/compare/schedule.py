@@ -1,0 +1,91 @@
+"""Which contender is launched when: round after round in orders that are drawn, until the budget of time is used up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dualdist.compare.cells import Cell
+from dualdist.compare.launches import Launch
+
+FIRST_GUESS_S = 8.0  # what a launch takes, before one has been seen
+
+
+def order_of(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
+    """The cells in the order of this round, drawn anew for each."""
+    return random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: after so many rounds, or before a round that would not end within the budget."""
+
+    rounds: int
+    budget_s: float
+
+
+class Rounds:
+    """The launches that are left to do, in turn; `ended` says afterwards why there are no more."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        limits: Limits,
+        launch: Callable[[Cell, int], Launch],
+        done: Sequence[Launch] = (),
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ended = "interrupted"
+        self._cells = list(cells)
+        self._limits = limits
+        self._launch = launch
+        self._done = {(each.cell, each.round) for each in done}
+        self._seconds: dict[str, list[float]] = {}
+        for each in done:
+            self._seconds.setdefault(each.cell, []).append(each.seconds)
+        self._seed = seed
+        self._clock = clock
+        self._began = clock()
+        self.failed: set[str] = set()
+
+    def __iter__(self) -> Iterator[Launch]:
+        for number in range(self._limits.rounds):
+            left = self.left_in(number)
+            if self._seconds and self.spent_s + self._cost(left) > self._limits.budget_s:
+                self.ended = f"the budget of {self._limits.budget_s:g} s was used up"
+                return
+            for cell in left:
+                if number == 0 and self.spent_s > self._limits.budget_s:
+                    self.ended = f"the budget of {self._limits.budget_s:g} s was used up in the first round"
+                    return
+                found = self._launch(cell, number)
+                self._seconds.setdefault(cell.key, []).append(found.seconds)
+                self._done.add((cell.key, number))
+                if found.error is not None:
+                    self.failed.add(cell.key)
+                yield found
+        self.ended = "complete"
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._began
+
+    def left_in(self, number: int) -> list[Cell]:
+        """What this round has still to launch; a cell that has failed is not tried again."""
+        cells = order_of(self._cells, number, self._seed)
+        return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
+
+    def left_s(self) -> float:
+        """About how long the rest will take."""
+        all_left = [cell for number in range(self._limits.rounds) for cell in self.left_in(number)]
+        return max(0.0, min(self._cost(all_left), self._limits.budget_s - self.spent_s))
+
+    def _cost(self, cells: Sequence[Cell]) -> float:
+        known = [seconds for each in self._seconds.values() for seconds in each]
+        guess = median(known) if known else FIRST_GUESS_S
+        return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)

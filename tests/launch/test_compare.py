@@ -1,0 +1,330 @@
+"""`dualdist compare` with real launches: what it measures, verifies, writes, goes on with, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness.jobs import Launch, Outcome
+
+from dualdist import choices
+from dualdist.choices import Conditions, Saved
+
+COMPARE = (sys.executable, "-m", "dualdist", "compare")
+QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
+ONE_CELL = (*QUICK, "--backends", "native", "--references", "")
+PNG = b"\x89PNG\r\n\x1a\n"
+WAIT_S = 60
+
+SCRIPT = """
+import random, sys
+import torch
+import dualdist as dd
+dd.init()
+torch.manual_seed(0 if sys.argv[1] == "seeded" else random.SystemRandom().getrandbits(32))
+model = torch.nn.Linear(8, 1)
+dd.broadcast_parameters(model)
+optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    while True:
+        x = torch.randn(4, 8)
+        loss = (model(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+finally:
+    dd.shutdown()
+"""
+HOROVOD_SCRIPT = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(8, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(6):
+    optimizer.zero_grad()
+    (model(torch.ones(4, 8)) - 1).square().mean().backward()
+    optimizer.step()
+"""
+
+
+class Compared:
+    """One comparison, with all that it left."""
+
+    def __init__(self, outcome: Outcome, folder: Path) -> None:
+        self.outcome, self.folder = outcome, folder
+        self.kept: dict[str, Any] = json.loads((folder / "kept.json").read_text())
+        self.result: dict[str, Any] = self.kept["results"]
+        self.cells = {cell["label"]: cell for cell in self.result["cells"]}
+
+
+@pytest.fixture(scope="module")
+def compared(
+    base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
+) -> Compared:
+    """Two backends over Gloo, the first one again and at half its speed, all references; each launched once."""
+    folder = tmp_path_factory.mktemp("compared")
+    words = ("--backends", "native,horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
+    files = ("--output", "report", "--json", "kept.json", "--csv", "launches.csv", "--save-choice")
+    env = {"XDG_CONFIG_HOME": str(folder / "config")}
+    outcome = Launch(base_env, folder)([*COMPARE, *QUICK, *words, *files], env=env, timeout_s=240)
+    return Compared(outcome, folder)
+
+
+NATIVE, HOROVOD = "native over gloo (torchrun)", "horovod over gloo (torchrun)"
+AGAIN, SLOWED = "native over gloo (torchrun, again)", "native over gloo (torchrun, slowed by 100%)"
+DDP, RAW = "DDP over gloo (torchrun)", "raw Horovod over gloo (torchrun)"
+
+
+def test_contenders_and_references_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
+    assert set(compared.cells) == {NATIVE, HOROVOD, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
+    refused = {each["cell"]["place"]["backend"]: each["reason"] for each in compared.result["refused"]}
+    assert set(refused) == {"native", "horovod"}
+    assert all("nccl moves GPU tensors" in reason for reason in refused.values())
+    assert compared.result["ended"] == "complete"
+
+
+def test_all_trained_the_same_model_to_the_bit(compared: Compared) -> None:
+    same = compared.result["same"]
+    assert (same["how"], same["differing"], same["steps"], same["launches"]) == ("to the bit", {}, 10, 6)
+    training = [job for job in compared.kept["jobs"] if job["cell"].split("-")[0] not in ("none", "one")]
+    assert len({rank["digest"] for job in training for rank in job["ranks"]}) == 1
+    assert len({tuple(rank["losses"]) for job in training for rank in job["ranks"] if rank["rank"] == 0}) == 1
+    losses = training[0]["ranks"][0]["losses"]
+    assert losses[8] < losses[0]  # the first batch, a second time
+
+
+def test_every_measurement_is_there(compared: Compared) -> None:
+    for label, cell in compared.cells.items():
+        ranks = 1 if label == "one rank" else 2
+        assert cell["runs"] == 1
+        assert cell["rate"]["value"] == pytest.approx(4 * ranks / cell["step_s"]["value"])
+        assert len(cell["rate_of_ranks"]) == ranks
+        assert 0 < cell["init_s"] < cell["startup_s"] < 60
+        assert 100 << 20 < cell["peak_bytes"] < 2 << 30
+        assert cell["device_peak_bytes"] is None
+        assert cell["cpu_s"] > 0
+        assert (cell["efficiency"] is None) == (label == "one rank")
+        assert (cell["exposed_s"] is None) == (label in ("one rank", "no communication"))
+    for label in (NATIVE, HOROVOD):
+        assert [point["nbytes"] for point in compared.cells[label]["curve"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
+        assert 0 < compared.cells[label]["latency_s"] < 0.1
+        assert compared.cells[label]["bus_gb_s"] > 0
+    # Two ranks over Gloo send each other every gradient once, 416,000 floats; without communication nothing travels.
+    for label in (NATIVE, HOROVOD, DDP, RAW):
+        assert 4 * 416000 <= compared.cells[label]["tcp_bytes"] < 1.1 * 4 * 416000
+    assert compared.cells["no communication"]["tcp_bytes"] < 1000
+
+
+def test_one_launch_tells_nothing_and_a_slowed_contender_is_slowed(compared: Compared) -> None:
+    assert compared.result["verdict"]["kind"] == "too few"
+    assert "1 run is too few to tell" in compared.outcome.stdout
+    assert "no difference" not in compared.outcome.stdout
+    own, slowed = (compared.cells[label]["step_s"]["value"] for label in (NATIVE, SLOWED))
+    assert slowed > 1.3 * own  # 2, but for the machine's load
+    assert "nothing saved" in compared.outcome.stderr
+    assert not (compared.folder / "config" / "dualdist").exists()
+
+
+def test_progress_tells_what_is_done_and_what_is_left(compared: Compared) -> None:
+    lines = [line for line in compared.outcome.stderr.splitlines() if line.startswith("[")]
+    assert [line.split("]")[0] for line in lines] == [f"[{number}/8" for number in range(9)]
+    assert all("left)" in line for line in lines)
+
+
+class Links(HTMLParser):
+    """What a page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [str(value) for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_is_whole_in_itself(compared: Compared) -> None:
+    folder = compared.folder / "report"
+    page = (folder / "report.html").read_text()
+    links = Links(page).found
+    assert len(links) == 5  # four pictures, and the data
+    assert all(link.startswith("data:") for link in links)
+    assert compared.result["verdict"]["sentence"] in page
+    for label in (*compared.cells, "nccl moves GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
+        assert label in page
+    assert all(shlex.split(job["command"])[-1] in page for job in compared.kept["jobs"])
+    for name in ("steps", "bandwidth", "scaling", "losses"):
+        assert (folder / f"{name}.png").read_bytes()[:8] == PNG
+    assert json.loads((folder / "comparison.json").read_text())["results"] == compared.result
+
+
+def test_csv_has_one_line_a_launch(compared: Compared) -> None:
+    with (compared.folder / "launches.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    for row in rows:
+        assert float(row["samples_per_s"]) == pytest.approx(compared.cells[row["label"]]["rate"]["value"])
+        assert row["error"] == ""
+
+
+def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
+    words = [*COMPARE, *ONE_CELL, "--references", "none", "--rounds", "1", "--output", "out"]
+    with launch.start(words) as job:
+        deadline = time.monotonic() + WAIT_S
+        while "[1/2]" not in job.output():
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.02)
+        (command, *_) = psutil.Process(job.pid).children()
+        command.send_signal(signal.SIGINT)
+        outcome = job.wait(WAIT_S)
+    assert outcome.rc == 130, str(outcome)
+    assert "launches  1, interrupted" in outcome.stdout
+    assert outcome.left == ()
+    before = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
+    again = launch(words)
+    assert "[1/2] from the run before" in again.stderr
+    assert "launches  2, complete" in again.stdout
+    after = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
+    assert len(after) == 2
+    assert before[0] in after  # not measured again
+    other = launch([*words, "--seed", "7"], check=False)
+    assert other.rc == 1
+    assert "holds a comparison under other conditions (seed was 0 and is 7)" in other.stderr
+
+
+@pytest.fixture
+def script(launch: Launch) -> Path:
+    path = launch.directory / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_timed_from_inside_and_ended_after_its_steps(launch: Launch, script: Path) -> None:
+    words = (
+        "--backends",
+        "native,horovod",
+        "--transports",
+        "gloo",
+        "--rounds",
+        "1",
+        "--steps",
+        "12",
+        "--references",
+        "",
+    )
+    outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", str(script), "--json", "-", "--", "seeded"])
+    kept = json.loads(outcome.stdout)
+    assert kept["results"]["same"] == {"how": "to the bit", "launches": 2, "steps": 15, "differing": {}}
+    for job in kept["jobs"]:
+        assert job["command"].endswith("train.py seeded")
+        for rank in job["ranks"]:
+            assert len(rank["ends"]) == len(rank["losses"]) == 15
+            assert rank["losses"][0] > 0
+    assert {cell["rate"] for cell in kept["results"]["cells"]} == {None}  # nobody knows its batch
+
+
+def test_scripts_that_train_different_models_make_an_invalid_comparison(launch: Launch, script: Path) -> None:
+    words = ("--backends", "native", "--transports", "gloo", "--rounds", "2", "--steps", "3", "--references", "")
+    outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", str(script), "--", "unseeded"], check=False)
+    assert outcome.rc == 1
+    assert "INVALID: the contenders did not train the same model" in outcome.stdout
+    assert "had another loss at step 1" in outcome.stdout
+
+
+def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(launch: Launch) -> None:
+    (launch.directory / "hvd.py").write_text(HOROVOD_SCRIPT)
+    words = ("--backends", "native", "--transports", "gloo", "--rounds", "1", "--references", "", "--device", "cpu")
+    outcome = launch([*COMPARE, *words, "--as-horovod", "--script", "hvd.py", "--json", "-"])
+    (job,) = json.loads(outcome.stdout)["jobs"]
+    assert "-m dualdist.hvd hvd.py" in job["command"]
+    assert [len(rank["ends"]) for rank in job["ranks"]] == [6, 6]
+
+
+def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -> None:
+    (launch.directory / "train.py").write_text("print('done')")
+    words = ("--backends", "native", "--transports", "gloo", "--launchers", "torchrun,spawn", "--references", "")
+    outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", "train.py"], check=False)
+    assert outcome.rc == 1
+    assert "does the script call dd.wrap_optimizer?" in outcome.stdout
+    assert "spawn is one command a rank" in outcome.stdout
+    assert "verdict   nothing was measured" in outcome.stdout
+
+
+def choice(backend: str) -> Saved:
+    here = Conditions.here("cpu", "torchrun", 2, mpi=False)
+    return Saved(here, backend, "gloo", "2026-01-01", "1.31x faster than another")
+
+
+@pytest.fixture
+def config(launch: Launch) -> Iterator[dict[str, str]]:
+    """The environment of a user who has saved a choice that auto would not make by itself."""
+    env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": ""}
+    choices.save(choices.path_of(env), [choice("horovod")])
+    yield env
+    assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
+
+
+TELL = """
+import sys
+import dualdist as dd
+for asked in ("auto", None, "native"):
+    dd.init(asked)
+    sys.stdout.write(f"{dd.backend()}/{dd.transport()} ")
+    dd.shutdown()
+"""
+
+
+def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: dict[str, str]) -> None:
+    (launch.directory / "tell.py").write_text(TELL)
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"]
+    outcome = launch(torchrun, env=config)
+    assert sorted(outcome.stdout.split()) == ["horovod/gloo"] * 4 + ["native/shm"] * 2
+    assert outcome.stderr.count("dualdist: horovod over gloo, as dualdist compare found on 2026-01-01: 1.31x") == 1
+
+
+def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:
+    words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun", "--references", "ddp", "--rounds", "3")
+    outcome = launch([*COMPARE, *words, "--dry-run", "--output", "out"])
+    lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
+    assert len(lines) == 9
+    assert all(line[0] == "env" and "dualdist.compare.worker" in line for line in lines)
+    assert not (launch.directory / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
+        (("--budget", "soon"), "--budget soon: expected a time above 0, as 120s"),
+        (("--batch", "7"), "--batch 7: expected a multiple of the 2 ranks"),
+        (("-np", "1"), "--ranks 1: expected 2 or more"),
+        (("--backends", "nativ"), "backend 'nativ': expected one of native"),
+        (("--references", "dpd"), "reference 'dpd': expected one of ddp"),
+        (("--self-check", "0"), "--self-check 0: expected a percentage"),
+        (("--as-horovod",), "are for a --script"),
+        (("--script", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("--device", "cuda"), "--device cuda, but torch sees no GPU here"),
+        (("--output", "/proc/nowhere"), "--output /proc/nowhere: cannot be used"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], told: str) -> None:
+    device = () if "--device" in words else ("--device", "cpu")
+    outcome = launch([*COMPARE, *words, *device], env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
+    assert outcome.rc == 1, str(outcome)
+    assert told in outcome.stderr
+    assert outcome.stderr.startswith("dualdist compare: ")
+    assert len(outcome.stderr.splitlines()) == 1
+    assert outcome.stdout == ""

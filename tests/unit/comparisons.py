@@ -1,0 +1,54 @@
+"""Launches made up for the judges of a comparison: what a job would have left, with times of our choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dualdist.compare.launches import Launch, Rank
+
+WARMUP, STEPS = 2, 5
+LOSSES = [2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0]
+
+
+def rank(number: int, step_s: float, **changes: object) -> Rank:
+    """One of two ranks on CPUs, whose timed steps all take step_s."""
+    found = {
+        "rank": number,
+        "ranks": 2,
+        "nodes": 1,
+        "backend": "native",
+        "transport": "shm",
+        "launcher": "torchrun",
+        "mpi": False,
+        "device": "cpu",
+        "cuda": None,
+        "nccl": None,
+        "threads": 1,
+        "began": 101.0,
+        "ready": 102.0,
+        "first_step": 103.0 + number,
+        "warmup": WARMUP,
+        "ends": [0.0, 9.0, *(9.0 + step_s * (number + 1) for number in range(STEPS))],
+        "losses": [loss + number for loss in LOSSES],
+        "digest": "d",
+        "sample": [1.0, 2.0, 2.0],
+        "peak_bytes": 100 << 20,
+        "device_peak_bytes": None,
+        "tcp_bytes": 1000.0,
+        "cpu_s": 0.5,
+        "window_s": 1.0,
+        "machine_s": 1.0,
+        "own_s": 0.5,
+    }
+    return Rank.model_validate(found | changes)
+
+
+def launch(cell: str, number: int, step_s: float, **changes: object) -> Launch:
+    """A launch of two ranks in this round."""
+    ranks = [rank(0, step_s, **changes), rank(1, step_s / 2, **changes)]
+    return Launch(cell=cell, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks)
+
+
+def launches(cell: str, steps_s: Sequence[float]) -> list[Launch]:
+    """One launch a round."""
+    return [launch(cell, number, step_s) for number, step_s in enumerate(steps_s)]

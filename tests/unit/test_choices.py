@@ -1,0 +1,90 @@
+"""Saved choices: which contenders make one, where it counts, and that it never counts elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from comparisons import launch, launches
+
+from dualdist import choices
+from dualdist.choices import Conditions, Saved
+from dualdist.compare.choosing import chosen
+from dualdist.compare.launches import Launch
+from dualdist.errors import UsageError
+from dualdist.topology import Topology
+
+HERE = Conditions.here("cpu", "torchrun", 2, mpi=False)
+SAVED = Saved(HERE, "horovod", "gloo", "2026-01-01", "1.31x faster than native over shm (torchrun)")
+JOB = Topology(0, 2, 0, 2, 0, 1, "torchrun", "a test")
+
+
+def of(label: str, seconds: float, launcher: str, backend: str, transport: str) -> list[Launch]:
+    place = {"launcher": launcher, "backend": backend, "transport": transport, "mpi": launcher == "mpirun"}
+    return [launch(label, number, seconds + number / 1000, **place) for number in range(7)]
+
+
+def test_every_launcher_that_started_several_has_its_fastest_saved() -> None:
+    contenders = {
+        "a": of("a", 1.0, "torchrun", "native", "shm"),
+        "b": of("b", 1.5, "torchrun", "horovod", "gloo"),
+        "c": of("c", 1.2, "mpirun", "horovod", "mpi"),
+        "d": of("d", 0.5, "mpirun", "mpi", "mpi"),
+        "e": of("e", 0.1, "srun", "native", "shm"),
+    }
+    torchrun, mpirun, srun = chosen(contenders, "today")
+    assert isinstance(torchrun, Saved)
+    assert isinstance(mpirun, Saved)
+    assert (torchrun.conditions, torchrun.backend, torchrun.transport) == (HERE, "native", "shm")
+    assert torchrun.why == "1.50x faster than b"
+    assert (mpirun.conditions.launcher, mpirun.conditions.mpi, mpirun.backend) == ("mpirun", True, "mpi")
+    assert "e was the only one" in str(srun)
+
+
+def test_no_difference_saves_nothing() -> None:
+    same = {"a": launches("a", [1.0, 1.1] * 4), "b": launches("b", [1.1, 1.0] * 4)}
+    (told,) = chosen(same, "today")
+    assert isinstance(told, str)
+    assert "no difference" in told
+    few = {"a": launches("a", [1.0] * 5), "b": launches("b", [9.0] * 5)}
+    assert isinstance(next(chosen(few, "today")), str)
+
+
+def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "choices.json"
+    assert choices.load(path) == []
+    other = replace(SAVED, conditions=replace(HERE, ranks=4))
+    choices.save(path, [SAVED, other])
+    newer = replace(SAVED, backend="native", transport="shm")
+    choices.save(path, [newer])
+    assert choices.load(path) == [other, newer]
+    assert [each.name for each in path.parent.iterdir()] == ["choices.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"choices": [{}]}', '{"choices": [{"conditions": {"cores": 2}}]}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "choices.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"choices\.json: these saved choices cannot be read .*: delete the file"):
+        choices.load(path)
+
+
+def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
+    def found(job: Topology, device: str = "cpu", saved: Saved = SAVED) -> Saved | None:
+        return choices.of_job([saved], job, lambda: device)
+
+    assert found(JOB) == SAVED
+    assert found(replace(JOB, launcher="mpirun")) is None
+    assert found(replace(JOB, size=3, local_size=3)) is None
+    assert found(replace(JOB, mpi=True)) is None
+    assert found(JOB, "H200") is None
+    assert found(replace(JOB, nodes=2, local_size=1)) is None
+    assert found(replace(JOB, inferred=frozenset({"local_size", "nodes"}))) is None  # who knows?
+    for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):
+        assert found(JOB, saved=replace(SAVED, conditions=changed)) is None
+
+
+def test_the_file_is_in_the_users_configuration() -> None:
+    assert choices.path_of({"XDG_CONFIG_HOME": "/c"}) == Path("/c/dualdist/choices.json")
+    assert choices.path_of({"HOME": "/h"}) == Path("/h/.config/dualdist/choices.json")

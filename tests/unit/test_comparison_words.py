@@ -1,0 +1,84 @@
+"""What a comparison prints and writes: times, reasons, tables without empty columns, CSV that keeps failures."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from comparisons import launch
+
+from dualdist.cli.compare_request import seconds
+from dualdist.compare.cells import OURS, Cell
+from dualdist.compare.figures import result
+from dualdist.compare.folder import claim
+from dualdist.compare.jobs import Place
+from dualdist.compare.launches import Launch, read, write
+from dualdist.compare.progress import duration
+from dualdist.compare.tables import last_words, tables, write_csv
+from dualdist.errors import UsageError
+
+CELL = Cell(OURS, Place("native", "shm", "torchrun"))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("120s", 120), ("2m", 120), ("1.5h", 5400), ("90", 90)])
+def test_a_budget_is_a_time_with_a_unit(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "s", "-3s", "0", "inf", "nan", "2 days"])
+def test_a_budget_that_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a time above 0"):
+        seconds(text)
+
+
+@pytest.mark.parametrize(("value", "words"), [(45, "45 s"), (89, "89 s"), (300, "5 min"), (12000, "3 h 20 min")])
+def test_what_is_left_is_told_as_people_do(value: float, words: str) -> None:
+    assert duration(value) == words
+
+
+def test_of_a_long_output_the_error_is_told() -> None:
+    assert (
+        last_words("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
+        == "RuntimeError: no memory"
+    )
+    assert last_words("mpi4py is not installed") == "mpi4py is not installed"
+    assert last_words("") == ""
+
+
+def test_tables_leave_out_what_is_known_of_no_contender() -> None:
+    speed, cost = tables(result([CELL], [], [launch(CELL.key, number, 0.1) for number in range(3)], "complete"))
+    assert "samples/s" in speed.columns
+    assert "range of what was seen" in speed.notes[0]
+    assert "TCP MiB/step" in cost.columns
+    assert not {"GPU MiB", "8 B us", "efficiency"} & set(cost.columns)
+    assert all(len(row) == len(table.columns) for table in (speed, cost) for row in table.rows)
+
+
+def test_csv_keeps_what_failed(tmp_path: Path) -> None:
+    failed = Launch(cell="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
+    write_csv(tmp_path / "a.csv", [launch(CELL.key, 0, 0.1), failed], {CELL.key: CELL.label})
+    with (tmp_path / "a.csv").open() as file:
+        good, bad = csv.DictReader(file)
+    assert (good["label"], float(good["step_s"]), good["error"]) == (CELL.label, pytest.approx(0.1), "")
+    assert (bad["cell"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
+
+
+def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "launches" / "one.json"
+    write(launch(CELL.key, 0, 0.1), path)
+    assert read(path) == launch(CELL.key, 0, 0.1)
+    path.write_text("{}")
+    with pytest.raises(UsageError, match=r"one\.json: this is no launch of dualdist compare; delete it"):
+        read(path)
+
+
+def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
+    claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
+        claim(tmp_path / "new", {"seed": 0, "model": "resnet18"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(UsageError, match="expected a new or empty folder"):
+        claim(tmp_path / "other", {})

@@ -1,0 +1,290 @@
+"""The verdict of a comparison: who is faster, with which confidence, and when it must not say so."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from comparisons import launch, launches
+from scipy import stats
+
+from dualdist.compare.cells import OURS, Cell
+from dualdist.compare.contest import unfit
+from dualdist.compare.figures import result
+from dualdist.compare.jobs import Place
+from dualdist.compare.launches import Launch, by_cell
+from dualdist.compare.paired import LEAST_LAUNCHES, centre, ratio_of, student
+from dualdist.compare.sameness import sameness
+from dualdist.compare.schedule import Limits, Rounds, order_of
+from dualdist.compare.verdict import Verdict, against, ranking, verdict
+
+TRIALS = 200
+
+
+def judged(**steps_s: list[float]) -> Verdict:
+    found = {name: launches(name, values) for name, values in steps_s.items()}
+    return verdict(found, sameness(found))
+
+
+def drawn(seed: int, runs: int, factor: float = 1.0, *, upset: float = 0.0) -> list[float]:
+    """Median steps of launches that differ by 2% for themselves; some are slowed much more by somebody else."""
+    draw = random.Random(seed)
+    return [0.1 * factor * draw.gauss(1, 0.02) * (1.3 if draw.random() < upset else 1) for _ in range(runs)]
+
+
+@pytest.mark.parametrize(("runs", "upset"), [(6, 0.0), (7, 0.0), (9, 0.0), (9, 0.15), (15, 0.0)])
+def test_the_same_contender_twice_makes_no_difference_in_95_of_100_comparisons(runs: int, upset: float) -> None:
+    found = [
+        judged(a=drawn(2 * seed, runs, upset=upset), b=drawn(2 * seed + 1, runs, upset=upset)) for seed in range(TRIALS)
+    ]
+    wrong = sum(each.kind == "faster" for each in found)
+    assert all(each.kind in ("faster", "no difference") for each in found)
+    # 5% of 200 is 10; with 15 or more of them a test of 5% would be found out in 92 of 100 cases.
+    assert wrong <= 14
+
+
+@pytest.mark.parametrize(("runs", "found_in"), [(9, 0.9), (15, 0.97)])
+def test_a_contender_that_is_5_percent_slower_is_found(runs: int, found_in: float) -> None:
+    found = [judged(a=drawn(2 * seed, runs), b=drawn(2 * seed + 1, runs, 1.05)) for seed in range(TRIALS)]
+    assert sum((each.kind, each.winner) == ("faster", "a") for each in found) >= found_in * TRIALS
+
+
+def test_the_best_of_five_that_are_the_same_does_not_win() -> None:
+    found = [judged(**{name: drawn(5 * seed + i, 9) for i, name in enumerate("abcde")}) for seed in range(TRIALS)]
+    assert sum(each.kind == "faster" for each in found) <= 14
+
+
+def test_weather_that_a_round_has_in_common_is_taken_out() -> None:
+    weather = [1.0, 1.9, 1.2, 1.6, 1.0, 2.0, 1.3, 1.8, 1.1]
+    slow, fast = drawn(1, 9, 1.05), drawn(2, 9)
+    found = judged(
+        slow=[a * b for a, b in zip(slow, weather, strict=True)],
+        fast=[a * b for a, b in zip(fast, weather, strict=True)],
+    )
+    assert (found.kind, found.winner) == ("faster", "fast")
+
+
+def test_the_sentence_has_ratio_interval_and_number_of_runs() -> None:
+    found = judged(a=[1.31, 1.29, 1.30, 1.31, 1.36, 1.27, 1.33, 1.31, 1.31], b=[1.0] * 9)
+    assert found.sentence == "b is 1.31x faster than a (95% interval 1.29 to 1.33, 9 runs each)"
+    same = judged(a=[1.0, 1.01, 0.99] * 3, b=[1.0, 0.99, 1.01] * 3)
+    assert same.sentence.startswith("no difference that 9 runs can show between ")
+    alone = judged(a=[1.0] * 9)
+    assert alone.sentence == "a is the only contender that ran here"
+    assert judged().kind == "nothing"
+
+
+def test_fewer_than_six_runs_tell_nothing_however_far_apart() -> None:
+    few = judged(a=[1.0] * 5, b=[9.0] * 5)
+    assert few.kind == "too few"
+    assert "5 runs are too few" in few.sentence
+    assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
+    assert 1 - 2 / 2**LEAST_LAUNCHES > 0.95 > 1 - 2 / 2 ** (LEAST_LAUNCHES - 1)
+
+
+def test_only_rounds_in_which_both_ran_count() -> None:
+    one = launches("a", [1.0] * 8)
+    other = [launch("b", number, 2.0) for number in range(2, 9)]
+    found = verdict({"a": one, "b": other}, sameness({"a": one}))
+    assert found.ratio is not None
+    assert (found.ratio.launches, found.ratio.value) == (6, 2.0)
+
+
+def test_another_model_makes_the_comparison_invalid_however_fast() -> None:
+    found = {"a": launches("a", [1.0] * 9), "b": launches("b", [9.0] * 9), "c": launches("c", [9.0] * 9)}
+    found["a"][3] = launch("a", 3, 1.0, digest="other")
+    said = verdict(found, sameness(found))
+    assert said.kind == "invalid"
+    assert said.sentence == "INVALID: the contenders did not train the same model: a ended with other parameters"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"losses": [2.5, 2.25, 2.0, 1.75, 1.5, 1.2500001, 1.0]}, "had another loss at step 1 (2.5, others 3)"),
+        ({"losses": [2.5, 2.25]}, "took 2 steps, others 7"),
+        ({"losses": [None] * 7}, "had another loss at step 1 (none, others 3)"),
+        ({"digest": "e"}, "ended with other parameters"),
+    ],
+)
+def test_sameness_on_two_cpu_ranks_is_to_the_bit(changes: dict[str, object], told: str) -> None:
+    found = {"a": launches("a", [1.0] * 3), "b": [launch("b", 0, 1.0, **changes)]}
+    same = sameness(found)
+    assert not same.is_valid
+    assert same.differing == {"b": told}
+
+
+def test_ranks_of_one_launch_that_end_apart_are_no_training() -> None:
+    torn = launch("a", 0, 1.0)
+    torn = torn.model_copy(update={"ranks": [torn.ranks[0], torn.ranks[1].model_copy(update={"digest": "x"})]})
+    found = sameness({"a": [torn], "b": launches("b", [1.0, 1.0])})
+    assert found.differing == {"a": "ended with different parameters on different ranks"}
+
+
+def test_sameness_elsewhere_is_within_a_tolerance_that_it_tells() -> None:
+    def on_gpu(cell: str, **changes: object) -> Launch:
+        return launch(cell, 0, 1.0, device="H200", **changes)
+
+    near = on_gpu("b", digest="e", sample=[1.0001, 2.0, 2.0])
+    assert sameness({"a": [on_gpu("a")], "b": [near]}).is_valid
+    assert "within 0.001" in str(sameness({"a": [on_gpu("a")], "b": [near]}))
+    far = sameness({"a": [on_gpu("a")], "b": [on_gpu("b", digest="e", sample=[1.01, 2.0, 2.0])]})
+    assert far.differing["b"] == "ended with parameters that are 3.3e-03 of their size apart"
+    nan = [float("nan")] * 7
+    assert sameness({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b", losses=nan)]}).is_valid
+    assert not sameness({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b")]}).is_valid
+
+
+@pytest.mark.parametrize("degrees", [5, 6, 8, 14, 50])
+def test_students_quantile_is_scipys(degrees: int) -> None:
+    assert student(0.975, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-3)
+
+
+def test_an_interval_of_few_launches_is_the_range_and_says_that_it_is_not_sound() -> None:
+    found = centre([3.0, 1.0, 2.0])
+    assert (found.value, found.low, found.high, found.is_sound) == (2.0, 1.0, 3.0, False)
+    assert not found.differs_from(0.0)
+    sound = ratio_of([2.0, 2.1, 1.9, 2.0, 2.05, 1.95], [1.0] * 6)
+    assert sound.is_sound
+    assert sound.differs_from(1.0)
+
+
+def test_ranking_is_by_rounds_and_the_others_are_held_against_the_winner() -> None:
+    found = {"a": launches("a", [1.0, 5.0] * 3), "b": launches("b", [0.9, 4.5] * 3), "c": launches("c", [2.0] * 6)}
+    assert ranking(found)[0] == "b"
+    said = against("b", found)
+    assert said["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 runs each)")
+
+
+# Real launches on two cores: one contender, the same again, and slowed by 5%, as --self-check 5 runs them.
+RECORDED = json.loads(Path(__file__).with_name("recorded_self_check.json").read_text())
+
+
+def recorded(name: str, rounds: int) -> list[Launch]:
+    found = []
+    for number, steps_us in enumerate(RECORDED["steps_us"][name][:rounds]):
+        ends = [0.0, 0.0, *(us / 1e6 for us in accumulate(steps_us))]
+        found.append(launch(name, number, 1.0, ends=ends))
+    return found
+
+
+@pytest.mark.parametrize("rounds", [6, 9, 12])
+def test_of_real_launches_the_same_again_makes_no_difference_and_5_percent_do(rounds: int) -> None:
+    own, again, slowed = (recorded(name, rounds) for name in ("own", "again", "slowed"))
+    assert own[0].steps == pytest.approx([us / 1e6 for us in RECORDED["steps_us"]["own"][0]])
+    same = sameness({"own": own})
+    assert verdict({"own": own, "again": again}, same).kind == "no difference"
+    found = verdict({"own": own, "slowed": slowed}, same)
+    assert (found.kind, found.winner) == ("faster", "own")
+    assert found.ratio is not None
+    assert found.ratio.low < 1.05 < found.ratio.high
+
+
+def test_of_the_same_launches_a_bootstrap_over_steps_sees_a_difference_that_is_none() -> None:
+    """Why launches are drawn and not steps: each launch moves as a whole."""
+    own, again = (recorded(name, 6) for name in ("own", "again"))
+    steps = [[step for each in found for step in each.steps] for found in (own, again)]
+    assert ratio_of(*steps).differs_from(1.0)
+
+
+PLACE = Place("native", "shm", "torchrun")
+
+
+def test_figures_follow_from_what_ranks_recorded() -> None:
+    cell, one, none = Cell(OURS, PLACE), Cell("one", Place("auto", None, "python")), Cell("none", PLACE)
+    found = [launch(cell.key, number, 0.2) for number in range(6)]
+    found += [launch(none.key, number, 0.15) for number in range(6)]
+    found += [launch(one.key, number, 0.1) for number in range(6)]
+    figures = {each.kind: each for each in result([cell, one, none], [], found, "complete").cells}
+    ours = figures[OURS]
+    assert ours.step_s.value == pytest.approx(0.2)  # the slowest rank's
+    assert ours.rate is not None
+    assert ours.rate.value == pytest.approx(16 / 0.2)
+    assert ours.rate_of_ranks == pytest.approx([8 / 0.2, 8 / 0.1])
+    assert ours.efficiency is not None
+    assert ours.efficiency.value == pytest.approx(0.5)
+    assert ours.exposed_s is not None
+    assert ours.exposed_s.value == pytest.approx(0.05)
+    assert (ours.startup_s, ours.init_s) == (4.0, 2.0)
+    assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
+
+
+def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
+    cell, other = Cell(OURS, PLACE), Cell(OURS, Place("horovod", "gloo", "torchrun"))
+    failed = Launch(cell=other.key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
+    found = result([cell, other], [], [launch(cell.key, 0, 1.0), failed], "complete")
+    assert [(each.cell, each.reason) for each in found.refused] == [(other, "exit code 1\nno such device")]
+    assert found.verdict.kind == "alone"
+
+
+def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
+    cell = Cell(OURS, PLACE)
+    assert unfit(cell, launch(cell.key, 0, 1.0).ranks) is None
+    told = unfit(Cell(OURS, Place("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    assert told is not None
+    assert told.startswith(
+        "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
+    )
+    assert "it took 2 steps" in str(unfit(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
+
+
+CELLS = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+
+
+def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
+    orders = {tuple(order_of(CELLS, number, 0)) for number in range(20)}
+    assert len(orders) > 3
+    assert all(sorted(map(str, order)) == sorted(map(str, CELLS)) for order in orders)
+    assert order_of(CELLS, 3, 7) == order_of(CELLS, 3, 7)
+
+
+class Clock:
+    """Seconds that pass only by launching."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.log = 0.0, seconds, list[tuple[str, int]]()
+
+    def launch(self, cell: Cell, number: int) -> Launch:
+        self.now += self.seconds
+        self.log.append((cell.key, number))
+        return launch(cell.key, number, 0.1).model_copy(update={"seconds": self.seconds})
+
+
+def test_no_round_begins_that_would_not_end_within_the_budget() -> None:
+    clock = Clock(10.0)
+    rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
+    assert rounds.left_s() == 100.0  # all would take longer
+    assert len(list(rounds)) == 9  # three rounds of 30 s
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up")
+
+
+def test_a_first_round_that_takes_too_long_is_broken_off() -> None:
+    clock = Clock(60.0)
+    rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
+    assert len(list(rounds)) == 2
+    assert "first round" in rounds.ended
+
+
+def test_a_run_that_was_broken_off_goes_on_where_it_was() -> None:
+    first, second = Clock(1.0), Clock(1.0)
+    rounds = iter(Rounds(CELLS, Limits(3, 100.0), first.launch, clock=lambda: first.now))
+    done = [next(rounds) for _ in range(4)]
+    again = Rounds(CELLS, Limits(3, 100.0), second.launch, done, clock=lambda: second.now)
+    assert again.left_s() == 5.0
+    rest = list(again)
+    assert again.ended == "complete"
+    assert sorted(first.log + second.log) == sorted((cell.key, number) for cell in CELLS for number in range(3))
+    assert {key: len(found) for key, found in by_cell(done + rest).items()} == {cell.key: 3 for cell in CELLS}
+
+
+def test_a_cell_that_failed_is_not_launched_again() -> None:
+    clock = Clock(1.0)
+
+    def failing(cell: Cell, number: int) -> Launch:
+        found = clock.launch(cell, number)
+        return found.model_copy(update={"error": "no"}) if cell == CELLS[1] else found
+
+    assert len(list(Rounds(CELLS, Limits(3, 100.0), failing, clock=lambda: clock.now))) == 7
