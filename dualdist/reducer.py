@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from dualdist.backends.base import NO_PLACE
 from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Backend
     from dualdist.group import Group
 
-NOWHERE = -1
 _current_backward = torch._C._current_graph_task_id
 Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -180,7 +180,7 @@ class Reducer:
         dtype, device = params[0].dtype, params[0].device
         apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
         shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
-        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NOWHERE, apart)
+        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NO_PLACE, apart)
         # What Adasum's buckets carry is no gradients: nothing is compressed.
         wire = dtype if self._recipe.op == "adasum" else wire_dtype(dtype, self._recipe)
         if wire is not None and wire in self._line.reducible:

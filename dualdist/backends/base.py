@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 ReduceOp = Literal["sum", "min", "max", "product"]
+# Of a buffer for which nothing was reserved.
+NO_PLACE = -1
 
 
 class Store(Protocol):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import Buffer, ReduceOp, Store, Work
+from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Store, Work
 from dualdist.backends.buffers import PlainBuffer
 from dualdist.backends.native_store import LATE, TcpStore, first_line
 from dualdist.backends.shm import WHOLE_BYTES, HostLine, line_bytes
@@ -61,7 +61,6 @@ REDUCIBLE = frozenset(
 # Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
 LINES = 4
 SPARE_FILES = 512
-NO_PLACE = -1
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
 # Room that operations and the gradients of a common model take in shared memory, for each rank of the host.
 ROOM_BYTES = 48 << 20
