@@ -17,6 +17,7 @@ from dualdist.compression import Cast, Compressor
 from dualdist.errors import CollectiveError, UsageError
 from dualdist.holders import is_kept, referred_to, uses
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
+from dualdist.streams import Streams
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
@@ -257,6 +258,7 @@ class Bucket:
         self.plan = plan
         self.recipe = recipe
         self.waiting_for = len(plan.shapes)
+        self.streams = Streams(plan.device) if plan.device.type == "cuda" else None
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
@@ -300,6 +302,8 @@ class Bucket:
         """What was taken in and not launched is forgotten: memory that ranks share may be another's meanwhile."""
         self._packed.clear()
         self._is_begun = False
+        if self.streams is not None:
+            self.streams.forget()
 
     def pack(self, number: int, grad: torch.Tensor | None) -> None:
         """Take in a gradient as soon as it is finished, while it is in the processor's cache; of the large ones."""
@@ -315,6 +319,8 @@ class Bucket:
         """Gather what is not there yet and send it off; a rank that has joined sends zeros, and does not take part."""
         flat = self._begin()
         dense = [grad for grad in grads if not (grad is None or grad.is_sparse)]
+        if self.streams is not None:
+            self.streams.join(dense)
         if len(dense) == len(flat.all_views) == len(grads) and not self._packed:
             torch._foreach_copy_(flat.all_views, dense)
         else:

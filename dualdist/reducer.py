@@ -19,6 +19,7 @@ from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buc
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
 from dualdist.rounds import Rounds, end_unused, launch_due, running
+from dualdist.streams import refuse_capture
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
@@ -272,6 +273,8 @@ class Reducer:
                 return
             self._arrived[number] = True
             bucket = self._buckets[self._bucket_of[number]]
+            if bucket.streams is not None:
+                bucket.streams.note()
             seat = self._seat_of[number]
             if seat in bucket.large:
                 bucket.pack(seat, param.grad)
@@ -293,6 +296,8 @@ class Reducer:
 
     def _begin_backward(self, backward: int) -> None:
         self._require_open()
+        if any(bucket.streams is not None for bucket in self._buckets):
+            refuse_capture()
         self.drop_interrupted()
         if len(running(self.group)) == 1:  # else the ranks do so when they know which ones are due
             self.update()
