@@ -84,8 +84,8 @@ def _speed(cell: Figures, is_script: bool) -> tuple[str, ...]:
     return (
         cell.label,
         str(cell.runs),
-        f"{rate.value:.4g}",
-        f"{rate.low:.4g} to {rate.high:.4g}",
+        figure(rate.value),
+        f"{figure(rate.low)} to {figure(rate.high)}",
         *(() if is_script else (each,)),
         f"{step_s.value * 1e3:.2f}",
         "-" if over is None else f"{over.value:.3f}",
@@ -94,8 +94,13 @@ def _speed(cell: Figures, is_script: bool) -> tuple[str, ...]:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = (f"{value:.3g}" for value in (min(values), max(values)))
+    low, high = figure(min(values)), figure(max(values))
     return low if low == high else f"{low} to {high}"
+
+
+def figure(value: float) -> str:
+    """Three digits and more, without an exponent: 1.23, 45.6, 12345."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def cost_table(cells: Sequence[Figures]) -> Table:
@@ -117,7 +122,7 @@ def _cost(cell: Figures) -> tuple[str, ...]:
         f"{cell.startup_s:.1f}",
         _mib(cell.peak_bytes),
         _mib(cell.device_peak_bytes),
-        "-" if cell.tcp_bytes is None else f"{cell.tcp_bytes / 2**20:.3g}",
+        "-" if cell.tcp_bytes is None else f"{cell.tcp_bytes / 2**20:.2f}",
         "-" if cell.cpu_s is None else f"{cell.cpu_s * 1e3:.1f}",
     )
 

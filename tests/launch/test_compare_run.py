@@ -17,13 +17,14 @@ from typing import Any
 import psutil
 import pytest
 from harness.jobs import Launch, Outcome
+from harness.mpi import OpenMPI
 
 from dualdist import choices
 from dualdist.choices import Conditions, Saved
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
 QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
-ONE_CELL = (*QUICK, "--backends", "native", "--references", "")
+SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--references", "")
 PNG = b"\x89PNG\r\n\x1a\n"
 WAIT_S = 60
 
@@ -74,31 +75,31 @@ class Compared:
 def compared(
     base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
 ) -> Compared:
-    """Two backends over Gloo, the first one again and at half its speed, all references; each launched once."""
+    """Horovod over Gloo, the same again and at half its speed, all references; each launched once."""
     folder = tmp_path_factory.mktemp("compared")
-    words = ("--backends", "native,horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
+    words = ("--backends", "horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
     files = ("--output", "report", "--json", "kept.json", "--csv", "launches.csv", "--save-choice")
     env = {"XDG_CONFIG_HOME": str(folder / "config")}
     outcome = Launch(base_env, folder)([*COMPARE, *QUICK, *words, *files], env=env, timeout_s=240)
     return Compared(outcome, folder)
 
 
-NATIVE, HOROVOD = "native over gloo (torchrun)", "horovod over gloo (torchrun)"
-AGAIN, SLOWED = "native over gloo (torchrun, again)", "native over gloo (torchrun, slowed by 100%)"
+OWN = "horovod over gloo (torchrun)"
+AGAIN, SLOWED = "horovod over gloo (torchrun, again)", "horovod over gloo (torchrun, slowed by 100%)"
 DDP, RAW = "DDP over gloo (torchrun)", "raw Horovod over gloo (torchrun)"
 
 
 def test_contenders_and_references_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
-    assert set(compared.cells) == {NATIVE, HOROVOD, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
-    refused = {each["cell"]["place"]["backend"]: each["reason"] for each in compared.result["refused"]}
-    assert set(refused) == {"native", "horovod"}
-    assert all("nccl moves GPU tensors" in reason for reason in refused.values())
+    assert set(compared.cells) == {OWN, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
+    (refused,) = compared.result["refused"]
+    assert refused["cell"]["place"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
+    assert "nccl moves GPU tensors" in refused["reason"]
     assert compared.result["ended"] == "complete"
 
 
 def test_all_trained_the_same_model_to_the_bit(compared: Compared) -> None:
     same = compared.result["same"]
-    assert (same["how"], same["differing"], same["steps"], same["launches"]) == ("to the bit", {}, 10, 6)
+    assert (same["how"], same["differing"], same["steps"], same["launches"]) == ("to the bit", {}, 10, 5)
     training = [job for job in compared.kept["jobs"] if job["cell"].split("-")[0] not in ("none", "one")]
     assert len({rank["digest"] for job in training for rank in job["ranks"]}) == 1
     assert len({tuple(rank["losses"]) for job in training for rank in job["ranks"] if rank["rank"] == 0}) == 1
@@ -118,29 +119,34 @@ def test_every_measurement_is_there(compared: Compared) -> None:
         assert cell["cpu_s"] > 0
         assert (cell["efficiency"] is None) == (label == "one rank")
         assert (cell["exposed_s"] is None) == (label in ("one rank", "no communication"))
-    for label in (NATIVE, HOROVOD):
-        assert [point["nbytes"] for point in compared.cells[label]["curve"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
-        assert 0 < compared.cells[label]["latency_s"] < 0.1
-        assert compared.cells[label]["bus_gb_s"] > 0
+    own = compared.cells[OWN]
+    assert [point["nbytes"] for point in own["curve"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
+    assert 0 < own["latency_s"] < 0.1
+    assert own["bus_gb_s"] > 0
     # Two ranks over Gloo send each other every gradient once, 416,000 floats; without communication nothing travels.
-    for label in (NATIVE, HOROVOD, DDP, RAW):
+    for label in (OWN, AGAIN, SLOWED, DDP, RAW):
         assert 4 * 416000 <= compared.cells[label]["tcp_bytes"] < 1.1 * 4 * 416000
     assert compared.cells["no communication"]["tcp_bytes"] < 1000
 
 
-def test_one_launch_tells_nothing_and_a_slowed_contender_is_slowed(compared: Compared) -> None:
-    assert compared.result["verdict"]["kind"] == "too few"
-    assert "1 run is too few to tell" in compared.outcome.stdout
-    assert "no difference" not in compared.outcome.stdout
-    own, slowed = (compared.cells[label]["step_s"]["value"] for label in (NATIVE, SLOWED))
+def test_one_launch_of_the_same_again_tells_nothing_and_a_slowed_contender_is_slowed(compared: Compared) -> None:
+    assert compared.result["verdict"] == {
+        "kind": "alone",
+        "sentence": f"{OWN} is the only contender that ran here",
+        "winner": OWN,
+        "runner_up": None,
+        "ratio": None,
+    }
+    assert compared.result["further"] == {}
+    own, slowed = (compared.cells[label]["step_s"]["value"] for label in (OWN, SLOWED))
     assert slowed > 1.3 * own  # 2, but for the machine's load
-    assert "nothing saved" in compared.outcome.stderr
+    assert f"{OWN} was the only one that it started" in compared.outcome.stderr
     assert not (compared.folder / "config" / "dualdist").exists()
 
 
 def test_progress_tells_what_is_done_and_what_is_left(compared: Compared) -> None:
     lines = [line for line in compared.outcome.stderr.splitlines() if line.startswith("[")]
-    assert [line.split("]")[0] for line in lines] == [f"[{number}/8" for number in range(9)]
+    assert [line.split("]")[0] for line in lines] == [f"[{number}/7" for number in range(8)]
     assert all("left)" in line for line in lines)
 
 
@@ -174,14 +180,14 @@ def test_the_page_is_whole_in_itself(compared: Compared) -> None:
 def test_csv_has_one_line_a_launch(compared: Compared) -> None:
     with (compared.folder / "launches.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 8
+    assert len(rows) == 7
     for row in rows:
         assert float(row["samples_per_s"]) == pytest.approx(compared.cells[row["label"]]["rate"]["value"])
         assert row["error"] == ""
 
 
 def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
-    words = [*COMPARE, *ONE_CELL, "--references", "none", "--rounds", "1", "--output", "out"]
+    words = [*COMPARE, *QUICK, "--backends", "native", "--references", "none", "--rounds", "1", "--output", "out"]
     with launch.start(words) as job:
         deadline = time.monotonic() + WAIT_S
         while "[1/2]" not in job.output():
@@ -212,22 +218,14 @@ def script(launch: Launch) -> Path:
     return path
 
 
-def test_a_script_is_timed_from_inside_and_ended_after_its_steps(launch: Launch, script: Path) -> None:
-    words = (
-        "--backends",
-        "native,horovod",
-        "--transports",
-        "gloo",
-        "--rounds",
-        "1",
-        "--steps",
-        "12",
-        "--references",
-        "",
-    )
-    outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", str(script), "--json", "-", "--", "seeded"])
+def test_a_script_is_timed_from_inside_and_ended_after_its_steps(
+    launch: Launch, script: Path, openmpi: OpenMPI
+) -> None:
+    words = (*SCRIPTS, "--backends", "native,horovod", "--rounds", "1", "--steps", "12")
+    outcome = launch([*COMPARE, *words, "--script", str(script), "--json", "-", "--", "seeded"])
     kept = json.loads(outcome.stdout)
     assert kept["results"]["same"] == {"how": "to the bit", "launches": 2, "steps": 15, "differing": {}}
+    assert kept["results"]["verdict"]["sentence"].startswith("1 run is too few to tell")
     for job in kept["jobs"]:
         assert job["command"].endswith("train.py seeded")
         for rank in job["ranks"]:
@@ -236,9 +234,11 @@ def test_a_script_is_timed_from_inside_and_ended_after_its_steps(launch: Launch,
     assert {cell["rate"] for cell in kept["results"]["cells"]} == {None}  # nobody knows its batch
 
 
-def test_scripts_that_train_different_models_make_an_invalid_comparison(launch: Launch, script: Path) -> None:
-    words = ("--backends", "native", "--transports", "gloo", "--rounds", "2", "--steps", "3", "--references", "")
-    outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", str(script), "--", "unseeded"], check=False)
+def test_scripts_that_train_different_models_make_an_invalid_comparison(
+    launch: Launch, script: Path, openmpi: OpenMPI
+) -> None:
+    words = (*SCRIPTS, "--backends", "native", "--rounds", "2", "--steps", "3")
+    outcome = launch([*COMPARE, *words, "--script", str(script), "--", "unseeded"], check=False)
     assert outcome.rc == 1
     assert "INVALID: the contenders did not train the same model" in outcome.stdout
     assert "had another loss at step 1" in outcome.stdout
