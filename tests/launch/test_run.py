@@ -143,9 +143,7 @@ def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Lau
         ("torchrun", "raise", 1, "exit code 1"),
         ("horovodrun", "raise", 1, "exit code 1"),
         ("mpirun", "exit", 7, "exit code 7"),
-        ("torchrun", "exit", 7, "exit code 7"),
         ("mpirun", "kill", 137, "ended by SIGKILL"),
-        ("horovodrun", "kill", 137, "ended by SIGKILL"),
         ("spawn", "leave", 3, "exit code 3"),
     ],
 )
@@ -182,11 +180,12 @@ def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: La
 @pytest.mark.parametrize(
     ("launcher", "what"),
     [
-        *(
-            (launcher, what)
-            for launcher in ("torchrun", "horovodrun", "mpirun")
-            for what in ("ctrl-c", "launcher", "run")
-        ),
+        ("torchrun", "ctrl-c"),  # which is heard here, whatever the launcher
+        ("torchrun", "launcher"),
+        ("mpirun", "launcher"),
+        ("torchrun", "run"),
+        ("horovodrun", "run"),
+        ("mpirun", "run"),
         ("spawn", "run"),
     ],
 )
