@@ -138,8 +138,9 @@ def test_one_launch_of_the_same_again_tells_nothing_and_a_slowed_contender_is_sl
         "ratio": None,
     }
     assert compared.result["further"] == {}
-    own, slowed = (compared.cells[label]["step_s"]["value"] for label in (OWN, SLOWED))
-    assert slowed > 1.3 * own  # 2, but for the machine's load
+    own, slowed = compared.cells[OWN], compared.cells[SLOWED]
+    # Its steps take twice as long, and it works all the while; a loaded machine may hide one of the two.
+    assert slowed["step_s"]["value"] > 1.3 * own["step_s"]["value"] or slowed["cpu_s"] > 1.2 * own["cpu_s"]
     assert f"{OWN} was the only one that it started" in compared.outcome.stderr
     assert not (compared.folder / "config" / "dualdist").exists()
 
