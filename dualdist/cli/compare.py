@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROUNDS, BUDGET = 9, "5m"
 WARMUP = 3
 INTERRUPTED = 130
-UNTOLD: Any = {"ranks": {"__all__": {"sample"}}}  # thousands of parameters, which only the verification reads
+UNTOLD: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, which only the verification reads
 NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
 
 

@@ -38,7 +38,9 @@ class Rank(BaseModel):
     ends: list[float]
     losses: list[float | None]
     digest: str
+    start: list[float]  # before the first step, as `sample` is after the last one
     sample: list[float]
+    rounding: float
     peak_bytes: int | None
     device_peak_bytes: int | None
     tcp_bytes: float | None
