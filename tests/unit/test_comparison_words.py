@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from comparisons import launch
 
-from dualdist.cli.compare_request import seconds
+from dualdist.cli import compare
+from dualdist.cli.compare_request import conditions_of, seconds
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.figures import result
 from dualdist.compare.folder import claim
@@ -71,6 +74,31 @@ def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -
     path.write_text("{}")
     with pytest.raises(UsageError, match=r"one\.json: this is no launch of dualdist compare; delete it"):
         read(path)
+
+
+def conditions(*words: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    compare.configure(parser)
+    return conditions_of(parser.parse_args(words))
+
+
+def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) -> None:
+    assert conditions("--self-check", "5") == conditions("--self-check", "5", "--rounds", "3", "--budget", "1h")
+    assert conditions("--self-check", "5") != conditions("--self-check", "50")
+    assert set(conditions()["versions"]) >= {"dualdist", "torch"}
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    words = ("--script", str(script))
+    for path in (script, other):
+        path.write_text("before")
+    before = conditions(*words)
+    assert before["script"] == str(script)
+    assert before == conditions("--script", f"{tmp_path}/../{tmp_path.name}/train.py")
+    assert before != conditions("--script", str(other))
+    script.write_text("after")
+    assert before != conditions(*words)
+    script.unlink()
+    with pytest.raises(UsageError, match=r"train\.py: cannot be read \(No such file or directory\)"):
+        conditions(*words)
 
 
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
