@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -
     path = tmp_path / "launches" / "one.json"
     write(launch(CELL.key, 0, 0.1), path)
     assert read(path) == launch(CELL.key, 0, 0.1)
+    lost = launch(CELL.key, 0, 0.1, losses=[math.nan, math.inf, -math.inf, None], sample=[math.nan])
+    write(lost, path)
+    assert str(read(path)) == str(lost)
     path.write_text("{}")
     with pytest.raises(UsageError, match=r"one\.json: this is no launch of dualdist compare; delete it"):
         read(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import accumulate
 from pathlib import Path
@@ -159,6 +160,21 @@ def test_where_training_moves_no_more_than_rounding_nothing_is_told_of_the_param
     )
     assert found.is_valid
     assert "of the parameters it cannot be told" in str(found)
+
+
+def test_infinities_that_differ_between_ranks_have_no_mean() -> None:
+    ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
+    lost, one = launch("a", 0, 1.0).model_copy(update={"ranks": ranks}).losses
+    assert lost is not None
+    assert math.isnan(lost)
+    assert one == 1.0
+
+
+def test_nan_in_every_launch_of_two_ranks_is_the_same_training() -> None:
+    lost = [launch("a", number, 1.0, losses=[math.nan] * 7) for number in range(3)]
+    assert sameness({"a": lost, "b": [launch("b", 0, 1.0, losses=[math.nan] * 7)]}).is_valid
+    found = sameness({"a": lost, "b": [launch("b", 0, 1.0, losses=[None] * 7)]})
+    assert found.differing == {"b": "had another loss at step 1 (none, others nan)"}
 
 
 def test_parameters_that_all_lost_to_infinity_agree() -> None:
