@@ -54,6 +54,7 @@ class Recorder:
     _first_step: float = math.nan
     _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    _depth: int = 0  # of steps that call each other
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
 
@@ -115,6 +116,7 @@ class Recorder:
         """Record the program by this optimizer's steps; the first one's, where it wraps several.
 
         After the last planned step the program ends, on every rank alike: SystemExit leaves the optimizer's step().
+        Torch calls the hooks for the step of a base class too; only the outermost is a step of the training.
         """
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
@@ -137,10 +139,14 @@ class Recorder:
         torch.autograd.backward = heard
 
     def _steps(self) -> None:
+        self._depth += 1
         if not self._ends:
             self.start(self._parameters())
 
     def _stepped(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         total = sum((loss.float().reshape(()) for loss in self._pending), torch.zeros((), device=self.device))
         self.step(total if self._pending else None)
         self._pending.clear()
