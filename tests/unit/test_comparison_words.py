@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.figures import result
-from dualdist.compare.folder import claim
+from dualdist.compare.folder import CONDITIONS, claimed
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
@@ -105,12 +106,34 @@ def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) ->
         conditions(*words)
 
 
+def claim(folder: Path, conditions: dict[str, Any]) -> None:
+    with claimed(folder, conditions):
+        assert json.loads((folder / CONDITIONS).read_text()) == conditions
+
+
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [CONDITIONS]
     with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
         claim(tmp_path / "new", {"seed": 0, "model": "resnet18"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(UsageError, match="expected a new or empty folder"):
         claim(tmp_path / "other", {})
+    (tmp_path / "new" / CONDITIONS).write_text("[]")
+    with pytest.raises(UsageError, match="cannot be used"):
+        claim(tmp_path / "new", {})
+
+
+def test_two_comparisons_are_never_at_work_in_one_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path, {"seed": 0}):
+        with pytest.raises(UsageError, match="another dualdist compare is at work there"):
+            claim(tmp_path, {"seed": 0})
+        assert json.loads((tmp_path / CONDITIONS).read_text()) == {"seed": 0}
+    claim(tmp_path, {"seed": 0})
+
+
+def test_a_claim_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "conditions.draft").write_text('{"se')
+    claim(tmp_path, {"seed": 0})
