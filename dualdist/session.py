@@ -267,19 +267,31 @@ def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]
     """What "auto" and the transport that was asked for become by a saved choice; the first rank tells, once."""
     from dualdist import choices
 
-    def device() -> str:
+    def device() -> tuple[str, int]:
+        import torch
+
         from dualdist.recording import name_of
 
-        return name_of(_device(None))
+        return name_of(_device(None)), torch.get_num_threads()
 
     path = choices.path_of(environ)
-    found = choices.of_job(choices.load(path), topology, device)
+    if not choices.can_count(topology):
+        return "auto", transport
+    try:
+        found = choices.of_job(choices.load(path), topology, device)
+    except UsageError as error:  # a file that the program's user may not know of ends no training
+        _tell_choice(topology, str(error))
+        return "auto", transport
     if found is None or transport not in ("", found.transport):
         return "auto", transport
+    _tell_choice(topology, f"{found} ({path}; {BACKEND} goes before it)")
+    return found.backend, found.transport
+
+
+def _tell_choice(topology: Topology, said: str) -> None:
     if topology.rank == 0 and not _process.has_told_choice:
         _process.has_told_choice = True
-        print(f"dualdist: {found} ({path}; {BACKEND} goes before it)", file=sys.stderr, flush=True)
-    return found.backend, found.transport
+        print(f"dualdist: {said}", file=sys.stderr, flush=True)
 
 
 def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:

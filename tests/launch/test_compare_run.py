@@ -266,14 +266,14 @@ def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -
 
 
 def choice(backend: str) -> Saved:
-    here = Conditions.here("cpu", "torchrun", 2, mpi=False)
+    here = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
     return Saved(here, backend, "gloo", "2026-01-01", "1.31x faster than another")
 
 
 @pytest.fixture
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """The environment of a user who has saved a choice that auto would not make by itself."""
-    env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": ""}
+    env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     choices.save(choices.path_of(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
