@@ -17,6 +17,7 @@ from dualdist.deadline import Deadline
 from dualdist.environments import detect
 from dualdist.errors import (
     AlreadyInitializedError,
+    DualdistError,
     NotInitializedError,
     TopologyError,
     UnsupportedError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, Store
+    from dualdist.choices import Saved
     from dualdist.group import Group
     from dualdist.mailbox import Mailbox
     from dualdist.recording import Recorder
@@ -237,8 +239,28 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, transport, environ, session, timeout_s)
-    if requested == "auto":
-        requested, transport = _saved_choice(topology, transport, environ)
+    saved = _saved_choice(topology, transport, environ) if requested == "auto" else None
+    if saved is None:
+        return _open_by(requested, topology, transport, environ, session, timeout_s)
+    try:
+        opened = _open_by(saved.backend, topology, saved.transport, environ, session, timeout_s)
+    except DualdistError:
+        _tell_choice(topology, f"{_told(saved, environ)}; it fails here")
+        raise
+    ran = opened.backend.transport
+    instead = "" if ran == saved.transport else f"; here it runs over {ran} instead"
+    _tell_choice(topology, f"{_told(saved, environ)}{instead}")
+    return opened
+
+
+def _open_by(
+    requested: str,
+    topology: Topology,
+    transport: str,
+    environ: MutableMapping[str, str],
+    session: str,
+    timeout_s: float,
+) -> Session:
     name = chosen_backend(requested, topology)
     if name == "mpi":
         from dualdist.backends import mpi
@@ -263,8 +285,8 @@ def chosen_backend(requested: str, topology: Topology) -> str:
     return "single" if topology.launcher == "none" else "native"
 
 
-def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What "auto" and the transport that was asked for become by a saved choice; the first rank tells, once."""
+def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> Saved | None:
+    """The saved choice that "auto" stands for, with the transport that was asked for or none."""
     from dualdist import choices
 
     def device() -> tuple[str, int]:
@@ -274,21 +296,24 @@ def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]
 
         return name_of(_device(None)), torch.get_num_threads()
 
-    path = choices.path_of(environ)
     if not choices.can_count(topology):
-        return "auto", transport
+        return None
     try:
-        found = choices.of_job(choices.load(path), topology, device)
+        found = choices.of_job(choices.load(choices.path_of(environ)), topology, device)
     except UsageError as error:  # a file that the program's user may not know of ends no training
         _tell_choice(topology, str(error))
-        return "auto", transport
-    if found is None or transport not in ("", found.transport):
-        return "auto", transport
-    _tell_choice(topology, f"{found} ({path}; {BACKEND} goes before it)")
-    return found.backend, found.transport
+        return None
+    return found if found is not None and transport in ("", found.transport) else None
+
+
+def _told(saved: Saved, environ: Mapping[str, str]) -> str:
+    from dualdist import choices
+
+    return f"{saved} ({choices.path_of(environ)}; {BACKEND} goes before it)"
 
 
 def _tell_choice(topology: Topology, said: str) -> None:
+    """The first rank tells, once."""
     if topology.rank == 0 and not _process.has_told_choice:
         _process.has_told_choice = True
         print(f"dualdist: {said}", file=sys.stderr, flush=True)
