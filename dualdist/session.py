@@ -17,6 +17,7 @@ from dualdist.deadline import Deadline
 from dualdist.environments import detect
 from dualdist.errors import (
     AlreadyInitializedError,
+    BackendUnavailableError,
     DualdistError,
     NotInitializedError,
     TopologyError,
@@ -303,7 +304,29 @@ def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]
     except UsageError as error:  # a file that the program's user may not know of ends no training
         _tell_choice(topology, str(error))
         return None
-    return found if found is not None and transport in ("", found.transport) else None
+    if found is None or transport not in ("", found.transport):
+        return None
+    lack = _lack(found)
+    if lack is not None:
+        _tell_choice(topology, f"{_told(found, environ)}; not taken: {lack}")
+        return None
+    return found
+
+
+def _lack(saved: Saved) -> str | None:
+    """Why this Python cannot have the choice, which the user's other one has made; None where it can."""
+    if saved.backend == "mpi":
+        return None if find_spec("mpi4py") is not None else "mpi4py is not installed"
+    if saved.backend == "horovod":
+        from dualdist.backends import horovod
+
+        try:
+            horovod.load()
+        except BackendUnavailableError as error:
+            return str(error)
+        if saved.transport == "mpi" and not horovod.is_built_with_mpi():
+            return "this Horovod was built without MPI"
+    return None
 
 
 def _told(saved: Saved, environ: Mapping[str, str]) -> str:
@@ -470,7 +493,6 @@ def _mailbox(
     """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
     if store is None or place < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None
-    from dualdist.errors import BackendUnavailableError
     from dualdist.mailbox import open_mailbox
 
     try:

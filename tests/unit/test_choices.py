@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from comparisons import launch, launches
 
 from dualdist import choices, session
@@ -108,6 +110,31 @@ def test_a_damaged_file_ends_no_job_and_is_told_by_the_first_rank_once(
         assert session._saved_choice(job, "gloo", environ) is None
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"dualdist: {path}: these saved choices cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("package", "backend", "why"),
+    [("horovod", "horovod", "Horovod is not installed"), ("mpi4py", "mpi", "mpi4py is not installed")],
+)
+def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    backend: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(session, "_process", session._Process())
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    here = replace(HERE, threads=torch.get_num_threads())
+    choices.save(choices.path_of(environ), [replace(SAVED, conditions=here, backend=backend)])
+    assert session._saved_choice(replace(JOB, rank=1), "", environ) is None
+    assert session._saved_choice(JOB, "", environ) is None
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"dualdist: {backend} over gloo, as dualdist compare found on 2026-01-01: ")
+    assert f"; not taken: {why}" in told
 
 
 def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
