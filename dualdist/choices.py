@@ -10,13 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dualdist.compare.machine import machine
 from dualdist.errors import UsageError
+from dualdist.session import BACKENDS, TRANSPORTS
 from dualdist.topology import Topology
 
 HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
-SCHEMA = 1
+SCHEMA = 2  # 1 knew of no threads
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,15 @@ class Conditions:
     launcher: str
     mpi: bool  # whether the launcher started MPI
     ranks: int
+    threads: int  # torch's, of a rank
 
     @classmethod
-    def here(cls, device: str, launcher: str, ranks: int, *, mpi: bool) -> Conditions:
-        return cls(machine().processor, os.cpu_count() or 1, device, launcher, mpi, ranks)
+    def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> Conditions:
+        return cls(machine().processor, os.cpu_count() or 1, device, launcher, mpi, ranks, threads)
 
     def __str__(self) -> str:
-        return f"{self.launcher} with {self.ranks} ranks on {self.cores} cores of {self.processor}, {self.device}"
+        ranks = f"{self.ranks} ranks of {self.threads} thread{'' if self.threads == 1 else 's'}"
+        return f"{self.launcher} with {ranks} on {self.cores} cores of {self.processor}, {self.device}"
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,27 @@ def path_of(environ: Mapping[str, str]) -> Path:
 
 
 def load(path: Path) -> list[Saved]:
-    """The choices of a file, none where there is no file; UsageError where it is damaged."""
+    """The choices of a file, none where there is no file; UsageError where it is damaged or of another dualdist."""
     try:
+        if not path.is_file():  # opening a pipe would wait for somebody who writes
+            return []
         kept = json.loads(path.read_text())
-        return [Saved(**{**each, "conditions": Conditions(**each["conditions"])}) for each in kept["choices"]]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        if kept["schema"] != SCHEMA:
+            raise ValueError(f"schema {kept['schema']!r}, expected {SCHEMA}")
+        return [_saved(each) for each in kept["choices"]]
+    except (FileNotFoundError, PermissionError):
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path}: these saved choices cannot be read ({error!r}): delete the file") from error
+
+
+def _saved(kept: Mapping[str, Any]) -> Saved:
+    """ValueError, TypeError or KeyError where this is none."""
+    found = Saved(**{**kept, "conditions": Conditions(**kept["conditions"])})
+    if found.backend not in BACKENDS or found.transport not in TRANSPORTS:
+        raise ValueError(f"{found.backend!r} over {found.transport!r} is no choice")
+    hash(found.conditions)
+    return found
 
 
 def save(path: Path, fresh: Sequence[Saved]) -> None:
@@ -79,14 +96,19 @@ def save(path: Path, fresh: Sequence[Saved]) -> None:
     draft.replace(path)
 
 
-def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], str]) -> Saved | None:
+def can_count(topology: Topology) -> bool:
+    """No choice counts for a rank alone, nor for ranks that may be on several hosts, as one host was compared."""
+    is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
+    return topology.launcher != "none" and is_on_one_host
+
+
+def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], tuple[str, int]]) -> Saved | None:
     """The choice that was made for such a job on such a host, if there is one.
 
-    There is none for a rank alone, nor for ranks that may be on several hosts, as one host was compared.
-    `device` gives "cpu" or a GPU's name, which takes a while to find out.
+    `device` gives "cpu" or a GPU's name, and a rank's threads, which take a while to find out.
     """
-    is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
-    if not saved or topology.launcher == "none" or not is_on_one_host:
+    if not saved or not can_count(topology):
         return None
-    here = Conditions.here(device(), topology.launcher, topology.size, mpi=topology.mpi)
+    name, threads = device()
+    here = Conditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
     return next((each for each in saved if each.conditions == here), None)

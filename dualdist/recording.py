@@ -52,13 +52,19 @@ class Recorder:
     _losses: list[torch.Tensor | None] = field(default_factory=list)
     _pending: list[torch.Tensor] = field(default_factory=list)  # what backward() was called on since the last step
     _first_step: float = math.nan
+    _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    _depth: int = 0  # of steps that call each other
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
 
     @property
     def is_complete(self) -> bool:
         return len(self._ends) >= self.plan.warmup + self.plan.steps
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The first step is about to change these; the first call counts."""
+        self._start = self._start or sample(parameters)
 
     def step(self, loss: torch.Tensor | None) -> None:
         """A training step has ended, of this loss."""
@@ -90,7 +96,9 @@ class Recorder:
             "ends": [end - self._ends[0] for end in self._ends],
             "losses": [None if loss is None else float(loss) for loss in self._losses],
             "digest": digest(parameters),
+            "start": self._start,
             "sample": sample(parameters),
+            "rounding": rounding(parameters),
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
@@ -108,12 +116,14 @@ class Recorder:
         """Record the program by this optimizer's steps; the first one's, where it wraps several.
 
         After the last planned step the program ends, on every rank alike: SystemExit leaves the optimizer's step().
+        Torch calls the hooks for the step of a base class too; only the outermost is a step of the training.
         """
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             return
         self._listen()
         atexit.register(self._write_own, os.getpid())
+        optimizer.register_step_pre_hook(lambda *_: self._steps())
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _listen(self) -> None:
@@ -128,7 +138,15 @@ class Recorder:
 
         torch.autograd.backward = heard
 
+    def _steps(self) -> None:
+        self._depth += 1
+        if not self._ends:
+            self.start(self._parameters())
+
     def _stepped(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         total = sum((loss.float().reshape(()) for loss in self._pending), torch.zeros((), device=self.device))
         self.step(total if self._pending else None)
         self._pending.clear()
@@ -142,8 +160,11 @@ class Recorder:
 
     def _write_own(self, pid: int) -> None:
         if pid == os.getpid():  # no process that the program has forked
-            groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-            self.write(param for group in groups for param in group["params"])
+            self.write(self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
 
 
 def place_of(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
@@ -181,3 +202,8 @@ def sample(parameters: Iterable[torch.Tensor]) -> list[float]:
     tensors = [parameter.detach().reshape(-1) for parameter in parameters]
     stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
     return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
+
+
+def rounding(parameters: Iterable[torch.Tensor]) -> float:
+    """The coarsest of their types: a number is kept as itself times 1 plus or minus half of this."""
+    return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

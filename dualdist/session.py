@@ -17,6 +17,8 @@ from dualdist.deadline import Deadline
 from dualdist.environments import detect
 from dualdist.errors import (
     AlreadyInitializedError,
+    BackendUnavailableError,
+    DualdistError,
     NotInitializedError,
     TopologyError,
     UnsupportedError,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, Store
+    from dualdist.choices import Saved
     from dualdist.group import Group
     from dualdist.mailbox import Mailbox
     from dualdist.recording import Recorder
@@ -237,8 +240,28 @@ def _open(requested: str, transport: str, environ: MutableMapping[str, str], ses
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
         return _adopt(topology, group, transport, environ, session, timeout_s)
-    if requested == "auto":
-        requested, transport = _saved_choice(topology, transport, environ)
+    saved = _saved_choice(topology, transport, environ) if requested == "auto" else None
+    if saved is None:
+        return _open_by(requested, topology, transport, environ, session, timeout_s)
+    try:
+        opened = _open_by(saved.backend, topology, saved.transport, environ, session, timeout_s)
+    except DualdistError:
+        _tell_choice(topology, f"{_told(saved, environ)}; it fails here")
+        raise
+    ran = opened.backend.transport
+    instead = "" if ran == saved.transport else f"; here it runs over {ran} instead"
+    _tell_choice(topology, f"{_told(saved, environ)}{instead}")
+    return opened
+
+
+def _open_by(
+    requested: str,
+    topology: Topology,
+    transport: str,
+    environ: MutableMapping[str, str],
+    session: str,
+    timeout_s: float,
+) -> Session:
     name = chosen_backend(requested, topology)
     if name == "mpi":
         from dualdist.backends import mpi
@@ -263,23 +286,60 @@ def chosen_backend(requested: str, topology: Topology) -> str:
     return "single" if topology.launcher == "none" else "native"
 
 
-def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What "auto" and the transport that was asked for become by a saved choice; the first rank tells, once."""
+def _saved_choice(topology: Topology, transport: str, environ: Mapping[str, str]) -> Saved | None:
+    """The saved choice that "auto" stands for, with the transport that was asked for or none."""
     from dualdist import choices
 
-    def device() -> str:
+    def device() -> tuple[str, int]:
+        import torch
+
         from dualdist.recording import name_of
 
-        return name_of(_device(None))
+        return name_of(_device(None)), torch.get_num_threads()
 
-    path = choices.path_of(environ)
-    found = choices.of_job(choices.load(path), topology, device)
+    if not choices.can_count(topology):
+        return None
+    try:
+        found = choices.of_job(choices.load(choices.path_of(environ)), topology, device)
+    except UsageError as error:  # a file that the program's user may not know of ends no training
+        _tell_choice(topology, str(error))
+        return None
     if found is None or transport not in ("", found.transport):
-        return "auto", transport
+        return None
+    lack = _lack(found)
+    if lack is not None:
+        _tell_choice(topology, f"{_told(found, environ)}; not taken: {lack}")
+        return None
+    return found
+
+
+def _lack(saved: Saved) -> str | None:
+    """Why this Python cannot have the choice, which the user's other one has made; None where it can."""
+    if saved.backend == "mpi":
+        return None if find_spec("mpi4py") is not None else "mpi4py is not installed"
+    if saved.backend == "horovod":
+        from dualdist.backends import horovod
+
+        try:
+            horovod.load()
+        except BackendUnavailableError as error:
+            return str(error)
+        if saved.transport == "mpi" and not horovod.is_built_with_mpi():
+            return "this Horovod was built without MPI"
+    return None
+
+
+def _told(saved: Saved, environ: Mapping[str, str]) -> str:
+    from dualdist import choices
+
+    return f"{saved} ({choices.path_of(environ)}; {BACKEND} goes before it)"
+
+
+def _tell_choice(topology: Topology, said: str) -> None:
+    """The first rank tells, once."""
     if topology.rank == 0 and not _process.has_told_choice:
         _process.has_told_choice = True
-        print(f"dualdist: {found} ({path}; {BACKEND} goes before it)", file=sys.stderr, flush=True)
-    return found.backend, found.transport
+        print(f"dualdist: {said}", file=sys.stderr, flush=True)
 
 
 def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
@@ -433,7 +493,6 @@ def _mailbox(
     """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
     if store is None or place < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None
-    from dualdist.errors import BackendUnavailableError
     from dualdist.mailbox import open_mailbox
 
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
 from dualdist.compare.cases import IMAGE_SIZE, MODELS
 from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
-from dualdist.compare.folder import RUNNING, claim
+from dualdist.compare.folder import RUNNING, claimed
 from dualdist.compare.jobs import Setting
 from dualdist.compare.report import record, show, write_json
 from dualdist.errors import UsageError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROUNDS, BUDGET = 9, "5m"
 WARMUP = 3
 INTERRUPTED = 130
-UNTOLD: Any = {"ranks": {"__all__": {"sample"}}}  # thousands of parameters, which only the verification reads
+UNTOLD: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, which only the verification reads
 NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
 
 
@@ -198,11 +198,11 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
     """Where launches are kept: in the output, or only until the end."""
     if args.output is not None and not args.dry_run:
         folder = Path(args.output).resolve()
-        claim(folder, conditions_of(args))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder / RUNNING, ignore_errors=True)
+        with claimed(folder, conditions_of(args)):
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder / RUNNING, ignore_errors=True)
         return
     made = tempfile.mkdtemp(prefix="dualdist-compare-")
     try:

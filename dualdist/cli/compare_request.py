@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dualdist
 from dualdist.compare.cases import MODELS, TrainOptions
 from dualdist.compare.cells import DEFAULT_REFERENCES, OURS, Cell, Facts, Refused, places_of, references, sorted_out
 from dualdist.compare.jobs import Setting
@@ -146,4 +149,22 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    return {**settings, "as_horovod": args.as_horovod, "machine": asdict(machine()), "versions": versions()}
+    more = {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
+    if args.script is not None:
+        more |= {"script": str(Path(args.script).resolve()), "script_sha256": _digest_of_script(args.script)}
+    return {**settings, **more, "machine": asdict(machine()), "versions": versions()}
+
+
+def _digest_of_script(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"--script {name}: cannot be read ({error.strerror})") from error
+
+
+def _digest_of_package() -> str:
+    """Of all its files of Python: while one works on dualdist, its version stays the same."""
+    found, folder = hashlib.sha256(), Path(dualdist.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()

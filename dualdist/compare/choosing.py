@@ -35,6 +35,6 @@ def _by_conditions(contenders: Launches) -> dict[Conditions, Launches]:
     groups: dict[Conditions, dict[str, Sequence[Launch]]] = {}
     for label, found in contenders.items():
         first = found[0].first
-        here = Conditions.here(first.device, first.launcher, first.ranks, mpi=first.mpi)
+        here = Conditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
         groups.setdefault(here, {})[label] = found
     return dict(groups)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +15,54 @@ from dualdist.errors import UsageError
 CONDITIONS = "conditions.json"
 LAUNCHES = "launches"  # a file for each
 RUNNING = "running"  # where the ranks of a launch leave their records
+DRAFT = "conditions.draft"
 
 
-def claim(folder: Path, conditions: Mapping[str, Any]) -> None:
-    """The folder is this comparison's: new, or begun under the same conditions. UsageError names those that differ."""
-    conditions = json.loads(json.dumps(conditions))
-    file = folder / CONDITIONS
+@contextmanager
+def claimed(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
+    """The folder is this comparison's, and no other process's until the end: new, or begun under the same conditions.
+
+    UsageError names the conditions that differ.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        _lock(lock, folder)
+        _claim(folder, json.loads(json.dumps(conditions)))
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"--output {folder}: another dualdist compare is at work there; wait for its end, or name another folder"
+        ) from error
+    except OSError:
+        return  # some network file systems lock no folders
+
+
+def _claim(folder: Path, conditions: Mapping[str, Any]) -> None:
+    file = folder / CONDITIONS
+    try:
         if not file.exists():
-            if any(folder.iterdir()):
+            if any(path.name != DRAFT for path in folder.iterdir()):
                 raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
-            file.write_text(json.dumps(conditions, indent=1))
+            draft = folder / DRAFT
+            draft.write_text(json.dumps(conditions, indent=1))
+            draft.replace(file)
             return
         before = json.loads(file.read_text())
+        if not isinstance(before, dict):
+            raise ValueError(f"{CONDITIONS} holds no conditions")
     except (OSError, ValueError) as error:
-        raise UsageError(f"--output {folder}: cannot be used ({error}); name another folder") from error
+        raise _unusable(folder, error) from error
     differing = [
         f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"
         for name in {**before, **conditions}
@@ -37,3 +72,7 @@ def claim(folder: Path, conditions: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
         )
+
+
+def _unusable(folder: Path, error: Exception) -> UsageError:
+    return UsageError(f"--output {folder}: cannot be used ({error}); name another folder")

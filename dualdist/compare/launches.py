@@ -14,11 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dualdist.errors import UsageError
 
+CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
+
 
 class Rank(BaseModel):
     """What one rank recorded; see dualdist/recording.py. Times are seconds, `began` and its kin times of day."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = CONFIG
 
     rank: int
     ranks: int
@@ -38,7 +40,9 @@ class Rank(BaseModel):
     ends: list[float]
     losses: list[float | None]
     digest: str
+    start: list[float]  # before the first step, as `sample` is after the last one
     sample: list[float]
+    rounding: float
     peak_bytes: int | None
     device_peak_bytes: int | None
     tcp_bytes: float | None
@@ -56,7 +60,7 @@ class Rank(BaseModel):
 class Launch(BaseModel):
     """One launch of a cell. `seconds` is the whole job's, `error` why it failed; then it has no ranks."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = CONFIG
 
     cell: str
     round: int
@@ -83,7 +87,7 @@ class Launch(BaseModel):
     def losses(self) -> list[float | None]:
         """Of every step, warm-up included, the mean over ranks; None where a step had none."""
         return [
-            None if None in each else math.fsum(loss for loss in each if loss is not None) / len(each)
+            None if None in each else _mean([loss for loss in each if loss is not None])
             for each in zip(*(rank.losses for rank in self.ranks), strict=False)
         ]
 
@@ -121,6 +125,12 @@ class Launch(BaseModel):
         """Of all ranks in a step."""
         known = [rank.cpu_s for rank in self.ranks if rank.cpu_s is not None]
         return math.fsum(known) if known else None
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """NaN of two different infinities, where fsum raises."""
+    total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
+    return total / len(losses)
 
 
 def read(path: Path) -> Launch:

@@ -34,6 +34,7 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
     try:
         cases = batches(options, device)
         each = contender(options.contender, cases[0], device)
+        recorder.start(each.model.parameters())
         _train(each, cases, recorder, options.slow)
         recorder.write(each.model.parameters())
     finally:

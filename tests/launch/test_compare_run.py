@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -266,14 +267,14 @@ def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -
 
 
 def choice(backend: str) -> Saved:
-    here = Conditions.here("cpu", "torchrun", 2, mpi=False)
+    here = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
     return Saved(here, backend, "gloo", "2026-01-01", "1.31x faster than another")
 
 
 @pytest.fixture
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """The environment of a user who has saved a choice that auto would not make by itself."""
-    env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": ""}
+    env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     choices.save(choices.path_of(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
@@ -295,6 +296,18 @@ def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: di
     outcome = launch(torchrun, env=config)
     assert sorted(outcome.stdout.split()) == ["horovod/gloo"] * 4 + ["native/shm"] * 2
     assert outcome.stderr.count("dualdist: horovod over gloo, as dualdist compare found on 2026-01-01: 1.31x") == 1
+
+
+def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
+    launch: Launch, config: dict[str, str]
+) -> None:
+    choices.save(choices.path_of(config), [replace(choice("native"), transport="nccl")])  # there is no GPU
+    (launch.directory / "tell.py").write_text(TELL)
+    outcome = launch(["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"], env=config)
+    assert set(outcome.stdout.split()) == {"native/shm"}
+    (told,) = [line for line in outcome.stderr.splitlines() if line.startswith("dualdist: ")]
+    assert told.startswith("dualdist: native over nccl, as dualdist compare found on 2026-01-01: ")
+    assert told.endswith("; here it runs over shm instead")
 
 
 def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:

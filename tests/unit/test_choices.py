@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import os
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from comparisons import launch, launches
 
-from dualdist import choices
+from dualdist import choices, session
 from dualdist.choices import Conditions, Saved
 from dualdist.compare.choosing import chosen
 from dualdist.compare.launches import Launch
 from dualdist.errors import UsageError
 from dualdist.topology import Topology
 
-HERE = Conditions.here("cpu", "torchrun", 2, mpi=False)
+HERE = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
 SAVED = Saved(HERE, "horovod", "gloo", "2026-01-01", "1.31x faster than native over shm (torchrun)")
+DAMAGED = [
+    "",
+    "5",
+    "[]",
+    "{}",
+    '{"schema": 1, "choices": []}',
+    '{"schema": 3, "choices": []}',
+    '{"schema": 2, "choices": null}',
+    '{"schema": 2, "choices": ["native"]}',
+    '{"schema": 2, "choices": [{}]}',
+    '{"schema": 2, "choices": [{"conditions": {"cores": 2}}]}',
+    json.dumps({"schema": 2, "choices": [asdict(SAVED)]})[:-9],
+    json.dumps({"schema": 2, "choices": [{**asdict(SAVED), "backend": "nccl"}]}),
+    json.dumps({"schema": 2, "choices": [{**asdict(SAVED), "transport": "tcp"}]}),
+]
+DEEP = "[" * 100_000
 JOB = Topology(0, 2, 0, 2, 0, 1, "torchrun", "a test")
 
 
@@ -62,7 +82,7 @@ def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None
     assert [each.name for each in path.parent.iterdir()] == ["choices.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"choices": [{}]}', '{"choices": [{"conditions": {"cores": 2}}]}'])
+@pytest.mark.parametrize("text", [*DAMAGED, DEEP])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "choices.json"
     path.write_text(text)
@@ -70,15 +90,63 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
         choices.load(path)
 
 
+def test_what_is_no_file_or_not_ours_to_read_holds_no_choice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for name in ("pipe", "link", "none", "pipe/choices.json", "."):
+        assert choices.load(tmp_path / name) == []
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_ends_no_job_and_is_told_by_the_first_rank_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.setattr(session, "_process", session._Process())
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    path = choices.path_of(environ)
+    path.parent.mkdir()
+    path.write_text(text)
+    for job in (replace(JOB, rank=1), replace(JOB, launcher="none"), JOB, JOB):
+        assert session._saved_choice(job, "gloo", environ) is None
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"dualdist: {path}: these saved choices cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("package", "backend", "why"),
+    [("horovod", "horovod", "Horovod is not installed"), ("mpi4py", "mpi", "mpi4py is not installed")],
+)
+def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    backend: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(session, "_process", session._Process())
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    here = replace(HERE, threads=torch.get_num_threads())
+    choices.save(choices.path_of(environ), [replace(SAVED, conditions=here, backend=backend)])
+    assert session._saved_choice(replace(JOB, rank=1), "", environ) is None
+    assert session._saved_choice(JOB, "", environ) is None
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"dualdist: {backend} over gloo, as dualdist compare found on 2026-01-01: ")
+    assert f"; not taken: {why}" in told
+
+
 def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
-    def found(job: Topology, device: str = "cpu", saved: Saved = SAVED) -> Saved | None:
-        return choices.of_job([saved], job, lambda: device)
+    def found(job: Topology, device: str = "cpu", saved: Saved = SAVED, threads: int = 1) -> Saved | None:
+        return choices.of_job([saved], job, lambda: (device, threads))
 
     assert found(JOB) == SAVED
     assert found(replace(JOB, launcher="mpirun")) is None
     assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
+    assert found(JOB, threads=2) is None
     assert found(replace(JOB, nodes=2, local_size=1)) is None
     assert found(replace(JOB, inferred=frozenset({"local_size", "nodes"}))) is None  # who knows?
     for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):

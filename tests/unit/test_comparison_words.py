@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from comparisons import launch
 
-from dualdist.cli.compare_request import seconds
+from dualdist.cli import compare
+from dualdist.cli.compare_request import conditions_of, seconds
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.figures import result
-from dualdist.compare.folder import claim
+from dualdist.compare.folder import CONDITIONS, claimed
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
@@ -68,17 +73,67 @@ def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -
     path = tmp_path / "launches" / "one.json"
     write(launch(CELL.key, 0, 0.1), path)
     assert read(path) == launch(CELL.key, 0, 0.1)
+    lost = launch(CELL.key, 0, 0.1, losses=[math.nan, math.inf, -math.inf, None], sample=[math.nan])
+    write(lost, path)
+    assert str(read(path)) == str(lost)
     path.write_text("{}")
     with pytest.raises(UsageError, match=r"one\.json: this is no launch of dualdist compare; delete it"):
         read(path)
 
 
+def conditions(*words: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    compare.configure(parser)
+    return conditions_of(parser.parse_args(words))
+
+
+def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) -> None:
+    assert conditions("--self-check", "5") == conditions("--self-check", "5", "--rounds", "3", "--budget", "1h")
+    assert conditions("--self-check", "5") != conditions("--self-check", "50")
+    assert set(conditions()["versions"]) >= {"dualdist", "torch"}
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    words = ("--script", str(script))
+    for path in (script, other):
+        path.write_text("before")
+    before = conditions(*words)
+    assert before["script"] == str(script)
+    assert before == conditions("--script", f"{tmp_path}/../{tmp_path.name}/train.py")
+    assert before != conditions("--script", str(other))
+    script.write_text("after")
+    assert before != conditions(*words)
+    script.unlink()
+    with pytest.raises(UsageError, match=r"train\.py: cannot be read \(No such file or directory\)"):
+        conditions(*words)
+
+
+def claim(folder: Path, conditions: dict[str, Any]) -> None:
+    with claimed(folder, conditions):
+        assert json.loads((folder / CONDITIONS).read_text()) == conditions
+
+
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [CONDITIONS]
     with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
         claim(tmp_path / "new", {"seed": 0, "model": "resnet18"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(UsageError, match="expected a new or empty folder"):
         claim(tmp_path / "other", {})
+    (tmp_path / "new" / CONDITIONS).write_text("[]")
+    with pytest.raises(UsageError, match="cannot be used"):
+        claim(tmp_path / "new", {})
+
+
+def test_two_comparisons_are_never_at_work_in_one_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path, {"seed": 0}):
+        with pytest.raises(UsageError, match="another dualdist compare is at work there"):
+            claim(tmp_path, {"seed": 0})
+        assert json.loads((tmp_path / CONDITIONS).read_text()) == {"seed": 0}
+    claim(tmp_path, {"seed": 0})
+
+
+def test_a_claim_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "conditions.draft").write_text('{"se')
+    claim(tmp_path, {"seed": 0})

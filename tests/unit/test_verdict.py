@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from itertools import accumulate
 from pathlib import Path
@@ -128,14 +129,61 @@ def test_sameness_elsewhere_is_within_a_tolerance_that_it_tells() -> None:
     def on_gpu(cell: str, **changes: object) -> Launch:
         return launch(cell, 0, 1.0, device="H200", **changes)
 
-    near = on_gpu("b", digest="e", sample=[1.0001, 2.0, 2.0])
+    near = on_gpu("b", digest="e", sample=[1.3, 2.0, 2.0])  # training moved the last one by 1
     assert sameness({"a": [on_gpu("a")], "b": [near]}).is_valid
     assert "within 0.001" in str(sameness({"a": [on_gpu("a")], "b": [near]}))
-    far = sameness({"a": [on_gpu("a")], "b": [on_gpu("b", digest="e", sample=[1.01, 2.0, 2.0])]})
-    assert far.differing["b"] == "ended with parameters that are 3.3e-03 of their size apart"
+    far = sameness({"a": [on_gpu("a")], "b": [on_gpu("b", digest="e", sample=[1.0, 2.0, 1.5])]})
+    assert far.differing["b"] == "ended with parameters 5.0e-01 from those of others, which training moved by 1.0e+00"
     nan = [float("nan")] * 7
     assert sameness({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b", losses=nan)]}).is_valid
     assert not sameness({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b")]}).is_valid
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_a_contender_that_steps_too_little_is_found_however_little_training_moves(share: float) -> None:
+    start, moved = (
+        [1.0, 2.0, 2.0],
+        1e-4,
+    )  # of the parameters' size, a tenth of what was allowed when size was the measure
+
+    def ending(cell: str, share: float) -> Launch:
+        return launch(cell, 0, 1.0, device="H200", digest=cell, start=start, sample=[1.0, 2.0, 2.0 + share * moved])
+
+    assert sameness({"a": [ending("a", 1.0)], "b": [ending("b", 1.1)]}).is_valid
+    assert list(sameness({"a": [ending("a", 1.0)], "b": [ending("b", share)]}).differing) == ["b"]
+
+
+def test_where_training_moves_no_more_than_rounding_nothing_is_told_of_the_parameters() -> None:
+    still = launch("a", 0, 1.0, device="H200", start=[1.0, 2.0, 2.0 - 1e-7])
+    found = sameness(
+        {"a": [still], "b": [launch("b", 0, 1.0, device="H200", digest="e", sample=[1.0, 2.0, 2.0 - 1e-7])]}
+    )
+    assert found.is_valid
+    assert "of the parameters it cannot be told" in str(found)
+
+
+def test_infinities_that_differ_between_ranks_have_no_mean() -> None:
+    ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
+    lost, one = launch("a", 0, 1.0).model_copy(update={"ranks": ranks}).losses
+    assert lost is not None
+    assert math.isnan(lost)
+    assert one == 1.0
+
+
+def test_nan_in_every_launch_of_two_ranks_is_the_same_training() -> None:
+    lost = [launch("a", number, 1.0, losses=[math.nan] * 7) for number in range(3)]
+    assert sameness({"a": lost, "b": [launch("b", 0, 1.0, losses=[math.nan] * 7)]}).is_valid
+    found = sameness({"a": lost, "b": [launch("b", 0, 1.0, losses=[None] * 7)]})
+    assert found.differing == {"b": "had another loss at step 1 (none, others nan)"}
+
+
+def test_parameters_that_all_lost_to_infinity_agree() -> None:
+    lost = {"device": "H200", "losses": [float("nan")] * 7, "sample": [float("nan"), float("inf"), 2.0]}
+    found = sameness({"a": [launch("a", 0, 1.0, **lost)], "b": [launch("b", 0, 1.0, **lost, digest="e")]})
+    assert found.is_valid
+    assert (
+        "b" in sameness({"a": [launch("a", 0, 1.0, **lost)] * 2, "b": [launch("b", 0, 1.0, device="H200")]}).differing
+    )
 
 
 @pytest.mark.parametrize("degrees", [5, 6, 8, 14, 50])

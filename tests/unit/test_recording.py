@@ -1,0 +1,57 @@
+"""What a rank records of a program that knows nothing of it."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dualdist.recording import Plan, Recorder
+
+STEPS = 5
+
+
+class Derived(torch.optim.SGD):
+    """Torch hooks its step, and that of SGD below it."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    return Recorder(Plan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Derived])
+def test_a_step_counts_once_also_where_it_calls_that_of_its_base_class(
+    recorder: Recorder, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    torch.optim.SGD([torch.zeros(1)])
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer, taken = kind([parameter], lr=0.5), itertools.count(1)
+    recorder.watch(optimizer)
+    with torch.no_grad():
+        parameter.add_(1.0)  # as a broadcast does after the optimizer was wrapped
+
+    def train() -> None:
+        while True:
+            optimizer.zero_grad()
+            (next(taken) * parameter.sum()).backward()
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    kept = json.loads(recorder.plan.path.read_text())
+    assert (next(taken), len(kept["ends"])) == (STEPS + 1, STEPS)
+    assert kept["losses"] == [2.0, 2.0, -3.0, -16.0, -40.0]
+    assert (kept["start"], kept["sample"]) == ([1.0, 1.0], [-6.5, -6.5])
+    assert kept["rounding"] == pytest.approx(1.2e-7, rel=0.01)
