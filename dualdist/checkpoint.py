@@ -2,7 +2,8 @@
 
 Note [patience]: a large file takes longer than ranks may wait for each other. So rank 0 writes and reads in a thread,
 and tells the others every BEAT_S seconds that it moves on; when it has not for as long as a wait may take, that is
-the error.
+the error. The thread may hang for ever, or go on when the disk is back, and the program's tensors are others by then,
+and newer checkpoints there: a file that nobody waits for any more is given up, and never appears.
 """
 
 from __future__ import annotations
@@ -72,8 +73,14 @@ class Task:
         if self.progress.nbytes != self._seen[0]:
             self._seen = self.progress.nbytes, time.monotonic()
         if time.monotonic() - self._seen[1] > self._limit_s:
+            self.give_up()
             return Outcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
         return None
+
+    def give_up(self) -> None:
+        """What is not on the disk yet never will be: Note [patience]."""
+        self.progress.is_abandoned = True
+        atexit.unregister(self._finish)
 
     def _finish(self) -> None:
         while (outcome := self.outcome()) is None:
@@ -85,8 +92,9 @@ class Task:
 class Saving:
     """A checkpoint under way."""
 
-    def __init__(self, group: Group, name: str, task: Task | None) -> None:
+    def __init__(self, group: Group, name: str, task: Task | None, *, is_copy: bool) -> None:
         self._group = group
+        self._is_copy = is_copy  # what is written is not what the program goes on to change
         self._name = name
         self._task = task  # on rank 0
         self._outcome: Outcome | None = None
@@ -94,7 +102,12 @@ class Saving:
     def wait(self) -> str:
         """The path of the checkpoint, which is on the disk now; every rank calls this. CheckpointError on all ranks."""
         if self._outcome is None:
-            self._outcome = told(self._group, self._name, self._task)
+            try:
+                self._outcome = told(self._group, self._name, self._task)
+            except BaseException:
+                if not self._is_copy:
+                    self._give_up()
+                raise
         return str(value_of(self._outcome, self._task))
 
     def settle(self) -> None:
@@ -107,6 +120,11 @@ class Saving:
             while self._outcome is None:
                 self._outcome = self._task.outcome()
             value_of(self._outcome, self._task)
+
+    def _give_up(self) -> None:
+        self._outcome = Outcome(error="the checkpoint was given up: the wait for it was cut short")
+        if self._task is not None:
+            self._task.give_up()
 
 
 class Saver:
@@ -150,7 +168,7 @@ class Saver:
             orders = {name: order for name, part in optimizers.items() if (order := order_of(part))}
             content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders}
             task = Task(lambda progress: str(checkpoint_files.write(path, content, keep, progress)), self._timeout_s)
-        self._last = Saving(group, name, task)
+        self._last = Saving(group, name, task, is_copy=async_op)
         return self._last
 
 

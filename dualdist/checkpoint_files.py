@@ -8,6 +8,7 @@ missing or has been altered, the seal does not fit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -33,12 +34,19 @@ SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archiv
 CHUNK_BYTES = 1 << 22
 # So that the disk keeps pace, and a slow one shows that it moves.
 SYNC_BYTES = 1 << 28
+# What a file system says that has no hard links.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Progress:
-    """How far a file has come; another thread looks at it."""
+    """How far a file has come; another thread looks at it, and may give the file up."""
 
     nbytes = 0
+    is_abandoned = False  # the program goes on without the file, which must not appear any more
+
+    def require_awaited(self) -> None:
+        if self.is_abandoned:
+            raise InterruptedError(None, "it was given up")
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def write(folder: Path, content: dict[str, Any], keep: int | None, progress: Pro
     draft = folder / f".{path.stem}.{secrets.token_hex(4)}.draft"
     try:
         _write_draft(draft, content, progress)
-        os.rename(draft, path)
+        path = _publish(draft, path, progress)
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
@@ -166,10 +174,30 @@ def _write_draft(draft: Path, content: dict[str, Any], progress: Progress) -> No
             if hashing.error is not None:  # torch's own error does not name it
                 raise hashing.error from None
             raise
+        progress.require_awaited()
         file.seek(-2, os.SEEK_END)
         file.write(_seal(hashing.digest()))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _publish(draft: Path, path: Path, progress: Progress) -> Path:
+    """The draft has this name, or where that is taken by now the next one that is not; no file is written over."""
+    while True:
+        progress.require_awaited()
+        try:
+            os.link(draft, path)
+            return path
+        except FileExistsError:
+            if path.samefile(draft):  # NFS may say so of its own second try
+                return path
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if not path.exists():
+                os.rename(draft, path)
+                return path
+        path = path.with_name(NAME.format(number_of(path) + 1))
 
 
 class _Hashing:
@@ -199,6 +227,7 @@ class _Hashing:
         return self._hash.hexdigest()
 
     def _pass_on(self, piece: memoryview) -> None:
+        self._progress.require_awaited()
         self._file.write(piece)
         self._hash.update(piece)
         self._progress.nbytes += len(piece)
