@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,44 @@ def a_resumed_run_is_the_one_that_never_stopped() -> None:
         assert resumed.sampler.state_dict() == after[1]
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         assert digest(resumed.model) == digest(whole.model)
+
+
+class SharedStep(torch.optim.Optimizer):
+    """SGD, slower with each step, which is counted in one tensor that is the state of all parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if not self.state:
+            self.state.update((param, {"step": step}) for step in [torch.zeros(())] for param in params)
+        self.state[params[0]]["step"] += 1
+        for param in params:
+            param.sub_(param.grad, alpha=0.1 / self.state[param]["step"].item())
+
+
+@law
+def state_that_parameters_share_they_share_on_every_rank() -> None:
+    with folder() as path:
+        models = [net(3) for _ in range(2)]
+        optimizers = [dd.wrap_optimizer(SharedStep(model.parameters())) for model in models]
+        step(models[0], optimizers[0])
+        dd.save_checkpoint(path, model=models[0], optimizer=optimizers[0])
+        dd.load_checkpoint(path, model=models[1], optimizer=optimizers[1])
+        dd.broadcast_parameters(models[0])
+        dd.broadcast_optimizer_state(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(3):
+                step(model, optimizer)
+        assert len({*map(digest, models), *dd.allgather_object(digest(models[0]))}) == 1
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
 
 
 @law
