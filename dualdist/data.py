@@ -46,7 +46,9 @@ class Share:
         return each + extra
 
     def position(self, done: int) -> int:
-        """How many samples all ranks have done when each has done so many of its share."""
+        """How many samples all ranks have done when each has done so many of its share; with its last one all."""
+        if self.end is not None and 0 < done == len(self):
+            return self.end  # not every rank's share is as long
         position = self.start + done * self.size
         return position if self.count is None else min(position, self.count)
 
@@ -216,9 +218,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         return Share(self.count, position, topology.rank, topology.size, self.remainder)
 
     def _is_over(self) -> bool:
-        """Whether all of this epoch was done in this iteration; one that was over at its start has yet to end."""
-        end = self._share.end
-        return end is not None and self._done > 0 and self.position >= end
+        """Whether this rank has done its share in this iteration; one that was over at its start has yet to end."""
+        return self.left == 0 and self._done > 0
 
 
 def _length(dataset: Sized | IterableDataset[Any]) -> int | None:

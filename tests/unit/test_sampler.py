@@ -89,6 +89,13 @@ def test_ranks_with_more_samples_come_first(count: int, size: int, start: int) -
     assert sum(lengths) == count - min(start, count)
 
 
+@given(st.integers(1, 60), st.integers(1, 6), st.sampled_from(["drop", "pad", "uneven"]))
+def test_with_its_last_sample_each_rank_is_where_the_epoch_ends(count: int, size: int, remainder: Remainder) -> None:
+    """Also where its share is a sample shorter than that of others."""
+    ends = {share.position(len(share)) for share in shares(count, 0, size, remainder) if len(share)}
+    assert ends <= {count // size * size if remainder == "drop" else count}
+
+
 def sampler_of(count: int = COUNT, **options: Any) -> dd.Sampler:
     return dd.Sampler(range(count), **{"remainder": "drop", "seed": 1, **options})
 
