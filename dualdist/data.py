@@ -120,7 +120,9 @@ class Sampler(torch.utils.data.Sampler[int]):
         return None if self.count is None else len(self._share) - self._done
 
     def __len__(self) -> int:
-        """The samples of this rank in the iteration under way, or else in the next one."""
+        """The samples of this rank in the iteration under way, or else, also with its last one, in the next one."""
+        if self._is_over():
+            return len(self._share_from(0))
         return len(self._share if self._is_under_way else self._share_from(self.position))
 
     def __iter__(self) -> Iterator[int]:
@@ -218,8 +220,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         return Share(self.count, position, topology.rank, topology.size, self.remainder)
 
     def _is_over(self) -> bool:
-        """Whether this rank has done its share in this iteration; one that was over at its start has yet to end."""
-        return self.left == 0 and self._done > 0
+        """Whether this rank has done its share in this iteration; one that is over at its start has yet to begin."""
+        return self.left == 0 and (self._done > 0 or self._is_under_way)
 
 
 def _length(dataset: Sized | IterableDataset[Any]) -> int | None:

@@ -174,6 +174,28 @@ def test_a_length_is_that_of_the_iteration_under_way() -> None:
     assert (sampler.epoch, len(loader)) == (1, 5)
 
 
+def test_a_length_with_the_last_sample_is_that_of_the_next_epoch() -> None:
+    """So that `for _, batch in zip(range(len(loader)), loader)`, which does not see the end, goes on with all of it."""
+    sampler = sampler_of()
+    sampler.load_state_dict(sampler.state_dict() | {"position": 12})
+    loader = loader_of(sampler)
+    lengths = []
+    for _ in range(3):
+        lengths.append(len(loader))
+        iterator = iter(loader)
+        for _ in range(lengths[-1]):
+            next(iterator)
+    assert (lengths, sampler.epoch) == ([2, 5, 5], 2)
+
+
+def test_a_loader_of_ones_own_gets_the_next_epoch_after_one_that_was_over() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict(sampler.state_dict() | {"position": COUNT})
+    plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
+    assert [len(list(plain)) for _ in range(2)] == [0, 5]
+    assert sampler.epoch == 1
+
+
 def test_an_iteration_ends_the_ones_before() -> None:
     loader = loader_of(sampler_of())
     first = iter(loader)
