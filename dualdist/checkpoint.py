@@ -24,7 +24,8 @@ from dualdist import checkpoint_files, random_state
 from dualdist.backends.base import Backend
 from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress
 from dualdist.checkpoint_state import contents
-from dualdist.errors import CheckpointError, DualdistError, UsageError
+from dualdist.data import Sampler
+from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.gradients import order_of
 from dualdist.group import Group, Operation
 from dualdist.moves import unpickled
@@ -32,6 +33,7 @@ from dualdist.negotiation import Offer
 from dualdist.objects import broadcast_object
 from dualdist.random_state import RandomState
 
+Places = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.places
 BEAT_S = 10.0
 ROOT = 0
 
@@ -157,9 +159,10 @@ class Saver:
         except Exception as error:  # of the program's own objects, too: the others must not wait for this rank
             cause = error
         terms = {"parts": sorted(parts), "async_op": async_op}
+        places = {name: sorted(part.places) for name, part in parts.items() if isinstance(part, Sampler)}
         problem = "" if cause is None else words_of(cause)
         try:
-            states = _gathered_states(group, name, terms, problem, self._device)
+            states = _gathered_states(group, name, terms, (problem, places), self._device)
         except UsageError as error:
             raise error from cause
         task = None
@@ -182,19 +185,37 @@ def _check(parts: Mapping[str, Any], keep: int | None) -> None:
 
 
 def _gathered_states(
-    group: Group, name: str, terms: dict[str, Any], problem: str, device: torch.device
+    group: Group, name: str, terms: dict[str, Any], told: tuple[str, Places], device: torch.device
 ) -> list[RandomState]:
-    """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise."""
+    """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise.
+
+    MismatchError on all where their samplers stand at different places.
+    """
     mine = torch.frombuffer(bytearray(pickle.dumps(random_state.take(device))), dtype=torch.uint8)
 
     def perform(line: Backend, own: Sequence[Any]) -> list[RandomState]:
-        require_none([problem for _, problem in own], line.ranks, UsageError)
+        require_none([problem for _, (problem, _) in own], line.ranks, UsageError)
+        _require_same_places([places for _, (_, places) in own], line.ranks)
         sent = [len(mine) if rank == ROOT else 0 for rank in range(line.size)]
         sizes = [nbytes if line.rank == ROOT else 0 for nbytes, _ in own]
         came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
         return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
-    return group.enter(Operation(Offer("save_checkpoint", name, terms, (len(mine), problem)), perform)).wait()
+    return group.enter(Operation(Offer("save_checkpoint", name, terms, (len(mine), told)), perform)).wait()
+
+
+def _require_same_places(found: Sequence[Places], ranks: Sequence[int]) -> None:
+    """MismatchError unless there is a place for each sampler at which all ranks may be; rank 0's is what is saved."""
+    for name in sorted(found[ROOT]):
+        if not set.intersection(*({(epoch, position) for epoch, position in places[name]} for places in found)):
+            words = (
+                "rank {}: epoch {}, position {}".format(rank, *min(map(tuple, places[name])))
+                for rank, places in zip(ranks, found, strict=True)
+            )
+            raise MismatchError(
+                f"{name}: the ranks are at different places of the data, {'; '.join(words)}: call save_checkpoint "
+                "between two steps, and give all ranks batches of the same size"
+            )
 
 
 def words_of(error: Exception) -> str:

@@ -110,6 +110,15 @@ class Sampler(torch.utils.data.Sampler[int]):
         return self._share.position(self._done)
 
     @property
+    def places(self) -> set[tuple[int, int]]:
+        """The epochs and positions at which all ranks may be, for all that this rank knows."""
+        if self.left != 0:
+            return {(self._epoch, self.position)}
+        # The next sample may be another rank's, whose share is longer.
+        before = min(self._share.start + self._done * self._share.size, cast(int, self.count))
+        return {(self._epoch, before), (self._epoch, cast(int, self._share.end)), (self._epoch + 1, 0)}
+
+    @property
     def share(self) -> Share:
         """What the iteration under way is about."""
         return self._share

@@ -250,6 +250,24 @@ def ranks_that_save_or_load_differently_are_told_so() -> None:
 
 
 @law
+def ranks_at_different_places_of_the_data_are_told_so() -> None:
+    """But with shares that are not as long they may be done, or not, and all at one place."""
+    with folder() as path:
+        for remainder in ("drop", "pad", "uneven"):
+            for count in (7, 11, 12):
+                sampler = dd.Sampler(range(count), remainder=remainder)
+                for _ in range(2):
+                    steps = iter(dd.loader(range(count), 1, sampler=sampler))
+                    for _ in range(-(-count // dd.size())):
+                        next(steps, None)
+                        dd.save_checkpoint(path, sampler=sampler)
+        sampler = dd.Sampler(range(SAMPLES), remainder="drop")
+        next(iter(dd.loader(range(SAMPLES), 1 if dd.rank() == 0 else 2, sampler=sampler)))
+        if dd.size() > 1:
+            raises(MismatchError, lambda: dd.save_checkpoint(path, sampler=sampler), "sampler", "rank 0", "position")
+
+
+@law
 def an_altered_file_is_passed_over_on_every_rank() -> None:
     with folder() as path:
         for step in (1, 2):
