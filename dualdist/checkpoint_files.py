@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import secrets
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -31,6 +32,7 @@ EXTRA = "extra"
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
+ARCHIVE = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 22
 # So that the disk keeps pace, and a slow one shows that it moves.
 SYNC_BYTES = 1 << 28
@@ -137,6 +139,7 @@ def read(path: Path, progress: Progress) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             _require_seal(path, file, progress)
+            _require_archive(path, file)
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -258,6 +261,19 @@ def _require_seal(path: Path, file: IO[bytes], progress: Progress) -> None:
     if not seal[2:].startswith(MARK):
         raise CheckpointError(f"{path} is truncated, or no checkpoint: it does not end in a checksum")
     raise CheckpointError(f"{path} has been altered: its content does not fit its checksum")
+
+
+def _require_archive(path: Path, file: IO[bytes]) -> None:
+    """CheckpointError unless it is a zip archive of tensors.
+
+    torch before 2.6 runs TorchScript's archives, weights_only=True or not.
+    """
+    file.seek(0)
+    if file.read(len(ARCHIVE)) == ARCHIVE:
+        with zipfile.ZipFile(file) as archive:
+            if not any(name.endswith("constants.pkl") for name in archive.namelist()):
+                return
+    raise CheckpointError(f"{path} is refused: it is not an archive of torch.save, or one of code")
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -125,21 +125,40 @@ class Malicious:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle"])
+@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle", "pickle before an archive"])
 def test_code_in_a_file_is_not_run(tmp_path: Path, how: str) -> None:
     trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
     evil = content() | {"model": Malicious(trap)}
-    if how == "pickle":
+    if how == "pickle before an archive":
+        torch.save(content(), path)
+        path.write_bytes(pickle.dumps(evil) + path.read_bytes())
+    elif how == "pickle":
         path.write_bytes(pickle.dumps(evil))
     else:
         torch.save(evil, path, _use_new_zipfile_serialization=how == "archive")
     sealed(path, path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load\(weights_only=True\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"00000001\.pt is refused( by torch\.load\(weights_only=True\))?:"
+    ) as caught:
         read_newest(tmp_path, Progress())
     assert "add_safe_globals" not in str(caught.value)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Malicious(trap)))
     assert trap.exists(), "the trap works"
+
+
+class Script(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Path) -> None:
+    """torch before 2.6 loads it as a program, whatever weights_only says."""
+    path = tmp_path / "checkpoint-00000001.pt"
+    torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
+    sealed(path, path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused: .*one of code"):
+        read(path, Progress())
 
 
 @pytest.mark.parametrize("strange", [5, [], {}, {ABOUT: 1}, {ABOUT: {"format": 2}, EXTRA: {}}, {ABOUT: {"format": 1}}])
