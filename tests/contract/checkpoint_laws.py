@@ -203,6 +203,20 @@ def what_is_saved_is_what_it_was_when_save_was_called() -> None:
 
 
 @law
+def a_checkpoint_under_way_is_there_when_it_is_loaded() -> None:
+    with folder() as path:
+        weight = torch.ones(1 << 20)
+        for step in range(5):
+            dd.save_checkpoint(path, weight=weight, step=step, async_op=True)
+            found = dd.load_checkpoint(path)
+            assert found is not None
+            assert found["step"] == step
+        dd.save_checkpoint(path / "not" / "there", async_op=True)
+        raises(CheckpointError, lambda: dd.load_checkpoint(path), "no folder")
+        assert dd.load_checkpoint(path) is not None
+
+
+@law
 def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
     with folder() as path:
         dd.save_checkpoint(path, step=1)
