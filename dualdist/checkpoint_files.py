@@ -279,7 +279,7 @@ def _require_archive(path: Path, file: IO[bytes]) -> None:
 def _remove_abandoned(folder: Path) -> None:
     """Drafts of processes that were killed are gone; one that is being written is locked."""
     for draft in folder.glob(DRAFTS):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
+        with contextlib.suppress(OSError), draft.open("r+b") as file:  # NFS locks what may be written to only
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink()
 
