@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract.oracle import digest, law, net, raises, ranks
+from contract.oracle import digest, law, law_alone, net, raises, ranks
 from torch import nn
 from torch.utils.data import IterableDataset
 
 import dualdist as dd
+from dualdist.checkpoint_files import ABOUT, Progress, read, write
 from dualdist.data import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
 
@@ -117,6 +118,47 @@ class SharedStep(torch.optim.Optimizer):
         self.state[params[0]]["step"] += 1
         for param in params:
             param.sub_(param.grad, alpha=0.1 / self.state[param]["step"].item())
+
+
+class Raising(torch.autograd.Function):
+    """Has no gradient: backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+@law_alone
+def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_rank() -> None:
+    """Buckets have left on each rank, and not as many."""
+    layers = nn.ModuleList([nn.Linear(100, 100) for _ in range(4)])
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+    dd.wrap_optimizer(optimizer, layers.named_parameters(), bucket_mb=0.03, first_bucket_mb=0.03)
+
+    def backward(raising: int | None = None) -> None:
+        optimizer.zero_grad()
+        x = torch.full((1, 100), dd.rank() + 1.0)
+        for number, layer in enumerate(layers):
+            x = layer(x if number != raising else Raising.apply(x))
+        x.sum().backward()
+
+    with folder() as path:
+        backward()
+        dd.save_checkpoint(path, model=layers, optimizer=optimizer)
+        if dd.rank() == 0:
+            content = read(path / "checkpoint-00000001.pt", Progress())
+            content[ABOUT]["orders"]["optimizer"].reverse()
+            write(path, content, None, Progress())
+        raises(ZeroDivisionError, lambda: backward(1 + dd.rank() % 2))
+        dd.load_checkpoint(path, model=layers, optimizer=optimizer)
+        for _ in range(2):
+            backward()
+            assert len({*dd.allgather_object(sum(param.grad.sum().item() for param in layers.parameters()))}) == 1
+            assert layers[3].bias.grad.unique().tolist() == [1.0]
 
 
 @law
