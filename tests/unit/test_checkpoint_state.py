@@ -76,6 +76,28 @@ def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path:
     assert (other.param_groups[0]["lr"], other.param_groups[0]["momentum"]) == (0.1, 0.9)
 
 
+@pytest.mark.parametrize("then", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("now", [torch.bfloat16, torch.float32])
+def test_state_of_its_parameters_dtype_follows_a_model_of_another_one(
+    tmp_path: Path, then: torch.dtype, now: torch.dtype
+) -> None:
+    def training(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2, dtype=dtype)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = training(then)
+    step(model, optimizer, then)
+    dd.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    model, optimizer = training(now)
+    dd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    step(model, optimizer, now)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {now}
+
+
 def test_more_objects_and_plain_data_go_under_their_names(tmp_path: Path) -> None:
     first, second = filled(nn.Linear(2, 1), 1.0), filled(nn.Linear(2, 1), 2.0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(first.parameters(), lr=1.0), [3])
