@@ -109,9 +109,11 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        # What is resolved may be gone again, and its memory another one's.
+        start, flags = tensor.data_ptr(), (tensor.is_conj(), tensor.is_neg())
+        place = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags
         if place not in copies:
+            tensor = tensor.detach().resolve_conj().resolve_neg()
             # Of a view torch.save would write all the memory that it looks at.
             is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
             copies[place] = tensor.to("cpu", copy=copy or is_view)

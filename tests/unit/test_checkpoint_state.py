@@ -63,6 +63,16 @@ def test_a_view_is_saved_without_what_lies_around_it(tmp_path: Path) -> None:
     assert (found["view"].tolist(), found["sign"].tolist()) == ([5.0, 6.0], [-1j])
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_each_view_is_saved_with_its_own_values(copy: bool) -> None:
+    """Whatever memory was free again in between."""
+    numbers = [torch.full((1000,), complex(n, n)) for n in range(4)]
+    views = [number.conj() for number in numbers] + numbers + [number.imag for number in numbers]
+    views += [number.conj().imag for number in numbers]
+    found = contents({"views": views}, copy=copy)[EXTRA]["views"]
+    assert all(map(torch.equal, found, views))
+
+
 def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path: Path) -> None:
     """Optimizer.load_state_dict() alone makes it bfloat16."""
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
