@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.buckets import GradientOp
-    from dualdist.checkpoint import Saving
+    from dualdist.checkpoint import Saver, Saving
     from dualdist.compression import Compressor
     from dualdist.data import Sampler
     from dualdist.group import Group
@@ -292,14 +292,14 @@ def save_checkpoint(
     Errors, on every rank: CheckpointError (the disk is full, read-only, gone or does not answer within timeout_s of
     init; the earlier checkpoints are as they were), UsageError (something cannot be saved, or was not counted).
     """
-    from dualdist.checkpoint import Saver
+    from dualdist import checkpoint
 
     here = session.current()
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | extra
     saver: Saver | None = here.extras.get(SAVER)
     if saver is None:
-        saver = here.extras[SAVER] = Saver(here.world, here.device, here.timeout_s)
+        saver = here.extras[SAVER] = checkpoint.Saver(here.world, here.device, here.timeout_s)
         here.endings.append(saver.settle)
     saving = saver.save(Path(path), parts, keep, async_op=async_op)
     return saving if async_op else saving.wait()
@@ -322,12 +322,14 @@ def load_checkpoint(
 
     Every rank calls this with the same objects; only rank 0 touches the disk. Returns the plain data that were saved;
     None, and nothing has changed, where the folder has no checkpoint yet or is not there itself, which with
-    required=True is an error. A file that is truncated or altered is passed over with a RuntimeWarning that names it.
+    required=True, or where the path ends in .pt, is an error. A file that is truncated or altered is passed over with a RuntimeWarning that names it.
     No file can run code: torch reads it with weights_only=True.
 
     The number of ranks, the backend and the launcher may be others than when it was saved. On as many ranks, each goes
     on with its own random state, so that on CPUs a run that is resumed ends with the bits of one that never stopped;
     on another number they get new ones. With random=False random states are left alone.
+
+    A checkpoint that is still being written is waited for, and what goes wrong with it raised, as by the next save.
 
     Errors, on every rank: CheckpointError (no good file, or the objects are of other names or shapes, and then nothing
     has changed anywhere), UsageError.
@@ -337,4 +339,7 @@ def load_checkpoint(
     here = session.current()
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | objects
+    saver: Saver | None = here.extras.get(SAVER)
+    if saver is not None:
+        saver.settle()
     return resuming.load(here.world, here.device, here.timeout_s, Path(path), parts, required=required, random=random)

@@ -2,7 +2,8 @@
 
 Note [patience]: a large file takes longer than ranks may wait for each other. So rank 0 writes and reads in a thread,
 and tells the others every BEAT_S seconds that it moves on; when it has not for as long as a wait may take, that is
-the error.
+the error. The thread may hang for ever, or go on when the disk is back, and the program's tensors are others by then,
+and newer checkpoints there: a file that nobody waits for any more is given up, and never appears.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from dualdist import checkpoint_files, random_state
 from dualdist.backends.base import Backend
 from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress
-from dualdist.checkpoint_state import contents
-from dualdist.errors import CheckpointError, DualdistError, UsageError
+from dualdist.checkpoint_state import contents, dtypes_of
+from dualdist.data import Sampler
+from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.gradients import order_of
 from dualdist.group import Group, Operation
 from dualdist.moves import unpickled
@@ -31,6 +33,7 @@ from dualdist.negotiation import Offer
 from dualdist.objects import broadcast_object
 from dualdist.random_state import RandomState
 
+Places = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.places
 BEAT_S = 10.0
 ROOT = 0
 
@@ -72,8 +75,14 @@ class Task:
         if self.progress.nbytes != self._seen[0]:
             self._seen = self.progress.nbytes, time.monotonic()
         if time.monotonic() - self._seen[1] > self._limit_s:
+            self.give_up()
             return Outcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
         return None
+
+    def give_up(self) -> None:
+        """What is not on the disk yet never will be: Note [patience]."""
+        self.progress.is_abandoned = True
+        atexit.unregister(self._finish)
 
     def _finish(self) -> None:
         while (outcome := self.outcome()) is None:
@@ -85,8 +94,9 @@ class Task:
 class Saving:
     """A checkpoint under way."""
 
-    def __init__(self, group: Group, name: str, task: Task | None) -> None:
+    def __init__(self, group: Group, name: str, task: Task | None, *, is_copy: bool) -> None:
         self._group = group
+        self._is_copy = is_copy  # what is written is not what the program goes on to change
         self._name = name
         self._task = task  # on rank 0
         self._outcome: Outcome | None = None
@@ -94,7 +104,12 @@ class Saving:
     def wait(self) -> str:
         """The path of the checkpoint, which is on the disk now; every rank calls this. CheckpointError on all ranks."""
         if self._outcome is None:
-            self._outcome = told(self._group, self._name, self._task)
+            try:
+                self._outcome = told(self._group, self._name, self._task)
+            except BaseException:
+                if not self._is_copy:
+                    self._give_up()
+                raise
         return str(value_of(self._outcome, self._task))
 
     def settle(self) -> None:
@@ -107,6 +122,11 @@ class Saving:
             while self._outcome is None:
                 self._outcome = self._task.outcome()
             value_of(self._outcome, self._task)
+
+    def _give_up(self) -> None:
+        self._outcome = Outcome(error="the checkpoint was given up: the wait for it was cut short")
+        if self._task is not None:
+            self._task.give_up()
 
 
 class Saver:
@@ -139,18 +159,20 @@ class Saver:
         except Exception as error:  # of the program's own objects, too: the others must not wait for this rank
             cause = error
         terms = {"parts": sorted(parts), "async_op": async_op}
+        places = {name: sorted(part.places) for name, part in parts.items() if isinstance(part, Sampler)}
         problem = "" if cause is None else words_of(cause)
         try:
-            states = _gathered_states(group, name, terms, problem, self._device)
+            states = _gathered_states(group, name, terms, (problem, places), self._device)
         except UsageError as error:
             raise error from cause
         task = None
         if group.rank == ROOT:
             optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
             orders = {name: order for name, part in optimizers.items() if (order := order_of(part))}
-            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders}
+            dtypes = {name: dtypes_of(part) for name, part in optimizers.items()}
+            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes}
             task = Task(lambda progress: str(checkpoint_files.write(path, content, keep, progress)), self._timeout_s)
-        self._last = Saving(group, name, task)
+        self._last = Saving(group, name, task, is_copy=async_op)
         return self._last
 
 
@@ -164,19 +186,37 @@ def _check(parts: Mapping[str, Any], keep: int | None) -> None:
 
 
 def _gathered_states(
-    group: Group, name: str, terms: dict[str, Any], problem: str, device: torch.device
+    group: Group, name: str, terms: dict[str, Any], told: tuple[str, Places], device: torch.device
 ) -> list[RandomState]:
-    """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise."""
+    """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise.
+
+    MismatchError on all where their samplers stand at different places.
+    """
     mine = torch.frombuffer(bytearray(pickle.dumps(random_state.take(device))), dtype=torch.uint8)
 
     def perform(line: Backend, own: Sequence[Any]) -> list[RandomState]:
-        require_none([problem for _, problem in own], line.ranks, UsageError)
+        require_none([problem for _, (problem, _) in own], line.ranks, UsageError)
+        _require_same_places([places for _, (_, places) in own], line.ranks)
         sent = [len(mine) if rank == ROOT else 0 for rank in range(line.size)]
         sizes = [nbytes if line.rank == ROOT else 0 for nbytes, _ in own]
         came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
         return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
-    return group.enter(Operation(Offer("save_checkpoint", name, terms, (len(mine), problem)), perform)).wait()
+    return group.enter(Operation(Offer("save_checkpoint", name, terms, (len(mine), told)), perform)).wait()
+
+
+def _require_same_places(found: Sequence[Places], ranks: Sequence[int]) -> None:
+    """MismatchError unless there is a place for each sampler at which all ranks may be; rank 0's is what is saved."""
+    for name in sorted(found[ROOT]):
+        if not set.intersection(*({(epoch, position) for epoch, position in places[name]} for places in found)):
+            words = (
+                "rank {}: epoch {}, position {}".format(rank, *min(map(tuple, places[name])))
+                for rank, places in zip(ranks, found, strict=True)
+            )
+            raise MismatchError(
+                f"{name}: the ranks are at different places of the data, {'; '.join(words)}: call save_checkpoint "
+                "between two steps, and give all ranks batches of the same size"
+            )
 
 
 def words_of(error: Exception) -> str:

@@ -8,11 +8,13 @@ missing or has been altered, the seal does not fit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import secrets
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,6 +25,7 @@ from dualdist.errors import CheckpointError
 
 NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
+NAMED = ".pt"  # a path that ends so means a file
 DRAFTS = ".checkpoint-*.draft"
 # Of what a checkpoint holds: what is not a program's object.
 ABOUT = "dualdist"
@@ -30,15 +33,23 @@ EXTRA = "extra"
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
+ARCHIVE = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 22
 # So that the disk keeps pace, and a slow one shows that it moves.
 SYNC_BYTES = 1 << 28
+# What a file system says that has no hard links.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Progress:
-    """How far a file has come; another thread looks at it."""
+    """How far a file has come; another thread looks at it, and may give the file up."""
 
     nbytes = 0
+    is_abandoned = False  # the program goes on without the file, which must not appear any more
+
+    def require_awaited(self) -> None:
+        if self.is_abandoned:
+            raise InterruptedError(None, "it was given up")
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ def write(folder: Path, content: dict[str, Any], keep: int | None, progress: Pro
     draft = folder / f".{path.stem}.{secrets.token_hex(4)}.draft"
     try:
         _write_draft(draft, content, progress)
-        os.rename(draft, path)
+        path = _publish(draft, path, progress)
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
@@ -105,13 +116,15 @@ def number_of(path: Path) -> int:
 def read_newest(path: Path, progress: Progress) -> Found | None:
     """The newest good checkpoint of a folder, or the one that the path names; None where there is none yet.
 
-    CheckpointError where there are only bad ones.
+    CheckpointError where there are only bad ones, or not the file that the path names.
     """
     refused: list[str] = []
     try:
         if path.is_file():
             return Found(path, read(path, progress))
         candidates = checkpoints(path)
+        if not candidates and path.suffix == NAMED and not path.is_dir():
+            raise FileNotFoundError(None, "there is no such file; name a folder where there may be none yet")
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {_reason(error)}") from error
     for candidate in candidates:
@@ -129,6 +142,7 @@ def read(path: Path, progress: Progress) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             _require_seal(path, file, progress)
+            _require_archive(path, file)
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -166,10 +180,30 @@ def _write_draft(draft: Path, content: dict[str, Any], progress: Progress) -> No
             if hashing.error is not None:  # torch's own error does not name it
                 raise hashing.error from None
             raise
+        progress.require_awaited()
         file.seek(-2, os.SEEK_END)
         file.write(_seal(hashing.digest()))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _publish(draft: Path, path: Path, progress: Progress) -> Path:
+    """The draft has this name, or where that is taken by now the next one that is not; no file is written over."""
+    while True:
+        progress.require_awaited()
+        try:
+            os.link(draft, path)
+            return path
+        except FileExistsError:
+            if path.samefile(draft):  # NFS may say so of its own second try
+                return path
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if not path.exists():
+                os.rename(draft, path)
+                return path
+        path = path.with_name(NAME.format(number_of(path) + 1))
 
 
 class _Hashing:
@@ -199,6 +233,7 @@ class _Hashing:
         return self._hash.hexdigest()
 
     def _pass_on(self, piece: memoryview) -> None:
+        self._progress.require_awaited()
         self._file.write(piece)
         self._hash.update(piece)
         self._progress.nbytes += len(piece)
@@ -231,10 +266,23 @@ def _require_seal(path: Path, file: IO[bytes], progress: Progress) -> None:
     raise CheckpointError(f"{path} has been altered: its content does not fit its checksum")
 
 
+def _require_archive(path: Path, file: IO[bytes]) -> None:
+    """CheckpointError unless it is a zip archive of tensors.
+
+    torch before 2.6 runs TorchScript's archives, weights_only=True or not.
+    """
+    file.seek(0)
+    if file.read(len(ARCHIVE)) == ARCHIVE:
+        with zipfile.ZipFile(file) as archive:
+            if not any(name.endswith("constants.pkl") for name in archive.namelist()):
+                return
+    raise CheckpointError(f"{path} is refused: it is not an archive of torch.save, or one of code")
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Drafts of processes that were killed are gone; one that is being written is locked."""
     for draft in folder.glob(DRAFTS):
-        with contextlib.suppress(OSError), draft.open("rb") as file:
+        with contextlib.suppress(OSError), draft.open("r+b") as file:  # NFS locks what may be written to only
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink()
 

@@ -78,14 +78,20 @@ def misfit(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[s
     return ""
 
 
+def dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Those of its parameters, by which restore() tells what was kept more precisely."""
+    return [str(param.dtype) for group in optimizer.param_groups for param in group["params"]]
+
+
 def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """The objects have the states."""
+    dtypes = found[ABOUT].get("dtypes", {})
     for name, part in parts.items():
         part = unwrapped(part)
         try:
             part.load_state_dict(found[name])
             if isinstance(part, torch.optim.Optimizer):
-                _restore_dtypes(part, found[name])
+                _restore_dtypes(part, found[name], dtypes.get(name))
         except Exception as error:  # whatever the object's own code raises
             raise CheckpointError(f"{name} refuses its state: {type(error).__name__}: {error}") from error
 
@@ -103,9 +109,11 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        # What is resolved may be gone again, and its memory another one's.
+        start, flags = tensor.data_ptr(), (tensor.is_conj(), tensor.is_neg())
+        place = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags
         if place not in copies:
+            tensor = tensor.detach().resolve_conj().resolve_neg()
             # Of a view torch.save would write all the memory that it looks at.
             is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
             copies[place] = tensor.to("cpu", copy=copy or is_view)
@@ -164,12 +172,17 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:SHOWN])}{more}"]
 
 
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """load_state_dict() casts state to the dtype of its parameter: what was kept more precisely is so again."""
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: list[str] | None) -> None:
+    """load_state_dict() casts state to the dtype of its parameter: what was kept in another one is so again.
+
+    `dtypes` are those of the parameters when they were saved, which older files do not tell.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, param in zip(numbers, params, strict=True):
+    for number, param, dtype in zip(numbers, params, dtypes or [""] * len(params), strict=True):
         for key, value in saved["state"].get(number, {}).items():
             mine = optimizer.state[param].get(key)
-            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.dtype != value.dtype:
+            if not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor):
+                continue
+            if mine.dtype != value.dtype and str(value.dtype) != dtype:
                 optimizer.state[param][key] = value.to(mine.device, copy=True)

@@ -46,7 +46,9 @@ class Share:
         return each + extra
 
     def position(self, done: int) -> int:
-        """How many samples all ranks have done when each has done so many of its share."""
+        """How many samples all ranks have done when each has done so many of its share; with its last one all."""
+        if self.end is not None and 0 < done == len(self):
+            return self.end  # not every rank's share is as long
         position = self.start + done * self.size
         return position if self.count is None else min(position, self.count)
 
@@ -108,6 +110,15 @@ class Sampler(torch.utils.data.Sampler[int]):
         return self._share.position(self._done)
 
     @property
+    def places(self) -> set[tuple[int, int]]:
+        """The epochs and positions at which all ranks may be, for all that this rank knows."""
+        if self.left != 0:
+            return {(self._epoch, self.position)}
+        # The next sample may be another rank's, whose share is longer.
+        before = min(self._share.start + self._done * self._share.size, cast(int, self.count))
+        return {(self._epoch, before), (self._epoch, cast(int, self._share.end)), (self._epoch + 1, 0)}
+
+    @property
     def share(self) -> Share:
         """What the iteration under way is about."""
         return self._share
@@ -118,7 +129,9 @@ class Sampler(torch.utils.data.Sampler[int]):
         return None if self.count is None else len(self._share) - self._done
 
     def __len__(self) -> int:
-        """The samples of this rank in the iteration under way, or else in the next one."""
+        """The samples of this rank in the iteration under way, or else, also with its last one, in the next one."""
+        if self._is_over():
+            return len(self._share_from(0))
         return len(self._share if self._is_under_way else self._share_from(self.position))
 
     def __iter__(self) -> Iterator[int]:
@@ -216,9 +229,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         return Share(self.count, position, topology.rank, topology.size, self.remainder)
 
     def _is_over(self) -> bool:
-        """Whether all of this epoch was done in this iteration; one that was over at its start has yet to end."""
-        end = self._share.end
-        return end is not None and self._done > 0 and self.position >= end
+        """Whether this rank has done its share in this iteration; one that is over at its start has yet to begin."""
+        return self.left == 0 and (self._done > 0 or self._is_under_way)
 
 
 def _length(dataset: Sized | IterableDataset[Any]) -> int | None:

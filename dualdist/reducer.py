@@ -18,6 +18,7 @@ from dualdist.backends.base import NO_PLACE
 from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
+from dualdist.objects import allgather_object
 from dualdist.rounds import Rounds, end_unused, launch_due, running
 from dualdist.streams import refuse_capture
 
@@ -230,8 +231,15 @@ class Reducer:
 
         Sums over more than two ranks depend, in their last bit, on where a gradient lies in its bucket.
         """
+        if self._together or self._recipe.op == "adasum":  # which have one order only: that of their wrapping
+            return
         if order != self.order and sorted(order) == list(range(len(self._references))):
-            self._plan_anew(order)
+            # A backward that raised may have got further on some ranks than on others.
+            launched = allgather_object(self.group, self._next)
+            with self.errors(), self.group.breaking():
+                if any(launched):
+                    self._finish_round(self._put_nothing_back)
+                self._plan_anew(order)
 
     def synchronize(self) -> None:
         """The gradients are reduced, whatever the number of backwards since the last time."""

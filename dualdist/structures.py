@@ -18,13 +18,27 @@ class Slot:
 
 
 def taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with its tensors moved to the list."""
+    """The structure with its tensors moved to the list; what is one tensor in several places is in it once."""
+    slots: dict[object, Slot] = {}
 
     def moved(tensor: torch.Tensor) -> Slot:
-        tensors.append(tensor.detach())
-        return Slot(len(tensors) - 1)
+        place = _place(tensor)
+        if place not in slots:
+            slots[place] = Slot(len(tensors))
+            tensors.append(tensor.detach())
+        return slots[place]
 
     return mapped(value, torch.Tensor, moved)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """What two tensors have in common that are one: their memory, or where there is none, the object."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return id(tensor)
+    start = tensor.data_ptr() if tensor.numel() else 0
+    if not start:  # as of all on the meta device
+        return id(tensor)
+    return start, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

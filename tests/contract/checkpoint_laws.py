@@ -7,17 +7,18 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from contract.oracle import digest, law, net, raises, ranks
+from contract.oracle import digest, law, law_alone, net, raises, ranks
 from torch import nn
 from torch.utils.data import IterableDataset
 
 import dualdist as dd
+from dualdist.checkpoint_files import ABOUT, Progress, read, write
 from dualdist.data import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
 
@@ -103,6 +104,85 @@ def a_resumed_run_is_the_one_that_never_stopped() -> None:
         assert digest(resumed.model) == digest(whole.model)
 
 
+class SharedStep(torch.optim.Optimizer):
+    """SGD, slower with each step, which is counted in one tensor that is the state of all parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if not self.state:
+            self.state.update((param, {"step": step}) for step in [torch.zeros(())] for param in params)
+        self.state[params[0]]["step"] += 1
+        for param in params:
+            param.sub_(param.grad, alpha=0.1 / self.state[param]["step"].item())
+
+
+class Raising(torch.autograd.Function):
+    """Has no gradient: backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+@law_alone
+def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_rank() -> None:
+    """Buckets have left on each rank, and not as many."""
+    layers = nn.ModuleList([nn.Linear(100, 100) for _ in range(4)])
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+    dd.wrap_optimizer(optimizer, layers.named_parameters(), bucket_mb=0.03, first_bucket_mb=0.03)
+
+    def backward(raising: int | None = None) -> None:
+        optimizer.zero_grad()
+        x = torch.full((1, 100), dd.rank() + 1.0)
+        for number, layer in enumerate(layers):
+            x = layer(x if number != raising else Raising.apply(x))
+        x.sum().backward()
+
+    with folder() as path:
+        backward()
+        dd.save_checkpoint(path, model=layers, optimizer=optimizer)
+        if dd.rank() == 0:
+            content = read(path / "checkpoint-00000001.pt", Progress())
+            content[ABOUT]["orders"]["optimizer"].reverse()
+            write(path, content, None, Progress())
+        raises(ZeroDivisionError, lambda: backward(1 + dd.rank() % 2))
+        dd.load_checkpoint(path, model=layers, optimizer=optimizer)
+        for _ in range(2):
+            backward()
+            assert len({*dd.allgather_object(sum(param.grad.sum().item() for param in layers.parameters()))}) == 1
+            assert layers[3].bias.grad.unique().tolist() == [1.0]
+
+
+@law
+def state_that_parameters_share_they_share_on_every_rank() -> None:
+    with folder() as path:
+        models = [net(3) for _ in range(2)]
+        optimizers = [dd.wrap_optimizer(SharedStep(model.parameters())) for model in models]
+        step(models[0], optimizers[0])
+        dd.save_checkpoint(path, model=models[0], optimizer=optimizers[0])
+        dd.load_checkpoint(path, model=models[1], optimizer=optimizers[1])
+        dd.broadcast_parameters(models[0])
+        dd.broadcast_optimizer_state(optimizers[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(3):
+                step(model, optimizer)
+        assert len({*map(digest, models), *dd.allgather_object(digest(models[0]))}) == 1
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+
+
 @law
 def every_sample_of_an_epoch_is_somebodys_once() -> None:
     """Whatever the rest; and from the middle of an epoch on, too."""
@@ -165,6 +245,20 @@ def what_is_saved_is_what_it_was_when_save_was_called() -> None:
 
 
 @law
+def a_checkpoint_under_way_is_there_when_it_is_loaded() -> None:
+    with folder() as path:
+        weight = torch.ones(1 << 20)
+        for step in range(5):
+            dd.save_checkpoint(path, weight=weight, step=step, async_op=True)
+            found = dd.load_checkpoint(path)
+            assert found is not None
+            assert found["step"] == step
+        dd.save_checkpoint(path / "not" / "there", async_op=True)
+        raises(CheckpointError, lambda: dd.load_checkpoint(path), "no folder")
+        assert dd.load_checkpoint(path) is not None
+
+
+@law
 def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
     with folder() as path:
         dd.save_checkpoint(path, step=1)
@@ -209,6 +303,24 @@ def ranks_that_save_or_load_differently_are_told_so() -> None:
             raises(UsageError, lambda: dd.save_checkpoint(path, a=print if dd.rank() == 0 else 1), "a cannot be saved")
         dd.save_checkpoint(path)
         assert dd.load_checkpoint(path) == {}
+
+
+@law
+def ranks_at_different_places_of_the_data_are_told_so() -> None:
+    """But with shares that are not as long they may be done, or not, and all at one place."""
+    with folder() as path:
+        for remainder in ("drop", "pad", "uneven"):
+            for count in (7, 11, 12):
+                sampler = dd.Sampler(range(count), remainder=remainder)
+                for _ in range(2):
+                    steps = iter(dd.loader(range(count), 1, sampler=sampler))
+                    for _ in range(-(-count // dd.size())):
+                        next(steps, None)
+                        dd.save_checkpoint(path, sampler=sampler)
+        sampler = dd.Sampler(range(SAMPLES), remainder="drop")
+        next(iter(dd.loader(range(SAMPLES), 1 if dd.rank() == 0 else 2, sampler=sampler)))
+        if dd.size() > 1:
+            raises(MismatchError, lambda: dd.save_checkpoint(path, sampler=sampler), "sampler", "rank 0", "position")
 
 
 @law

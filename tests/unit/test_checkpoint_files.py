@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pickle
@@ -9,7 +10,7 @@ import random
 import resource
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dualdist.checkpoint_files import (
     ABOUT,
     EXTRA,
     FORMAT,
+    SEAL_BYTES,
     Progress,
     _seal,
     checkpoints,
@@ -123,21 +125,40 @@ class Malicious:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle"])
+@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle", "pickle before an archive"])
 def test_code_in_a_file_is_not_run(tmp_path: Path, how: str) -> None:
     trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
     evil = content() | {"model": Malicious(trap)}
-    if how == "pickle":
+    if how == "pickle before an archive":
+        torch.save(content(), path)
+        path.write_bytes(pickle.dumps(evil) + path.read_bytes())
+    elif how == "pickle":
         path.write_bytes(pickle.dumps(evil))
     else:
         torch.save(evil, path, _use_new_zipfile_serialization=how == "archive")
     sealed(path, path.read_bytes())
-    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused by torch\.load\(weights_only=True\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"00000001\.pt is refused( by torch\.load\(weights_only=True\))?:"
+    ) as caught:
         read_newest(tmp_path, Progress())
     assert "add_safe_globals" not in str(caught.value)
     assert not trap.exists()
     pickle.loads(pickle.dumps(Malicious(trap)))
     assert trap.exists(), "the trap works"
+
+
+class Script(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Path) -> None:
+    """torch before 2.6 loads it as a program, whatever weights_only says."""
+    path = tmp_path / "checkpoint-00000001.pt"
+    torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
+    sealed(path, path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"00000001\.pt is refused: .*one of code"):
+        read(path, Progress())
 
 
 @pytest.mark.parametrize("strange", [5, [], {}, {ABOUT: 1}, {ABOUT: {"format": 2}, EXTRA: {}}, {ABOUT: {"format": 1}}])
@@ -184,6 +205,50 @@ def test_a_large_tensor_that_does_not_fit_is_an_error_too(tmp_path: Path) -> Non
         assert os.listdir(tmp_path) == []
 
 
+class Interrupting(Progress):
+    """Something happens once so many bytes are written."""
+
+    def __init__(self, nbytes: int, call: Callable[[Progress], Any]) -> None:
+        self._limit, self._call = nbytes, call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "nbytes" and value >= self._limit:
+            self._limit = 1 << 60
+            self._call(self)
+
+
+def give_up(progress: Progress) -> None:
+    progress.is_abandoned = True
+
+
+def test_a_file_that_was_given_up_never_appears(tmp_path: Path) -> None:
+    """Not where the last byte was on its way, either."""
+    path = save(tmp_path, 1)
+    size = path.stat().st_size - SEAL_BYTES
+    for nbytes in (*range(1, size, 97), size):
+        with pytest.raises(CheckpointError, match=r"00000002\.pt: it was given up.*00000001\.pt is still there"):
+            write(tmp_path, content(2), 1, Interrupting(nbytes, give_up))
+        assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_no_file_is_written_over_by_one_of_its_number(
+    tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = write(tmp_path, content(1), None, Interrupting(1, lambda progress: save(tmp_path, 2)))
+    assert path.name == "checkpoint-00000002.pt"
+    steps = [read(path, Progress())[EXTRA]["step"] for path in checkpoints(tmp_path)]
+    assert steps == [1, 2]
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def refuse(*args: Any) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, words in (
@@ -197,6 +262,15 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -
         read_newest(tmp_path / "file", Progress())
     with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
         read_newest(tmp_path / "file" / "below", Progress())
+
+
+def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in ("checkpoint-00000002.pt", "best.pt"):
+        with pytest.raises(CheckpointError, match=f"{name}: there is no such file"):
+            read_newest(tmp_path / name, Progress())
+    (tmp_path / "run.pt").mkdir()
+    assert read_newest(tmp_path / "run.pt", Progress()) is None
 
 
 def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: Path) -> None:
@@ -224,6 +298,7 @@ def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -
         outcomes.append(task.outcome())
     assert len(outcomes) > 8, "as long as it moved, which was twice the limit"
     assert outcomes[-1] == Outcome(error="the disk has taken or given nothing for 0.3 s: is it still there?")
+    assert task.progress.is_abandoned
     end.set()
     while task.outcome() != Outcome("done"):
         pass

@@ -63,6 +63,16 @@ def test_a_view_is_saved_without_what_lies_around_it(tmp_path: Path) -> None:
     assert (found["view"].tolist(), found["sign"].tolist()) == ([5.0, 6.0], [-1j])
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_each_view_is_saved_with_its_own_values(copy: bool) -> None:
+    """Whatever memory was free again in between."""
+    numbers = [torch.full((1000,), complex(n, n)) for n in range(4)]
+    views = [number.conj() for number in numbers] + numbers + [number.imag for number in numbers]
+    views += [number.conj().imag for number in numbers]
+    found = contents({"views": views}, copy=copy)[EXTRA]["views"]
+    assert all(map(torch.equal, found, views))
+
+
 def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path: Path) -> None:
     """Optimizer.load_state_dict() alone makes it bfloat16."""
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -74,6 +84,28 @@ def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path:
     dd.load_checkpoint(tmp_path, optimizer=other)
     assert torch.equal(other.state[param]["momentum_buffer"], momentum)
     assert (other.param_groups[0]["lr"], other.param_groups[0]["momentum"]) == (0.1, 0.9)
+
+
+@pytest.mark.parametrize("then", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("now", [torch.bfloat16, torch.float32])
+def test_state_of_its_parameters_dtype_follows_a_model_of_another_one(
+    tmp_path: Path, then: torch.dtype, now: torch.dtype
+) -> None:
+    def training(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2, dtype=dtype)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = training(then)
+    step(model, optimizer, then)
+    dd.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    model, optimizer = training(now)
+    dd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    step(model, optimizer, now)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {now}
 
 
 def test_more_objects_and_plain_data_go_under_their_names(tmp_path: Path) -> None:

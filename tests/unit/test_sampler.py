@@ -89,6 +89,13 @@ def test_ranks_with_more_samples_come_first(count: int, size: int, start: int) -
     assert sum(lengths) == count - min(start, count)
 
 
+@given(st.integers(1, 60), st.integers(1, 6), st.sampled_from(["drop", "pad", "uneven"]))
+def test_with_its_last_sample_each_rank_is_where_the_epoch_ends(count: int, size: int, remainder: Remainder) -> None:
+    """Also where its share is a sample shorter than that of others."""
+    ends = {share.position(len(share)) for share in shares(count, 0, size, remainder) if len(share)}
+    assert ends <= {count // size * size if remainder == "drop" else count}
+
+
 def sampler_of(count: int = COUNT, **options: Any) -> dd.Sampler:
     return dd.Sampler(range(count), **{"remainder": "drop", "seed": 1, **options})
 
@@ -165,6 +172,28 @@ def test_a_length_is_that_of_the_iteration_under_way() -> None:
     assert len(list(iterator)) == 3
     assert list(iterator) == []
     assert (sampler.epoch, len(loader)) == (1, 5)
+
+
+def test_a_length_with_the_last_sample_is_that_of_the_next_epoch() -> None:
+    """So that `for _, batch in zip(range(len(loader)), loader)`, which does not see the end, goes on with all of it."""
+    sampler = sampler_of()
+    sampler.load_state_dict(sampler.state_dict() | {"position": 12})
+    loader = loader_of(sampler)
+    lengths = []
+    for _ in range(3):
+        lengths.append(len(loader))
+        iterator = iter(loader)
+        for _ in range(lengths[-1]):
+            next(iterator)
+    assert (lengths, sampler.epoch) == ([2, 5, 5], 2)
+
+
+def test_a_loader_of_ones_own_gets_the_next_epoch_after_one_that_was_over() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict(sampler.state_dict() | {"position": COUNT})
+    plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
+    assert [len(list(plain)) for _ in range(2)] == [0, 5]
+    assert sampler.epoch == 1
 
 
 def test_an_iteration_ends_the_ones_before() -> None:
