@@ -25,6 +25,7 @@ from dualdist.errors import CheckpointError
 
 NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
+NAMED = ".pt"  # a path that ends so means a file
 DRAFTS = ".checkpoint-*.draft"
 # Of what a checkpoint holds: what is not a program's object.
 ABOUT = "dualdist"
@@ -115,13 +116,15 @@ def number_of(path: Path) -> int:
 def read_newest(path: Path, progress: Progress) -> Found | None:
     """The newest good checkpoint of a folder, or the one that the path names; None where there is none yet.
 
-    CheckpointError where there are only bad ones.
+    CheckpointError where there are only bad ones, or not the file that the path names.
     """
     refused: list[str] = []
     try:
         if path.is_file():
             return Found(path, read(path, progress))
         candidates = checkpoints(path)
+        if not candidates and path.suffix == NAMED and not path.is_dir():
+            raise FileNotFoundError(None, "there is no such file; name a folder where there may be none yet")
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {_reason(error)}") from error
     for candidate in candidates:

@@ -264,6 +264,15 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -
         read_newest(tmp_path / "file" / "below", Progress())
 
 
+def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in ("checkpoint-00000002.pt", "best.pt"):
+        with pytest.raises(CheckpointError, match=f"{name}: there is no such file"):
+            read_newest(tmp_path / name, Progress())
+    (tmp_path / "run.pt").mkdir()
+    assert read_newest(tmp_path / "run.pt", Progress()) is None
+
+
 def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: Path) -> None:
     dead, living = tmp_path / ".checkpoint-00000001.ab.draft", tmp_path / ".checkpoint-00000001.cd.draft"
     dead.touch()
