@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:
     """The structure with its tensors on the CPU; what shared memory shares it still."""
+    mapped(value, (set, frozenset), _require_no_tensor)
     if copy:
         value = mapped(value, (set, bytearray), lambda found: found.copy())
     copies: dict[object, torch.Tensor] = {}
@@ -120,6 +122,12 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
         return copies[place]
 
     return mapped(value, torch.Tensor, moved)
+
+
+def _require_no_tensor(found: AbstractSet[Any]) -> None:
+    """UsageError where the set holds tensors, which would neither be copied nor found again."""
+    if any(isinstance(item, torch.Tensor) for item in found):
+        raise UsageError("a tensor in a set cannot be saved here: put it in a list")
 
 
 def _require_plain(name: str, value: Any) -> None:
