@@ -322,8 +322,8 @@ def load_checkpoint(
 
     Every rank calls this with the same objects; only rank 0 touches the disk. Returns the plain data that were saved;
     None, and nothing has changed, where the folder has no checkpoint yet or is not there itself, which with
-    required=True, or where the path ends in .pt, is an error. A file that is truncated or altered is passed over with a RuntimeWarning that names it.
-    No file can run code: torch reads it with weights_only=True.
+    required=True, or where the path ends in .pt, is an error. A file that is truncated or altered is passed over with a
+    RuntimeWarning that names it. No file can run code: torch reads it with weights_only=True.
 
     The number of ranks, the backend and the launcher may be others than when it was saved. On as many ranks, each goes
     on with its own random state, so that on CPUs a run that is resumed ends with the bits of one that never stopped;

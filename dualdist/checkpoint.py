@@ -23,7 +23,7 @@ import torch
 from dualdist import checkpoint_files, random_state
 from dualdist.backends.base import Backend
 from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress
-from dualdist.checkpoint_state import contents, dtypes_of
+from dualdist.checkpoint_state import contents, dtypes_of, shapes_of
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.gradients import order_of
@@ -170,7 +170,8 @@ class Saver:
             optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
             orders = {name: order for name, part in optimizers.items() if (order := order_of(part))}
             dtypes = {name: dtypes_of(part) for name, part in optimizers.items()}
-            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes}
+            shapes = {name: shapes_of(part) for name, part in optimizers.items()}
+            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes, "shapes": shapes}
             task = Task(lambda progress: str(checkpoint_files.write(path, content, keep, progress)), self._timeout_s)
         self._last = Saving(group, name, task, is_copy=async_op)
         return self._last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def misfit(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[s
         elif isinstance(part, nn.Module):
             words = _misfit_of_module(part, state)
         elif isinstance(part, torch.optim.Optimizer):
-            words = _misfit_of_optimizer(part, state)
+            words = _misfit_of_optimizer(part, state, found[ABOUT].get("shapes", {}).get(name))
         elif isinstance(part, Sampler):
             words = part.misfit(state)
         if words:
@@ -81,6 +82,12 @@ def misfit(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[s
 def dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Those of its parameters, by which restore() tells what was kept more precisely."""
     return [str(param.dtype) for group in optimizer.param_groups for param in group["params"]]
+
+
+def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
+    """Those of its parameters; None of those that have none yet."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [None if nn.parameter.is_lazy(param) else list(param.shape) for param in params]
 
 
 def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -98,6 +105,7 @@ def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:
     """The structure with its tensors on the CPU; what shared memory shares it still."""
+    mapped(value, (set, frozenset), _require_no_tensor)
     if copy:
         value = mapped(value, (set, bytearray), lambda found: found.copy())
     copies: dict[object, torch.Tensor] = {}
@@ -120,6 +128,12 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
         return copies[place]
 
     return mapped(value, torch.Tensor, moved)
+
+
+def _require_no_tensor(found: AbstractSet[Any]) -> None:
+    """UsageError where the set holds tensors, which would neither be copied nor found again."""
+    if any(isinstance(item, torch.Tensor) for item in found):
+        raise UsageError("a tensor in a set cannot be saved here: put it in a list")
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -156,13 +170,22 @@ def _misfit_of_module(module: nn.Module, state: Mapping[str, Any]) -> str:
     )
 
 
-def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Any) -> str:
+    """`shapes` are those of the parameters when they were saved, which older files do not tell."""
     mine = [len(group["params"]) for group in optimizer.param_groups]
     try:
         theirs = [len(group["params"]) for group in state["param_groups"]]
     except (KeyError, TypeError):
         return "this is no optimizer's state"
-    return "" if mine == theirs else f"groups of {theirs} parameters in the file, of {mine} in the program"
+    if mine != theirs:
+        return f"groups of {theirs} parameters in the file, of {mine} in the program"
+    own = shapes_of(optimizer)
+    differing = [
+        f"parameter {number} is {tuple(then)} in the file, {tuple(now)} in the program"
+        for number, (then, now) in enumerate(zip(shapes or own, own, strict=True))
+        if then is not None and now is not None and then != now
+    ]
+    return "; ".join(_listed("of another shape", differing))
 
 
 def _listed(what: str, names: list[str]) -> list[str]:

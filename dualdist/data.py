@@ -160,6 +160,10 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._done += count
         self._is_counted = True
 
+    def spend(self) -> None:
+        """What this rank has left of its share does not make a batch. For loaders that drop it."""
+        self._is_spent = True
+
     def finish(self) -> None:
         """The epoch is over; the next one comes. For loaders, at the end of an iteration."""
         self._go_to(self._epoch + 1, 0)
@@ -221,7 +225,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._epoch = epoch
         self._share = self._share_from(position)
         self._done = 0  # of the share
-        self._is_under_way = self._is_prepared = False
+        self._is_under_way = self._is_prepared = self._is_spent = False
         self._is_counted = True
 
     def _share_from(self, position: int) -> Share:
@@ -230,7 +234,7 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def _is_over(self) -> bool:
         """Whether this rank has done its share in this iteration; one that is over at its start has yet to begin."""
-        return self.left == 0 and (self._done > 0 or self._is_under_way)
+        return self._is_spent or (self.left == 0 and (self._done > 0 or self._is_under_way))
 
 
 def _length(dataset: Sized | IterableDataset[Any]) -> int | None:

@@ -90,18 +90,20 @@ class _Loader(DataLoader[Any]):
         share = self._counted.share
         self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))
-        return _Batches(super().__iter__(), self._counted, turn, self.batch_size or 1)
+        return _Batches(super().__iter__(), self._counted, turn, self.batch_size or 1, self.drop_last)
 
 
 class _Batches(Iterator[Any]):
     """Batches that are recorded as they are handed out."""
 
-    def __init__(self, batches: Iterator[Any], sampler: Sampler, turn: int, batch_size: int) -> None:
+    def __init__(self, batches: Iterator[Any], sampler: Sampler, turn: int, batch_size: int, drop_last: bool) -> None:
         self._batches = batches
         self._sampler = sampler
         self._turn = turn
         self._batch_size = batch_size
+        self._drop_last = drop_last
         self._has_ended = False
+        self._look_ahead()
 
     def __next__(self) -> Any:
         if self._has_ended:
@@ -116,7 +118,14 @@ class _Batches(Iterator[Any]):
             raise
         left = self._sampler.left
         self._sampler.record(self._batch_size if left is None else min(self._batch_size, left))
+        self._look_ahead()
         return batch
+
+    def _look_ahead(self) -> None:
+        """A program that counts batches does not ask for one more, and so does not see the end."""
+        left = self._sampler.left
+        if self._drop_last and left is not None and left < self._batch_size:
+            self._sampler.spend()
 
 
 class _Seeded(Dataset[Any]):

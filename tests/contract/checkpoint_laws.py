@@ -275,7 +275,8 @@ def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
 def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
     with folder() as path:
         model = nn.Linear(3, 2)
-        dd.save_checkpoint(path, model=model, sampler=dd.Sampler(range(5), remainder="pad"))
+        turned = torch.optim.SGD([model.bias, model.weight], lr=1.0)
+        dd.save_checkpoint(path, model=model, sampler=dd.Sampler(range(5), remainder="pad"), turned=turned)
         other = nn.Sequential(nn.Linear(3, 2))
         before = digest(other)
         optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
@@ -283,6 +284,7 @@ def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
             ({"model": other}, ("only in the file: weight, bias", "only in the program: 0.weight, 0.bias")),
             ({"model": nn.Linear(4, 2)}, ("weight is (2, 3) in the file, (2, 4) in the program",)),
             ({"model": model, "optimizer": optimizer}, ("it holds no optimizer, only model, sampler",)),
+            ({"turned": optimizer}, ("parameter 0 is (2,) in the file, (2, 3) in the program", "parameter 1 is")),
             ({"model": model, "sampler": dd.Sampler(range(6), remainder="pad")}, ("count 5 then, count 6 now",)),
             # On one rank only: the others must not go on without it.
             ({"model": nn.Linear(3, 2 + (dd.rank() == dd.size() - 1))}, ("(2, 3) in the file",)),

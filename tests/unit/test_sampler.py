@@ -174,6 +174,17 @@ def test_a_length_is_that_of_the_iteration_under_way() -> None:
     assert (sampler.epoch, len(loader)) == (1, 5)
 
 
+@pytest.mark.parametrize(("position", "lengths"), [(12, [2, 5, 5]), (20, [0, 5, 5])])
+def test_what_makes_no_batch_and_is_dropped_is_not_waited_for(position: int, lengths: list[int]) -> None:
+    sampler = sampler_of(22)
+    sampler.load_state_dict(sampler.state_dict() | {"position": position})
+    loader = loader_of(sampler, drop_last=True)
+    seen = []
+    for _ in lengths:
+        seen.append(sum(1 for _ in zip(range(len(loader)), loader, strict=False)))
+    assert (seen, sampler.epoch) == (lengths, 2)
+
+
 def test_a_length_with_the_last_sample_is_that_of_the_next_epoch() -> None:
     """So that `for _, batch in zip(range(len(loader)), loader)`, which does not see the end, goes on with all of it."""
     sampler = sampler_of()
