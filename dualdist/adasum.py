@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.buckets import Bucket, BucketPlan, Recipe
+from dualdist.bucket_plan import BucketPlan, Recipe
+from dualdist.buckets import Bucket
 from dualdist.collectives import grouped_allreduce
 
 if TYPE_CHECKING:

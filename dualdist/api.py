@@ -13,7 +13,7 @@ from dualdist.compiling import uncompiled
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.buckets import GradientOp
+    from dualdist.bucket_plan import GradientOp
     from dualdist.checkpoint import Saver, Saving
     from dualdist.compression import Compressor
     from dualdist.data import Sampler
@@ -226,7 +226,7 @@ def wrap_optimizer(
     `named_parameters` (model.named_parameters()) gives errors their names.
     """
     from dualdist import gradients
-    from dualdist.buckets import Recipe, bucket_bytes
+    from dualdist.bucket_plan import Recipe, bucket_bytes
     from dualdist.compression import compressor_of
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)

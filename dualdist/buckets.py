@@ -1,22 +1,19 @@
-"""Gradients that travel together: which ones, and the flat buffer that carries them."""
+"""Gradients that travel together: gathered, sent off, and given back."""
 
 from __future__ import annotations
 
-import gc
-import itertools
-import operator
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dualdist.backends.base import Backend, Buffer, Settling, Work
+from dualdist.bucket_plan import BucketPlan, Recipe, name_of, wire_dtype
 from dualdist.compression import Cast, Compressor
-from dualdist.errors import CollectiveError, UsageError
-from dualdist.holders import is_kept, referred_to, uses
+from dualdist.errors import UsageError
+from dualdist.holders import is_kept
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
+from dualdist.rows import Flat, Rows
 from dualdist.streams import Streams
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
@@ -24,227 +21,8 @@ from dualdist.streams import Streams
 # reduced apart, in parameter order, after the buckets: as a dense one where another rank has it dense (of tied weights
 # a loss may touch one use only). From then on its place in the bucket is empty.
 
-# Note [gradients in the bucket]: the parameters' gradients become views of the row in which what has been reduced lies;
-# a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at
-# gradients (a parameter that was not set to None, or a program that has kept one) is not written to again: another
-# takes its place until then. Of rows in memory that ranks share there are few, and one must be free when the next
-# round begins: where none would be, what has been reduced is copied to a row of this rank's own. A program may move a
-# gradient to other memory (`param.grad.data = x`), or all that lies beside it too (share_memory_()): then the row is no
-# row any more, and another is made in its place.
-
-GradientOp = Literal["mean", "sum", "adasum"]
-
-# A small first bucket starts the first transfer early; the size of the others is DDP's. Gradients that would not fill
-# two first ones travel together: another transfer costs more than it hides.
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
 # Smaller gradients are gathered together, when the bucket leaves: a call for each would take longer than its copy.
 LARGE_BYTES = 32 << 10
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What happens to gradients on their way; the same on every rank.
-
-    `predivide` divides before the sum and multiplies after it, where a sum could overflow. With `dense`, sparse
-    gradients travel as dense ones.
-    """
-
-    op: GradientOp = "mean"
-    compressor: Compressor | None = None
-    predivide: float = 1.0
-    dense: bool = False
-    bucket_bytes: int = BUCKET_BYTES
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES
-
-    @property
-    def words(self) -> str:
-        """For the comparison between ranks."""
-        wire = self.compressor and (
-            self.compressor.dtype if isinstance(self.compressor, Cast) else _name_of(self.compressor)
-        )
-        sizes = f"{self.first_bucket_bytes}, {self.bucket_bytes}"
-        return f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense} bytes={sizes}"
-
-
-def bucket_bytes(name: str, mebibytes: float) -> int:
-    """The size of a bucket, as a caller gives it."""
-    if not 0 < mebibytes < float("inf"):
-        raise UsageError(f"{name}={mebibytes}: expected a size in MiB, above 0")
-    return max(1, int(mebibytes * 2**20))
-
-
-def wire_dtype(dtype: torch.dtype, recipe: Recipe) -> torch.dtype | None:
-    """In which dtype gradients travel; None where a compressor of the user's own decides."""
-    if recipe.compressor is None:
-        return dtype
-    if isinstance(recipe.compressor, Cast):
-        return recipe.compressor.dtype if dtype.is_floating_point else dtype
-    return None
-
-
-def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives the parameter's gradient: its own, or without gaps where those have some."""
-    return torch.empty_like(param, device="meta").stride()
-
-
-def _name_of(compressor: Compressor) -> str:
-    kind = compressor if isinstance(compressor, type) else type(compressor)
-    return kind.__name__
-
-
-def plan_buckets(
-    params: Sequence[torch.Tensor], order: Sequence[int], recipe: Recipe, groups: Sequence[Sequence[int]] = ()
-) -> list[tuple[int, ...]]:
-    """Which of the numbered parameters travel together, given the order in which autograd finishes them.
-
-    A bucket holds one device and one dtype, and is closed by the parameter that fills it. Of the given groups, each
-    travels in buckets of its own, one for each device and dtype.
-    """
-    limits = recipe.first_bucket_bytes, recipe.bucket_bytes
-    if not groups:
-        return _split(params, order, limits)
-    fresh, grouped = set(order), {number for group in groups for number in group}
-    buckets = _split(params, [number for number in order if number not in grouped], limits)
-    for group in groups:
-        buckets += _split(params, sorted(fresh.intersection(group), reverse=True), None)
-    return sorted(buckets, key=max, reverse=True)
-
-
-def _split(
-    params: Sequence[torch.Tensor], order: Sequence[int], limits: tuple[int, int] | None
-) -> list[tuple[int, ...]]:
-    buckets: list[tuple[int, ...]] = []
-    open_members: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    open_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
-    if limits is not None and sum(params[number].nbytes for number in order) < 2 * limits[0]:
-        limits = None
-    for number in order:
-        kind = (params[number].device, params[number].dtype)
-        open_members.setdefault(kind, []).append(number)
-        open_bytes[kind] = open_bytes.get(kind, 0) + params[number].nbytes
-        if limits is not None and open_bytes[kind] >= limits[bool(buckets)]:
-            buckets.append(tuple(open_members.pop(kind)))
-            del open_bytes[kind]
-    return buckets + [tuple(members) for members in open_members.values()]
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Which gradients travel together, the same on every rank; the members `apart` travel by themselves."""
-
-    name: str
-    shapes: tuple[torch.Size, ...]
-    strides: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    device: torch.device
-    place: int  # of the buffer, as the line has reserved it
-    apart: frozenset[int] = frozenset()
-
-    @property
-    def counts(self) -> list[int]:
-        """How many elements of each member travel in the bucket."""
-        return [0 if number in self.apart else shape.numel() for number, shape in enumerate(self.shapes)]
-
-    @property
-    def length(self) -> int:
-        """Elements of the whole buffer: behind the gradients two flags for each member, and one for the bucket."""
-        return sum(self.counts) + 2 * len(self.shapes) + 1
-
-
-# Makes the row of that number.
-Make = Callable[[int], "Flat | None"]
-
-
-class Flat:
-    """A row of elements, and in it a view of each gradient and the tail of flags."""
-
-    def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
-        counts = plan.counts
-        alone = uses(values) - 1
-        self.number = number  # among the rows of its bucket
-        self.values = values
-        self.buffer = buffer  # whose values these are
-        self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
-        pieces = self.gradients.split(counts)
-        self.views = {
-            number: piece.as_strided(plan.shapes[number], plan.strides[number], piece.storage_offset())
-            for number, piece in enumerate(pieces)
-            if number not in plan.apart
-        }
-        del pieces  # which would count as kept
-        self.all_views = list(self.views.values())
-        self._references = referred_to(self.all_views)
-        self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.all_views))
-        # Counted, not measured: what others drop meanwhile must not matter.
-        self._uses = len((values, self.gradients, self.tail)) + len(self.views)
-        # The rows in this memory: buckets that take each other's place may lie there at the same time.
-        self._rows: weakref.WeakSet[Flat] = weakref.WeakSet() if buffer is None else buffer.rows
-        self._uses_without_rows = alone if buffer is None else buffer.uses_without_rows
-        self._rows.add(self)
-
-    def is_kept(self) -> bool:
-        """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
-        rows = list(self._rows)  # none of which is collected while they are counted
-        ours = self._uses_without_rows + sum(row._uses for row in rows)
-        return uses(self.values) > ours or any(row._is_referred_to() for row in rows)
-
-    def has_moved(self) -> bool:
-        """Whether a program has moved something that lay here to other memory: Note [gradients in the bucket]."""
-        addresses = list(map(torch.Tensor.data_ptr, self.all_views))
-        return self.values.data_ptr() != self._address or addresses != self._addresses
-
-    def _is_referred_to(self) -> bool:
-        return any(map(operator.gt, referred_to(self.all_views), self._references))
-
-
-class Rows:
-    """Rows of one bucket that take turns, made where they are needed: `make(number)`, None where there is no other."""
-
-    def __init__(self) -> None:
-        self._rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
-
-    def free(self, make: Make) -> Flat:
-        """A row to write to, in which nobody looks."""
-        row = self._find(self._rows) or self._new(make)
-        if row is None:
-            gc.collect()  # what looks at them may be garbage already
-            row = self._find(self._rows)
-        if row is None:
-            raise CollectiveError("the program looks at gradients in all the memory that ranks share for them")
-        others = [other for other in self._rows if other is not row]
-        self._rows = [*others[-1:], row]
-        return row
-
-    def has_another(self, make: Make) -> bool:
-        """Whether one would be free if somebody looked at the one that was used last."""
-        last = self._rows[-1]
-        has_one = self._find(self._rows[:-1]) is not None or self._new(make) is not None
-        self._rows.sort(key=lambda row: row is last)
-        return has_one
-
-    def clear(self) -> None:
-        self._rows.clear()
-
-    def _find(self, rows: Sequence[Flat]) -> Flat | None:
-        for row in rows[::-1]:
-            if not row.is_kept():
-                if not row.has_moved():
-                    return row
-                self._rows.remove(row)
-        return None
-
-    def _new(self, make: Make) -> Flat | None:
-        while (row := make(self._lowest_number())) is not None:
-            self._rows = [*self._rows, row][-2:]
-            if not row.is_kept():  # else an earlier bucket's gradients lie there
-                return row
-        return None
-
-    def _lowest_number(self) -> int:
-        """Of a row that is not there."""
-        taken = {row.number for row in self._rows}
-        return next(number for number in itertools.count() if number not in taken)
 
 
 class Bucket:
@@ -460,7 +238,7 @@ class Bucket:
         self._shapes, self._dtypes = [tensor.shape for tensor in sent], [tensor.dtype for tensor in sent]
         if len({dtype.is_floating_point or dtype.is_complex for dtype in self._dtypes}) > 1:
             raise UsageError(
-                f"{_name_of(compressor)} made integers of some gradients and not of others: {set(self._dtypes)}; "
+                f"{name_of(compressor)} made integers of some gradients and not of others: {set(self._dtypes)}; "
                 "let it make one kind of all"
             )
         return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist.adasum import DeltaSteps, closure_of
-from dualdist.buckets import Recipe
+from dualdist.bucket_plan import Recipe
 from dualdist.collectives import allreduce
 from dualdist.errors import UsageError
 from dualdist.group import Group

@@ -15,7 +15,8 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.base import NO_PLACE
-from dualdist.buckets import Bucket, BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
+from dualdist.bucket_plan import BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
+from dualdist.buckets import Bucket
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
 from dualdist.objects import allgather_object

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualdist import checkpoint_files, random_state
-from dualdist.buckets import dense_strides
+from dualdist.bucket_plan import dense_strides
 from dualdist.checkpoint import ROOT, Task, require_none, told, value_of, words_of
 from dualdist.checkpoint_files import ABOUT, EXTRA, Progress
 from dualdist.checkpoint_state import misfit, restore

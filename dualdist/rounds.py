@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualdist.adasum import Notices
-from dualdist.buckets import Bucket, BucketPlan, Recipe
+from dualdist.bucket_plan import BucketPlan, Recipe
+from dualdist.buckets import Bucket
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Work

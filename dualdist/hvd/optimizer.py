@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import session
-from dualdist.buckets import GradientOp, Recipe
+from dualdist.bucket_plan import GradientOp, Recipe
 from dualdist.compression import CASTS, compressor_of
 from dualdist.compression import Compressor as AnyCompressor
 from dualdist.errors import UsageError

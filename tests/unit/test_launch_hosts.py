@@ -15,7 +15,7 @@ from dualdist.launchers.probe import Facts, look
 from dualdist.launchers.reach import is_here, judge
 from dualdist.version import __version__
 
-SITE = Site("/v/bin/python", {}, "/v/bin", folder="/work/job")
+SITE = Site("/v/bin/python", {}, "/v/bin", folder="/shared/job")
 HERE = Facts("a", 8, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}, 4711, "", "", __version__)
 THERE = Facts("b", 4, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, 4712, "10.0.0.1", "10.0.0.2", __version__)
 A, B = Host("a", 2, is_here=True), Host("b", 2)
@@ -138,7 +138,7 @@ def test_hosts_need_the_same_version() -> None:
 @pytest.mark.parametrize(
     ("code", "stderr", "told"),
     [
-        (71, "", "host 'b' has no folder /work/job: start the job in one that every host has"),
+        (71, "", "host 'b' has no folder /shared/job: start the job in one that every host has"),
         (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same place"),
         (1, "/v/bin/python: No module named dualdist.launchers\n", "/v/bin/python does not find dualdist there"),
         (1, "ImportError: libx.so\n", "host 'b' cannot run /v/bin/python (ImportError: libx.so)"),
