@@ -13,9 +13,9 @@ from dualdist.backends import native_store
 from dualdist.backends.native import TcpStore
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.network import LOOPBACK, Invitation, host_identity, interfaces, listen, wait_until_listening
-from dualdist.placement import Place, Report
-from dualdist.rendezvous import FileExchange, Met, assemble, meet
+from dualdist.meeting.network import LOOPBACK, Invitation, host_identity, interfaces, listen, wait_until_listening
+from dualdist.meeting.placement import Place, Report
+from dualdist.meeting.rendezvous import FileExchange, Met, assemble, meet
 from dualdist.topology import Topology
 
 

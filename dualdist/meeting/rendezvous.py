@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from dualdist import mpi_world, network
 from dualdist.backends.base import Store
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.network import Invitation
-from dualdist.placement import Place, Report, report_of, settle
+from dualdist.meeting import agent_rounds, mpi_world, network
+from dualdist.meeting.network import Invitation
+from dualdist.meeting.placement import Place, Report, report_of, settle
 from dualdist.topology import Topology
+from dualdist.watching import process_state
 
 RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
@@ -78,7 +79,7 @@ class FileExchange:
     def read(self) -> str | None:
         with contextlib.suppress(OSError):
             os.listdir(self.path.parent)  # makes an NFS client look again for a file that was not there a moment ago
-            return self.path.read_text()
+            return self.path.read_text(errors="replace")  # what is no text is no invitation
         return None
 
     def withdraw(self) -> None:
@@ -112,18 +113,20 @@ class HorovodExchange:
         return f"in horovodrun's store at {self.address}:{self.port}"
 
     def _request(self, method: str, body: bytes | None) -> str | None:
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=network.PROBE_S)
+        connection = None
         try:
+            connection = http.client.HTTPConnection(self.address, self.port, timeout=network.PROBE_S)
             connection.request(method, f"/dualdist/{self.key}", body)
             response = connection.getresponse()
-            text = response.read().decode()
-        except (OSError, http.client.HTTPException) as error:
+            text = response.read().decode(errors="replace")
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # the second one of what is no host's name
             raise RendezvousError(
                 f"horovodrun's store at {self.address}:{self.port} ({HOROVOD_STORE_ADDRESS}, {HOROVOD_STORE_PORT}) "
                 f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
             ) from error
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
         return text if response.status == http.HTTPStatus.OK else None
 
 
@@ -152,12 +155,15 @@ class MpiExchange:
 class Met:
     """What a rank knows when all have met: the store, where all ranks stand, and how to reach the others.
 
-    `interface` is the network interface towards the other nodes, None where there is one node only.
+    `interface` is the network interface towards the other nodes, None where there is one node only. `key` is that of
+    this session in the store, and `round` that of the agent's round, or "".
     """
 
     store: Store
     places: list[Place]
     interface: str | None
+    key: str
+    round: str
 
 
 def meet(
@@ -169,23 +175,28 @@ def meet(
     known: Store | None,
     deadline: Deadline,
     transport: str = "",
+    known_round: str = "",
 ) -> Met:
     """Bring all ranks together at one store; every rank calls this, with the backend and transport it will use.
 
-    `session` names this meeting, alike on every rank; `known` is the store of an earlier one. Errors are raised on
-    every rank that came, and name who or what did not.
+    `session` names this meeting, alike on every rank; `known` and `known_round` are of an earlier one in this process.
+    Errors are raised on every rank that came, and name who or what did not.
     """
     host = network.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    report = report_of(topology, host, backend, transport)
+    report = report_of(topology, host, backend, transport, process_state.own().dumps())
 
     def gather() -> Met:
-        places = assemble(store, report, session, deadline)
-        return Met(store, places, _interface(store, places, topology.rank, session, deadline))
+        round = known_round
+        if known is None and agent_rounds.may_repeat(topology, environ):
+            round = agent_rounds.agree(store, topology, deadline)
+        key = f"{session}/{round}" if round else session
+        places = assemble(store, report, key, deadline)
+        return Met(store, places, _interface(store, places, topology.rank, key, deadline), key, round)
 
     def late() -> DualdistError:
         return RendezvousError(
-            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.address}: "
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.where}: "
             "the process that serves it, rank 0 or its launcher, is stopped or unreachable"
         )
 

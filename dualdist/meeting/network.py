@@ -81,6 +81,8 @@ def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) 
         try:
             with socket.create_connection((address, port), timeout=max(0.1, min(PROBE_S, deadline.left_s()))):
                 return
+        except UnicodeError as error:  # before any name service is asked
+            raise RendezvousError(f"{who} at {address[:80]!r}:{port}: this is no name of a host") from error
         except OSError as error:
             if deadline.passed():
                 raise RendezvousError(
@@ -137,8 +139,10 @@ class Invitation:
     def loads(text: str) -> Invitation:
         try:
             host, addresses, port = json.loads(text)
+            if not 0 < int(port) < 65536:
+                raise ValueError("no port")
             return Invitation(str(host), tuple(map(str, addresses)), int(port))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise RendezvousError(f"rank 0's address reads {text[:80]!r}, which this dualdist did not write") from error
 
     def answering_address(self, host: str, deadline: Deadline) -> str:

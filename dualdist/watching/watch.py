@@ -1,89 +1,24 @@
-"""Who is missing: when an operation times out, the ranks say where they are, and the error names those that do not.
-
-Every rank's thread looks once a second whether somebody asks; operations that succeed send nothing.
-"""
+"""Operations that say which they are when they fail, and which ranks were missing; those that succeed send nothing."""
 
 from __future__ import annotations
 
-import atexit
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Settling, Store, Work
-from dualdist.deadline import Deadline, call_within
-from dualdist.errors import CollectiveError, CollectiveTimeoutError, RendezvousError, UnsupportedError
+from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Settling, Work
+from dualdist.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    RankLostError,
+    RendezvousError,
+    UnsupportedError,
+)
+from dualdist.negotiation import listed
+from dualdist.watching.lateness import STORE_GONE, give_up, lost, silent_ranks
+from dualdist.watching.roll_call import RollCall
 
 if TYPE_CHECKING:
     import torch
-
-LOOK_S = 1.0
-ANSWER_S = 2.5
-STORE_GONE = "the store of the job, which rank 0 or its launcher serves, is gone too; see what rank 0 printed last"
-IN_PROGRAM = "in the program, outside of any operation"
-
-
-class RollCall:
-    """Answers, in a thread, where this rank is; asks, when told to, where other ranks are."""
-
-    def __init__(self, store: Store, rank: int, key: str) -> None:
-        self.rank = rank
-        self._store = store
-        self._key = key
-        self._places: dict[int, tuple[object, float]] = {}  # by thread; the last one entered is told
-        self._back_since = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name="dualdist-roll-call", daemon=True)
-        self._thread.start()
-        # A thread that the interpreter ends inside the store's C++ code aborts the process, so it must be out before.
-        atexit.register(self.close)
-
-    def enter(self, operation: object) -> None:
-        """This thread waits in an operation from now on."""
-        self._places[threading.get_ident()] = operation, time.monotonic()
-
-    def leave(self) -> None:
-        """This thread is back in the program."""
-        self._places.pop(threading.get_ident(), None)
-        self._back_since = time.monotonic()
-
-    def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where each of the ranks says it is, without the silent ones; RendezvousError where the store is gone."""
-        number = self._store.add(f"{self._key}/questions", 1)
-        self._store.set(self._question(number), "")
-        deadline = Deadline(ANSWER_S)
-        answers: dict[int, str] = {}
-        while len(answers) < len(ranks) and not deadline.passed():
-            for rank in set(ranks) - set(answers):
-                if self._store.has(self._reply(number, rank)):
-                    answers[rank] = self._store.get(self._reply(number, rank), 1.0)
-            deadline.sleep(0.1)
-        return dict(sorted(answers.items()))
-
-    def close(self) -> None:
-        """Answer no more."""
-        atexit.unregister(self.close)
-        self._stop.set()
-        self._thread.join(ANSWER_S)
-
-    def _answer(self) -> None:
-        number = 1
-        while not self._stop.wait(LOOK_S):
-            try:
-                while self._store.has(self._question(number)):
-                    operation, since = next(reversed(self._places.values()), (None, self._back_since))
-                    place = IN_PROGRAM if operation is None else f"in {operation}"
-                    self._store.set(self._reply(number, self.rank), f"{place}, for {time.monotonic() - since:.0f} s")
-                    number += 1
-            except (RendezvousError, TimeoutError):
-                return  # the process that served the store has ended; whoever waits learns it from the operation
-
-    def _question(self, number: int) -> str:
-        return f"{self._key}/question/{number}"
-
-    def _reply(self, number: int, rank: int) -> str:
-        return f"{self._key}/reply/{number}/{rank}"
 
 
 class Watch:
@@ -92,17 +27,18 @@ class Watch:
     def __init__(self, roll: RollCall | None, ranks: Sequence[int]) -> None:
         self.roll = roll  # None in a job of one rank
         self.ranks = ranks
-        # Is told "begun" or "done", the kind and the name of what a watched backend moves.
-        self.observer: Callable[[str, str, str], None] | None = None
+        # Is told "begun" or "done", the kind, the name and the size of what a watched backend moves.
+        self.observer: Callable[[str, str, str, int], None] | None = None
 
-    def begun(self, kind: str, name: str) -> Callable[[], None]:
+    def begun(self, kind: str, name: str, tensor: torch.Tensor) -> Callable[[], None]:
         """The observer knows that a move has begun; calling the result tells it, once, that the move is over."""
         observer = self.observer
         if observer is None:
             return _nothing
-        observer("begun", kind, name)
+        nbytes = tensor.nbytes
+        observer("begun", kind, name, nbytes)
         unheard = [observer]
-        return lambda: unheard.pop()("done", kind, name) if unheard else None
+        return lambda: unheard.pop()("done", kind, name, nbytes) if unheard else None
 
     def over(self, what: object) -> _Over:
         """A block in which this rank is in the operation `what`."""
@@ -115,52 +51,50 @@ class _Over:
     def __init__(self, watch: Watch, what: object) -> None:
         self._watch = watch
         self._what = what
+        self._before: tuple[object, float] | None = None
 
     def __enter__(self) -> None:
         if self._watch.roll is not None:
-            self._watch.roll.enter(self._what)
+            self._before = self._watch.roll.enter(self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        roll, what = self._watch.roll, self._what
+        roll = self._watch.roll
         try:
-            if isinstance(error, CollectiveTimeoutError):
-                where = "" if roll is None else f". {whereabouts(roll, self._watch.ranks, str(what))}"
-                raise CollectiveTimeoutError(f"{what}: {error}{where}") from error.__cause__
-            if isinstance(error, (CollectiveError, UnsupportedError)):
-                raise type(error)(f"{what}: {error}") from error.__cause__
+            if isinstance(error, (CollectiveError, UnsupportedError)) and not error.names_operation:
+                told = type(error)(self._told(error))
+                told.names_operation = True
+                raise told from error.__cause__
         finally:
             if roll is not None:
-                roll.leave()
+                roll.leave(self._before)
+
+    def _told(self, error: BaseException) -> str:
+        """The error, and which operation it was of, and which ranks were missing."""
+        roll, ranks, what = self._watch.roll, self._watch.ranks, str(self._what)
+        if roll is None:
+            return f"{what}: {error}"
+        if isinstance(error, CollectiveTimeoutError):
+            return give_up(roll, ranks, what, str(error))
+        if isinstance(error, RankLostError) and not error.ranks:
+            gone = lost(roll, ranks)
+            return f"{what}: {error}" + (f"; no answer from {listed(gone)}" if gone else "")
+        return f"{what}: {error}"
 
 
 def _nothing() -> None:
     """There is nobody to tell."""
 
 
-def require_answers(watch: Watch, what: str) -> None:
+def require_answers(watch: Watch) -> None:
     """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
     if watch.roll is None:
         return
-    roll = watch.roll
     try:
-        answers = call_within(2 * ANSWER_S, lambda: roll.ask(watch.ranks), lambda: RendezvousError("no answer"))
+        silent = silent_ranks(watch.roll, watch.ranks)
     except (RendezvousError, TimeoutError) as error:
-        raise CollectiveTimeoutError(f"{what}: {STORE_GONE}") from error
-    silent = [rank for rank in watch.ranks if rank not in answers]
+        raise CollectiveTimeoutError(STORE_GONE) from error
     if silent:
-        raise CollectiveTimeoutError(f"{what}: no answer from rank {', '.join(map(str, silent))}: ended or stopped")
-
-
-def whereabouts(roll: RollCall, ranks: Sequence[int], what: str) -> str:
-    """Where the other ranks are, in words, for the error of an operation on this one."""
-    try:
-        answers = call_within(2 * ANSWER_S, lambda: roll.ask(ranks), lambda: RendezvousError("no answer"))
-    except (RendezvousError, TimeoutError):
-        return f"{STORE_GONE[0].upper()}{STORE_GONE[1:]}"
-    silent = [rank for rank in ranks if rank not in answers]
-    elsewhere = [f"rank {rank} is {place}" for rank, place in answers.items() if not place.startswith(f"in {what}")]
-    missing = f"No answer from rank {', '.join(map(str, silent))}: ended or stopped" if silent else ""
-    return "; ".join(filter(None, [missing, *elsewhere])) or "All ranks say that they are in this operation"
+        raise CollectiveTimeoutError("some ranks have gone quiet")
 
 
 class WatchedWork:
@@ -266,7 +200,7 @@ class WatchedBackend:
 
     def _watched(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> WatchedWork:
         what = Described(kind, name, tensor)
-        ended = self._watch.begun(kind, name)
+        ended = self._watch.begun(kind, name, tensor)
         try:
             with self._watch.over(what):
                 return WatchedWork(start(), what, self._watch, ended)

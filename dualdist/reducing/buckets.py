@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend, Buffer, Settling, Work
-from dualdist.bucket_plan import BucketPlan, Recipe, name_of, wire_dtype
-from dualdist.compression import Cast, Compressor
 from dualdist.errors import UsageError
-from dualdist.holders import is_kept
+from dualdist.reducing.bucket_plan import BucketPlan, Recipe, name_of, wire_dtype
+from dualdist.reducing.compression import Cast, Compressor
+from dualdist.reducing.finite import kinds_of
+from dualdist.reducing.holders import is_kept
+from dualdist.reducing.rows import Flat, Rows
+from dualdist.reducing.streams import Streams
 from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
-from dualdist.rows import Flat, Rows
-from dualdist.streams import Streams
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
@@ -189,6 +190,14 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
         return [] if told is None else self.to_reduce_apart(told)
+
+    def reduced_values(self) -> torch.Tensor:
+        """All that has been reduced together, after unpack()."""
+        return self._done_flat().gradients
+
+    def spoilt(self) -> list[int]:
+        """The members whose reduction is not finite, after unpack()."""
+        return [number for number, view in self._done_flat().views.items() if kinds_of(view)]
 
     def told(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""

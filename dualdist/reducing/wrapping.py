@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 
-from dualdist.adasum import DeltaSteps, closure_of
-from dualdist.bucket_plan import Recipe
 from dualdist.collectives import allreduce
 from dualdist.errors import UsageError
 from dualdist.group import Group
-from dualdist.reducer import Errors, Reducer
+from dualdist.reducing.adasum import DeltaSteps, closure_of
+from dualdist.reducing.bucket_plan import Recipe
+from dualdist.reducing.reducer import Errors, Reducer
+from dualdist.reducing.step_checks import StepChecks
 from dualdist.reductions import Op
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -105,6 +107,16 @@ def settle_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None
         wrapping.reducer.settle_order(order)
 
 
+def follow(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:
+    """Those that are wrapped reduce in this group from now on, as if they had been wrapped there, in the same order.
+
+    Every rank of the group calls this, or wrap_optimizer for each.
+    """
+    reducers = [wrapping.reducer for optimizer in optimizers if (wrapping := wrapping_of(optimizer)) is not None]
+    for reducer in sorted(reducers, key=lambda reducer: reducer.number):
+        reducer.follow(group)
+
+
 def unwrap(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer is a plain one again; every rank that wrapped it calls this."""
     wrapping = wrapping_of(optimizer)
@@ -136,7 +148,10 @@ def _attach(reducer: Reducer, recipe: Recipe, optimizer: torch.optim.Optimizer) 
         reducer.let_go()
 
     wrapping = Wrapping(reducer, undo)
-    steps = DeltaSteps(reducer, recipe.compressor) if recipe.op == "adasum" else _ReducedSteps(wrapping, recipe.op)
+    checks = None if recipe.check_every is None else StepChecks(reducer, recipe.check_every)
+    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapping, recipe.op, checks)
+    if recipe.op == "adasum":
+        steps = DeltaSteps(reducer, recipe.compressor, checks)
     before = optimizer.register_step_pre_hook(steps.before)
     after = optimizer.register_step_post_hook(steps.after)
     after_step = optimizer._optimizer_step_post_hooks  # ours goes first: the user's see the combined steps
@@ -151,9 +166,10 @@ class _ReducedSteps:
     A step that calls that of its base class runs the hooks twice; the inner ones change nothing.
     """
 
-    def __init__(self, wrapping: Wrapping, op: Op) -> None:
+    def __init__(self, wrapping: Wrapping, op: Op, checks: StepChecks | None) -> None:
         self._wrapping = wrapping
         self._op = op
+        self._checks = checks
 
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,9 +179,12 @@ class _ReducedSteps:
             return None
         if closure is None:
             self._wrapping.reducer.synchronize()
+            if self._checks is not None:
+                self._checks.before_step(optimizer)
             return None
         # With a closure, the backward is yet to come, and LBFGS runs several.
-        reduced = _ReducedClosure(self._wrapping.reducer, closure, self._op)
+        checks = () if self._checks is None else self._checks.of_closure(optimizer)
+        reduced = _ReducedClosure(self._wrapping.reducer, closure, self._op, iter(checks))
         if len(args) > 1:
             return (args[0], reduced, *args[2:]), kwargs
         return args, {**kwargs, "closure": reduced}
@@ -177,14 +196,19 @@ class _ReducedSteps:
 class _ReducedClosure:
     """A closure after which the gradients are reduced, on every rank, and its loss as they are."""
 
-    def __init__(self, reducer: Reducer, closure: Callable[[], Any], op: Op) -> None:
+    def __init__(
+        self, reducer: Reducer, closure: Callable[[], Any], op: Op, checks: Iterator[Callable[[], None]]
+    ) -> None:
         self._reducer = reducer
         self._closure = closure
         self._op = op
+        self._checks = checks
 
     def __call__(self) -> Any:
         loss = self._closure()
         self._reducer.synchronize()
+        for check in itertools.islice(self._checks, 1):
+            check()
         self._reducer.start_anew()
         with self._reducer.errors():
             return _reduced_loss(self._reducer.group, loss, self._op)
@@ -213,7 +237,7 @@ def given_names(
     """Names by the identity of the parameter; UsageError unless they are for all of the optimizer's parameters."""
     if named_parameters is None:
         return {}
-    pairs = list(named_parameters)
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise UsageError("named_parameters takes pairs of a name and a parameter: pass model.named_parameters()")
     names = [name for name, _ in pairs]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import operator
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,13 +16,15 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.base import NO_PLACE
-from dualdist.bucket_plan import BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
-from dualdist.buckets import Bucket
 from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
 from dualdist.objects import allgather_object
-from dualdist.rounds import Rounds, end_unused, launch_due, running
-from dualdist.streams import refuse_capture
+from dualdist.reducing.bucket_plan import BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
+from dualdist.reducing.buckets import Bucket
+from dualdist.reducing.finite import Blame, kinds_of
+from dualdist.reducing.grad_hooks import Hook, nobody, owner_of, remove_hooks
+from dualdist.reducing.rounds import Rounds, end_unused, launch_due, running
+from dualdist.reducing.streams import refuse_capture
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
@@ -72,7 +75,7 @@ class Reducer:
         self.accumulate = accumulate
         self.is_suspended = False  # backwards are none of the other ranks' business
         self._parameters = parameters
-        self._named_parameters = named_parameters
+        self.named_parameters = named_parameters
         self._recipe = recipe
         self._together = [[weakref.ref(param) for param in members] for members in together]
         self._next_group = next_group
@@ -84,6 +87,10 @@ class Reducer:
         self._backwards = 0  # since the last reduction
         self._rounds_done = 0  # since the last step
         self._sums: list[weakref.ref[torch.Tensor]] = []  # the gradients that were put back last
+        # With check_every: of parameters whose gradients are not finite the kinds by rank, how often has been reduced,
+        # and how many ranks had not joined then.
+        self.blamed: dict[int, list[int]] = {}
+        self.reductions = self.ranks_taking_part = 0
         self._enter(group)
 
     def _enter(self, group: Group) -> None:
@@ -107,10 +114,23 @@ class Reducer:
         self._rounds = Rounds(self._recipe, weakref.ref(self))
         group.reducers.append(self._rounds)
 
+    def follow(self, group: Group) -> None:
+        """Reduce in this group, which may have other ranks; every one of them calls this, or makes a reducer.
+
+        Whoever says where to find the next group goes before.
+        """
+        self._enter(group if self._next_group is None else self._next_group())
+        self.update()
+
+    @property
+    def number(self) -> int:
+        """Of the reducers of its group it is the one that every rank made so late."""
+        return self._number
+
     def let_go(self) -> None:
         """The parameters' gradients are none of this reducer's business any more."""
         for param in self.params:
-            _remove_hooks(param, self)
+            remove_hooks(param, self)
         if self.group.reducers[-1] is self._rounds:
             self.group.reducers.pop()  # whoever takes its place is not one of several
 
@@ -125,7 +145,7 @@ class Reducer:
         if wants == self._seen_wants and all(map(operator.is_, [see() for see in self._seen], params)):
             return
         self._seen, self._seen_wants = [weakref.ref(param) for param in params], wants
-        fresh = [(name, param) for name, param in self._named_parameters() if self._lacks(param)]
+        fresh = [(name, param) for name, param in self.named_parameters() if self._lacks(param)]
         if fresh:
             self._take_in(fresh)
 
@@ -169,8 +189,12 @@ class Reducer:
         """Whether the parameter wants gradients that neither this reducer nor a newer one reduces."""
         if not param.requires_grad or self._number_of(param) is not None:
             return False
-        owner = _owner_of(param)
+        owner = owner_of(param)
         return owner in (None, self) or owner.group is not self.group or owner._number < self._number
+
+    def parameter(self, number: int) -> torch.Tensor | None:
+        """The one of this number, unless it was dropped."""
+        return self._references[number]()
 
     def _number_of(self, param: torch.Tensor) -> int | None:
         number = self._numbers.get(id(param))
@@ -252,23 +276,24 @@ class Reducer:
     def start_anew(self) -> None:
         """The gradients have been used, or dropped."""
         self._rounds_done = self._backwards = 0
+        self.blamed = {}
 
     def _own(self, param: torch.Tensor, number: int) -> None:
         """Hear of this parameter's gradients; an optimizer that had it before hears no more, and reduces it no more."""
-        former = _owner_of(param)
+        former = owner_of(param)
         if former not in (None, self):
             former._give_up(param)
-        _remove_hooks(param)
-        param.register_post_accumulate_grad_hook(_Hook(self, number))
+        remove_hooks(param)
+        param.register_post_accumulate_grad_hook(Hook(self, number))
 
     def _give_up(self, param: torch.Tensor) -> None:
         number = self._number_of(param)
         if number is not None:
-            self._references[number] = _nobody
+            self._references[number] = nobody
             del self._numbers[id(param)]
             self._buckets[self._bucket_of[number]].waiting_for -= 1
 
-    def _mark(self, param: torch.Tensor, number: int) -> None:
+    def mark(self, param: torch.Tensor, number: int) -> None:
         """Autograd has finished the gradient of this parameter, which has this number here."""
         with self._lock:
             if self.is_suspended:
@@ -377,23 +402,42 @@ class Reducer:
         """Launch what has not left yet, and wait for everything."""
         while self._next < len(self._buckets):
             self._launch_next()
+        began = time.monotonic()
         for bucket in self._buckets:
             bucket.wait()
+        if self.group.waits is not None and self._buckets:
+            self.group.waits.round(began)
 
     def _put_back(self) -> None:
         """What has been reduced becomes the parameters' gradients."""
         all_params = self.params
+        for bucket in self._buckets:
+            bucket.unpack()
+        blame = None if self._recipe.check_every is None else Blame()
+        if blame is not None:
+            blame.look(self._buckets, lambda place, member: all_params[self._members[place][member]].grad)
         for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
             params = [all_params[number] for number in members]
-            bucket.unpack()
             apart = bucket.put_back(params)
             for member, as_dense in apart:
                 grad = params[member].grad
                 params[member].grad = bucket.reduce_apart(member, grad, as_dense=as_dense)
+                if blame is not None and kinds_of(params[member].grad):
+                    blame.note((place, member), grad)
             self._rounds.set_apart(place, [member for member, _ in apart])
+        if blame is not None:
+            self._take_note(blame)
         if self._recipe.op == "sum":
             self._sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
         self._forget()
+
+    def _take_note(self, blame: Blame) -> None:
+        """Who is to blame for gradients that are not finite; where all ranks are, as in a second round, as before."""
+        told = {self._members[place][member]: kinds for (place, member), kinds in blame.shared(self._line).items()}
+        before = self.blamed
+        self.blamed = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in told.items()}
+        self.reductions += 1
+        self.ranks_taking_part = self._buckets[0].ranks_taking_part() if self._buckets else self.group.size
 
     def _forget(self) -> None:
         """No gradient of the present round has arrived yet, and the buckets are as planned."""
@@ -422,37 +466,6 @@ def drop(buckets: Sequence[Bucket]) -> None:
         bucket.drop()
 
 
-class _Hook:
-    """Tells a reducer that autograd has finished one of its parameters' gradients."""
-
-    __slots__ = ("_number", "reducer")
-
-    def __init__(self, reducer: Reducer, number: int) -> None:
-        self.reducer = reducer
-        self._number = number
-
-    def __call__(self, param: torch.Tensor) -> None:
-        self.reducer._mark(param, self._number)
-
-
-def _nobody() -> None:
-    """In place of a reference to a parameter that is somebody else's now."""
-
-
-def _owner_of(param: torch.Tensor) -> Reducer | None:
-    """Who reduces the parameter's gradients."""
-    hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return next((hook.reducer for hook in hooks if isinstance(hook, _Hook)), None)
-
-
-def _remove_hooks(param: torch.Tensor, reducer: Reducer | None = None) -> None:
-    """No reducer, or not this one, hears of the parameter's gradients."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    for key, hook in list(hooks.items()):
-        if isinstance(hook, _Hook) and reducer in (None, hook.reducer):
-            del hooks[key]
-
-
 def _live(group: Group) -> list[Reducer]:
     """The reducers that have not been garbage-collected, in the order in which every rank made them."""
     return [reducer for rounds in group.reducers if (reducer := rounds.reducer()) is not None]
@@ -464,7 +477,10 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         flags = torch.zeros(len(group.reducers) + 1, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1
+        began = time.monotonic()
         launch_due(group, flags).wait()
+        if group.waits is not None:
+            group.waits.noticed(began)
         due = [reducer for reducer in _live(group) if flags[reducer._number]]
     for reducer in due:
         reducer.update()

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.bucket_plan import BucketPlan, Recipe
-from dualdist.buckets import Bucket
 from dualdist.collectives import grouped_allreduce
+from dualdist.reducing.bucket_plan import BucketPlan, Recipe
+from dualdist.reducing.buckets import Bucket
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
-    from dualdist.compression import Compressor
-    from dualdist.reducer import Reducer
+    from dualdist.reducing.compression import Compressor
+    from dualdist.reducing.reducer import Reducer
+    from dualdist.reducing.step_checks import StepChecks
 
 
 class Notices(Bucket):
@@ -37,6 +38,14 @@ class Notices(Bucket):
             elif is_spoilt:
                 param.grad = torch.full_like(param, math.nan)
         return []
+
+    def reduced_values(self) -> torch.Tensor:
+        """Not finite where a gradient is not on some rank."""
+        is_spoilt = self._done_flat().tail[len(self.plan.shapes) : -1] > 0
+        return torch.where(is_spoilt, math.inf, 0.0)
+
+    def spoilt(self) -> list[int]:
+        return [number for number, (_, is_spoilt) in enumerate(self.told()) if is_spoilt]
 
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         return []
@@ -61,9 +70,10 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class DeltaSteps:
     """The two hooks of an optimizer's step: what the parameters were before it, and what they become after it."""
 
-    def __init__(self, reducer: Reducer, compressor: Compressor | None) -> None:
+    def __init__(self, reducer: Reducer, compressor: Compressor | None, checks: StepChecks | None) -> None:
         self._reducer = reducer
         self._compressor = compressor
+        self._checks = checks
         # A step that calls that of its base class runs the hooks twice: the outer step then combines what is combined
         # already, which changes nothing, for the Adasum of equal steps is that step.
         self._starts: list[list[torch.Tensor]] = []
@@ -72,6 +82,8 @@ class DeltaSteps:
         """Keep the parameters' values; with a closure, whose backwards are each rank's own business, tell nothing."""
         if closure_of(args, kwargs) is None:
             self._reducer.synchronize()
+            if self._checks is not None:
+                self._checks.before_step(optimizer)
         else:
             self._reducer.update()
             self._reducer.is_suspended = True

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from dualdist.compression import Cast, Compressor
 from dualdist.errors import UsageError
+from dualdist.reducing.compression import Cast, Compressor
 
 GradientOp = Literal["mean", "sum", "adasum"]
 
@@ -24,7 +24,7 @@ class Recipe:
     """What happens to gradients on their way; the same on every rank.
 
     `predivide` divides before the sum and multiplies after it, where a sum could overflow. With `dense`, sparse
-    gradients travel as dense ones.
+    gradients travel as dense ones. With `check_every`, what has been reduced is looked at, whether it is finite.
     """
 
     op: GradientOp = "mean"
@@ -33,6 +33,7 @@ class Recipe:
     dense: bool = False
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    check_every: int | None = None
 
     @property
     def words(self) -> str:
@@ -41,7 +42,9 @@ class Recipe:
             self.compressor.dtype if isinstance(self.compressor, Cast) else name_of(self.compressor)
         )
         sizes = f"{self.first_bucket_bytes}, {self.bucket_bytes}"
-        return f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense} bytes={sizes}"
+        checks = "" if self.check_every is None else f" check_every={self.check_every}"
+        recipe = f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense}"
+        return f"{recipe} bytes={sizes}{checks}"
 
 
 def bucket_bytes(name: str, mebibytes: float) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
+from dualdist.watching.process_state import Process
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Report:
     local_rank: int | None
     backend: str
     transport: str = ""  # as asked for
+    process: str = ""  # see process_state.Process
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -33,7 +35,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's node, its number on that node, and the lowest rank that shares its host.
+    """A rank's node, its number on that node, the lowest rank that shares its host, and its process.
 
     A node is what the launcher calls one; a host is where processes can share memory.
     """
@@ -41,9 +43,10 @@ class Place:
     node: int
     local_rank: int
     host: int = 0
+    process: str = field(default="", compare=False)
 
 
-def report_of(topology: Topology, host: str, backend: str, transport: str = "") -> Report:
+def report_of(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> Report:
     """What this rank says of itself: the fields that variables told, not the inferred ones."""
     return Report(
         rank=topology.rank,
@@ -53,6 +56,7 @@ def report_of(topology: Topology, host: str, backend: str, transport: str = "") 
         local_rank=None if "local_rank" in topology.inferred else topology.local_rank,
         backend=backend,
         transport=transport,
+        process=process,
     )
 
 
@@ -90,7 +94,7 @@ def settle(reports: Sequence[Report]) -> list[Place]:
         node = reports[ranks[0]].node if told else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
-            places[rank] = Place(node, local_rank, first_on[reports[rank].host])
+            places[rank] = Place(node, local_rank, first_on[reports[rank].host], reports[rank].process)
     return [place for place in places if place is not None]
 
 
@@ -124,3 +128,9 @@ def placed(topology: Topology, places: Sequence[Place]) -> Topology:
     return replace(
         topology, node=mine.node, nodes=nodes, local_rank=mine.local_rank, local_size=local_size, inferred=frozenset()
     )
+
+
+def processes_on_host(places: Sequence[Place], rank: int) -> list[Process | None]:
+    """Everybody's process, by rank, None of those on other hosts than this rank's."""
+    mine = places[rank].host
+    return [Process.loads(place.process) if place.process and place.host == mine else None for place in places]

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.adasum import Notices
-from dualdist.bucket_plan import BucketPlan, Recipe
-from dualdist.buckets import Bucket
+from dualdist.reducing.adasum import Notices
+from dualdist.reducing.bucket_plan import BucketPlan, Recipe
+from dualdist.reducing.buckets import Bucket
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend, Work
     from dualdist.group import Group
-    from dualdist.reducer import Reducer
+    from dualdist.reducing.reducer import Reducer
 
 
 @dataclass

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.rounds import Rounds, launch_due, running
+from dualdist.reducing.finite import Blame, kinds_of
+from dualdist.reducing.rounds import Rounds, launch_due, running
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Work
-    from dualdist.buckets import Bucket
     from dualdist.group import Group
+    from dualdist.reducing.buckets import Bucket
 
 
 class Follower:
@@ -76,12 +77,22 @@ class Follower:
         buckets = [first, *(self._launched(rounds, place) for place in range(1, len(rounds.buckets)))]
         for bucket in buckets:
             bucket.wait()
-        for place, bucket in enumerate(buckets):
+        if self._group.waits is not None:
+            self._group.waits.followed(self._group.waits.rounds)
+        for bucket in buckets:
             bucket.unpack()
+        blame = None if rounds.recipe.check_every is None else Blame()
+        if blame is not None:
+            blame.look(buckets, lambda place, member: None)
+        for place, bucket in enumerate(buckets):
             apart = bucket.to_reduce_apart(bucket.told())
             for member, as_dense in apart:
-                bucket.reduce_apart(member, None, as_dense=as_dense)
+                reduced = bucket.reduce_apart(member, None, as_dense=as_dense)
+                if blame is not None and kinds_of(reduced):
+                    blame.note((place, member), None)
             rounds.set_apart(place, [member for member, _ in apart])
+        if blame is not None:
+            blame.shared(self._group.gradients)
 
     def _launched(self, rounds: Rounds, place: int) -> Bucket:
         bucket = rounds.bucket(place, self._group.gradients)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualdist.backends.base import Buffer
-from dualdist.bucket_plan import BucketPlan
 from dualdist.errors import CollectiveError
-from dualdist.holders import referred_to, uses
+from dualdist.reducing.bucket_plan import BucketPlan
+from dualdist.reducing.holders import referred_to, uses
 
 # Note [gradients in the bucket]: the parameters' gradients become views of the row in which what has been reduced lies;
 # a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at

@@ -1,0 +1,1 @@
+"""How gradients are reduced while backward() runs: planned, gathered in buckets, sent off, given back."""

@@ -1,0 +1,1 @@
+"""Who is late, lost or slow, and what the others say of it."""

@@ -1,0 +1,90 @@
+"""What of gradients is NaN or infinite, whatever their dtype and however large they are; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import UnsupportedError, UsageError
+from dualdist.reducing.finite import INFINITE, NAN, in_words, kinds_of, suspects
+from dualdist.reducing.step_checks import checked_every
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], 0),
+        ([0.0, 1.0, -2.0], 0),
+        ([60000.0, 60000.0, 60000.0], 0),
+        ([1.0, math.nan], NAN),
+        ([math.inf, 1.0], INFINITE),
+        ([-math.inf, math.inf], INFINITE),
+        ([math.inf, math.nan, -math.inf], NAN | INFINITE),
+    ],
+)
+def test_kinds_are_told_apart(dtype: torch.dtype, values: list[float], expected: int) -> None:
+    grad = torch.tensor(values, dtype=dtype)
+    assert kinds_of(grad) == expected
+    assert kinds_of(grad.view(-1, 1)) == expected
+    assert kinds_of(grad.to_sparse()) == expected
+    assert suspects([grad, torch.ones(3, dtype=dtype)])[1] is False
+    assert suspects([grad])[0] or not expected, "what is not finite is suspected"
+
+
+def test_numbers_too_large_to_add_up_are_finite() -> None:
+    large = torch.full((4,), 3e38)
+    assert suspects([large]) == [True]
+    assert kinds_of(large) == 0
+    assert kinds_of(None) == 0
+    assert kinds_of(torch.tensor([1, 2])) == 0
+
+
+def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
+    blame = {
+        "a": [0, NAN, 0, NAN],
+        "b": [INFINITE, 0, NAN | INFINITE, 0],
+        "c": [0, 0, 0, 0],
+        **{name: [] for name in "defg"},
+    }
+    expected = (
+        "a (NaN on ranks 1, 5), b (infinite on rank 0, NaN and infinite on rank 3), "
+        "c (finite on every rank, but not together), d, e and 2 more"
+    )
+    assert in_words(blame, [0, 1, 3, 5]) == expected
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "10"])
+def test_a_wrong_number_of_steps_is_refused(every: object) -> None:
+    with pytest.raises(UsageError, match=r"check_every=.*1 or more"):
+        checked_every(every)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def alone() -> object:
+    dd.init("auto")
+    yield
+    dd.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (lambda: nn.Linear(2, 2).parameters(), UsageError, r"named_parameters\(\)"),
+        (lambda: {"lr": 0.1}, UsageError, "lr is a float"),
+        (lambda: nn.LazyLinear(3), UsageError, "run a forward first"),
+        (lambda: {"s": torch.ones(2).to_sparse()}, UnsupportedError, "s is sparse"),
+        (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "on no device"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(model: Callable[[], object], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        dd.check_consistency(model())  # type: ignore[arg-type]

@@ -1,0 +1,151 @@
+"""Who is missing and where, in words; and the stacks that are shown, of threads and out of faulthandler's dumps."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import dualdist
+from dualdist.watching.lateness import Silent, in_words
+from dualdist.watching.process_state import BUSY, STATES, parsed
+from dualdist.watching.roll_call import IN_PROGRAM, Where
+from dualdist.watching.stacks import SHOWN, program_thread, shown, stack_of, trimmed
+
+OURS = str(Path(dualdist.__file__).with_name("operations.py"))
+WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"
+HERE = ("<program>", 7, "train")
+
+
+def at(place: str, seconds: dict[int, float], *stack: tuple[str, int, str]) -> Where:
+    return Where(place, stack, seconds)
+
+
+ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
+
+
+@pytest.mark.parametrize(
+    ("wheres", "silent", "expected"),
+    [
+        pytest.param([ARRIVED, at(IN_PROGRAM, {1: 6.6})], [], f"rank 1 is {IN_PROGRAM}, for 7 s", id="in the program"),
+        pytest.param(
+            [at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)],
+            [],
+            "ranks 1, 3 are in barrier 'b', for 5 to 7 s",
+            id="at one place by several ways",
+        ),
+        pytest.param(
+            [ARRIVED],
+            [Silent(1, STATES["T"], (), 4711)],
+            "no answer from rank 1: its process 4711 is stopped by a signal, so that its stack cannot be had",
+            id="stopped",
+        ),
+        pytest.param(
+            [ARRIVED],
+            [Silent(1), Silent(3)],
+            "no answer from ranks 1, 3: ended, stopped, or in C code that keeps Python's lock",
+            id="on another host",
+        ),
+        pytest.param([ARRIVED], [], "all ranks say that they are in this operation", id="together"),
+        pytest.param([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], [], "rank 1 came 6 s after the first", id="late"),
+        pytest.param([], [], "no rank says where it is", id="nobody"),
+    ],
+)
+def test_who_is_missing_stands_in_the_first_line(wheres: list[Where], silent: list[Silent], expected: str) -> None:
+    found = in_words(WHAT, REASON, wheres, silent).splitlines()[0]
+    assert found == f"{WHAT}: {REASON}; {expected}"
+
+
+def test_an_operation_whose_name_begins_alike_is_another() -> None:
+    found = in_words("barrier 'b.1'", REASON, [at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})], [])
+    assert "rank 1 is in barrier 'b.10'" in found
+
+
+def test_stacks_stand_below_once_for_all_ranks_that_are_there() -> None:
+    missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
+    found = in_words(WHAT, REASON, missing, [Silent(4, BUSY, (HERE,), 4711)]).splitlines()
+    assert found[1:] == [
+        "  Stack of ranks 1, 3:",
+        '    File "<program>", line 7, in train',
+        "  Stack of rank 2:",
+        '    File "<program>", line 9, in load',
+        "  Stack of rank 4:",
+        '    File "<program>", line 7, in train',
+    ]
+
+
+def test_without_a_store_the_one_who_serves_it_is_named() -> None:
+    found = in_words(WHAT, REASON, [], [], is_store_there=False)
+    assert "the store of the job, which rank 0 or its launcher serves, does not answer; see what rank 0" in found
+    found = in_words(WHAT, REASON, [], [Silent(0, STATES["T"], (), 5)], is_store_there=False)
+    assert "does not answer; no answer from rank 0: its process 5 is stopped by a signal" in found
+
+
+MAIN, CALL = ("train.py", 40, "<module>"), ("train.py", 12, "train")
+WITHIN = [(OURS, 90, "allreduce"), ("/usr/lib/python3/threading.py", 300, "wait")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_in_operation", "expected"),
+    [
+        ([MAIN, CALL, *WITHIN], True, [MAIN, CALL]),
+        ([MAIN, CALL, *WITHIN], False, [MAIN, CALL, *WITHIN]),
+        ([("<frozen runpy>", 198, "_run"), (OURS, 1, "main"), MAIN, CALL], False, [MAIN, CALL]),
+        (WITHIN[:1], True, []),
+        ([("train.py", number, "recurses") for number in range(50)], False, None),
+        ([], False, []),
+    ],
+    ids=["operation", "program", "launcher", "ours alone", "deep", "none"],
+)
+def test_of_a_stack_the_programs_lines_are_kept(
+    lines: list[tuple[str, int, str]], is_in_operation: bool, expected: list[tuple[str, int, str]] | None
+) -> None:
+    found = trimmed(lines, is_in_operation=is_in_operation)
+    assert found == (lines[-SHOWN:] if expected is None else expected)
+
+
+def test_a_stack_ends_where_the_thread_is() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def waits_in_here() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=waits_in_here)
+    thread.start()
+    entered.wait()
+    assert thread.ident is not None
+    found = stack_of(program_thread(thread.ident), is_in_operation=False)
+    text = shown([line for line in found if line[0] == __file__])
+    leave.set()
+    thread.join()
+    assert text.endswith("in waits_in_here\n      leave.wait()")
+    assert program_thread(thread.ident) == threading.main_thread().ident, "it has ended"
+
+
+def test_our_own_threads_are_not_the_program() -> None:
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait, name="dualdist-test")
+    thread.start()
+    assert program_thread(thread.ident) == threading.main_thread().ident
+    leave.set()
+    thread.join()
+
+
+DUMP = """Thread 0x00007f0000000001 (most recent call first):
+  File "other.py", line 3 in wait
+
+Current thread 0x00007f0000000002 [main] (most recent call first):
+  Garbage-collecting
+  File "train.py", line 12 in inner
+  File "train.py", line 40 in <module>
+
+Current thread 0x00007f0000000002 [main] (most recent call first):
+  File "later.py", line 1 in later
+"""
+
+
+def test_a_threads_stack_is_found_in_a_dump() -> None:
+    assert parsed(DUMP, 0x7F0000000002) == [("train.py", 40, "<module>"), ("train.py", 12, "inner")]
+    assert parsed(DUMP, 0x7F0000000003) == []
