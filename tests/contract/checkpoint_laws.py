@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dualdist as dd
-from dualdist.checkpoint_files import ABOUT, Progress, read, write
+from dualdist.checkpoints.files import ABOUT, Progress, read
+from dualdist.checkpoints.writing import write
 from dualdist.data import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
 
@@ -190,7 +191,8 @@ def every_sample_of_an_epoch_is_somebodys_once() -> None:
         for remainder in ("drop", "pad", "uneven"):
             sampler = dd.Sampler(range(count), remainder=remainder, seed=count)
             loader = dd.loader(range(count), 2, sampler=sampler)
-            first = next(iter(loader), torch.empty(0, dtype=torch.int64)).tolist() if count > 2 * dd.size() else []
+            # Of a share that a batch ends, the next loop would be one of the next epoch.
+            first = next(iter(loader)).tolist() if count >= 3 * dd.size() else []
             done = [sample for share in dd.allgather_object(first) for sample in share]
             assert sampler.position == len(done)
             rest = [sample for batch in loader for sample in batch.tolist()]
@@ -339,8 +341,10 @@ def an_altered_file_is_passed_over_on_every_rank() -> None:
         assert ["checkpoint-00000002.pt is truncated" in str(one.message) for one in warned] == [True] * (
             dd.rank() == 0
         )
+        dd.save_checkpoint(path, step=3, keep=2)
         if dd.rank() == 0:
-            (path / "checkpoint-00000001.pt").write_bytes(b"nothing")
+            (path / "checkpoint-00000003.pt").unlink()
+            (path / "checkpoint-00000001.pt").write_bytes((path / "checkpoint-00000001.pt").read_bytes()[:7])
         raises(CheckpointError, lambda: dd.load_checkpoint(path), "00000001.pt is truncated", "00000002.pt")
 
 

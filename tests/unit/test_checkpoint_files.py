@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import pickle
 import random
 import resource
 import threading
@@ -17,20 +16,22 @@ from typing import Any
 
 import pytest
 import torch
+from harness.effort import Effort
 
-from dualdist.checkpoint import Outcome, Task
-from dualdist.checkpoint_files import (
+from dualdist.checkpoints.files import (
     ABOUT,
     EXTRA,
     FORMAT,
     SEAL_BYTES,
     Progress,
-    _seal,
     checkpoints,
+    number_of,
     read,
     read_newest,
-    write,
+    seal,
 )
+from dualdist.checkpoints.saving import Outcome, Task
+from dualdist.checkpoints.writing import write
 from dualdist.errors import CheckpointError
 
 RANDOM = random.Random(5)
@@ -65,6 +66,37 @@ def test_the_last_ones_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-00000007.pt", "checkpoint-00000006.pt"]
 
 
+def test_what_was_loaded_stays_until_there_are_others_to_keep(tmp_path: Path) -> None:
+    """Newer ones are damaged, or the program went back behind them: they are no replacement."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=None)
+    for name in ("checkpoint-00000002.pt", "checkpoint-00000003.pt"):
+        (tmp_path / name).write_bytes(b"damaged")
+    found = read_newest(tmp_path, Progress())
+    assert found is not None
+    passed_over = {path.resolve() for path in found.newer}
+    assert (found.path.name, len(passed_over)) == ("checkpoint-00000001.pt", 2)
+    for step, left in ((4, [4, 3, 2, 1]), (5, [5, 4])):
+        write(tmp_path, content(step), 2, Progress(), passed_over)
+        assert [number_of(path) for path in checkpoints(tmp_path)] == left
+    back = read_newest(tmp_path / "checkpoint-00000004.pt", Progress())
+    assert back is not None
+    assert [path.name for path in back.newer] == ["checkpoint-00000005.pt"]
+
+
+def test_what_is_no_file_is_passed_over_and_no_disk_is_waited_for(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    os.mkfifo(tmp_path / "checkpoint-00000002.pt")
+    (tmp_path / "checkpoint-00000003.pt").mkdir()
+    (tmp_path / "checkpoint-00000004.pt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "checkpoint-00000005.pt").symlink_to("/dev/zero")
+    found = read_newest(tmp_path, Progress())
+    assert found is not None
+    assert (number_of(found.path), len(found.refused)) == (1, 4)
+    assert [number_of(save(tmp_path, step, keep=1)) for step in (6, 7)] == [6, 7]
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-0000000{number}.pt" for number in (2, 3, 4, 5, 7)]
+
+
 def test_torch_and_zip_alone_read_it(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     for mmap in (False, True):
@@ -80,12 +112,12 @@ def current_umask() -> int:
     return mask
 
 
-def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     whole = newest.read_bytes()
     ends = [*range(len(whole) - 200, len(whole)), *range(100)]
-    for place in (*ends, *RANDOM.choices(range(len(whole)), k=1000)):
+    for place in (*ends, *RANDOM.choices(range(len(whole)), k=effort(1000, 10_000))):
         altered = bytearray(whole)
         altered[place] ^= 1 << RANDOM.randrange(8)
         newest.write_bytes(altered)
@@ -93,17 +125,23 @@ def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path) -> N
         assert found is not None
         assert found.content[EXTRA] == {"step": 1}, place
         assert newest.name in found.refused[0]
+        effort.count("files with a bit flipped")
 
 
-def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     whole = newest.read_bytes()
-    lengths = [*range(100), *range(len(whole) - 100, len(whole)), *RANDOM.choices(range(len(whole)), k=500)]
+    lengths = [
+        *range(100),
+        *range(len(whole) - 100, len(whole)),
+        *RANDOM.choices(range(len(whole)), k=effort(500, 5000)),
+    ]
     for data in (*(whole[:length] for length in lengths), whole + b"\0", whole + whole):
         newest.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"00000002\.pt (is truncated|has been altered)"):
             read(newest, Progress())
+        effort.count("files cut short or with more behind")
     assert found_step(tmp_path) == 1
 
 
@@ -111,40 +149,8 @@ def sealed(path: Path, data: bytes) -> Path:
     """A stranger's archive with a checksum that fits."""
     import hashlib
 
-    path.write_bytes(data[:-2] + _seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
+    path.write_bytes(data[:-2] + seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
     return path
-
-
-class Malicious:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("how", ["archive", "legacy archive", "pickle", "pickle before an archive"])
-def test_code_in_a_file_is_not_run(tmp_path: Path, how: str) -> None:
-    trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
-    evil = content() | {"model": Malicious(trap)}
-    if how == "pickle before an archive":
-        torch.save(content(), path)
-        path.write_bytes(pickle.dumps(evil) + path.read_bytes())
-    elif how == "pickle":
-        path.write_bytes(pickle.dumps(evil))
-    else:
-        torch.save(evil, path, _use_new_zipfile_serialization=how == "archive")
-    sealed(path, path.read_bytes())
-    with pytest.raises(
-        CheckpointError, match=r"00000001\.pt is refused( by torch\.load\(weights_only=True\))?:"
-    ) as caught:
-        read_newest(tmp_path, Progress())
-    assert "add_safe_globals" not in str(caught.value)
-    assert not trap.exists()
-    pickle.loads(pickle.dumps(Malicious(trap)))
-    assert trap.exists(), "the trap works"
 
 
 class Script(torch.nn.Module):

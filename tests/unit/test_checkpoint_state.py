@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress, write
-from dualdist.checkpoint_state import contents
+from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress
+from dualdist.checkpoints.state import contents
+from dualdist.checkpoints.writing import write
 from dualdist.errors import CheckpointError, UsageError
 
 

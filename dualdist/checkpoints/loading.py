@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from dualdist import checkpoint_files, random_state
-from dualdist.bucket_plan import dense_strides
-from dualdist.checkpoint import ROOT, Task, require_none, told, value_of, words_of
-from dualdist.checkpoint_files import ABOUT, EXTRA, Progress
-from dualdist.checkpoint_state import misfit, restore
+from dualdist.checkpoints import files as checkpoint_files
+from dualdist.checkpoints import random_state
+from dualdist.checkpoints.files import ABOUT, EXTRA, Progress
+from dualdist.checkpoints.random_state import RandomState
+from dualdist.checkpoints.saving import ROOT, Saver, Task, require_none, told, value_of, words_of
+from dualdist.checkpoints.state import misfit, restore
 from dualdist.collectives import in_step
 from dualdist.errors import CheckpointError, DualdistError, UsageError
-from dualdist.gradients import settle_order
 from dualdist.group import Group
 from dualdist.objects import allgather_object
-from dualdist.random_state import RandomState
+from dualdist.reducing.bucket_plan import dense_strides
+from dualdist.reducing.wrapping import settle_order
 from dualdist.replicate import broadcast_all
 from dualdist.structures import put_together, taken_apart
 
@@ -48,11 +49,12 @@ def load(
     timeout_s: float,
     path: Path,
     parts: Mapping[str, Any],
+    saver: Saver,
     *,
     required: bool,
     random: bool,
 ) -> dict[str, Any] | None:
-    """See dualdist.api.load_checkpoint."""
+    """See dualdist.api.load_checkpoint; the saver keeps what was loaded until there is more to keep."""
     name = group.next_name("load_checkpoint")
     # The ranks agree on what is wanted before rank 0 reads it.
     in_step(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda line: None)
@@ -60,7 +62,10 @@ def load(
     words = f"{', '.join(wrong)} cannot be loaded into: plain data come back as the result" if wrong else ""
     _require_none(group, f"{name}.parts", words, UsageError)
     tensors: list[torch.Tensor] = []
-    task = Task(lambda progress: _read(path, parts, tensors, progress), timeout_s) if group.rank == ROOT else None
+    newer: list[Path] = []  # on rank 0, as the tensors
+    task = (
+        Task(lambda progress: _read(path, parts, tensors, newer, progress), timeout_s) if group.rank == ROOT else None
+    )
     header: Header | None = value_of(told(group, f"{name}.header", task), task)
     if header is None:
         if required:
@@ -78,17 +83,21 @@ def load(
     _require_none(group, f"{name}.restored", words_of(cause) if cause else "", CheckpointError, cause)
     for part, order in _orders(content[ABOUT].get("orders"), parts):
         settle_order(part, order)
+    saver.pass_over(newer)
     if header.refused and group.rank == ROOT:  # at the end, for a warning may be an error
         warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
     extra: dict[str, Any] = content[EXTRA]
     return extra
 
 
-def _read(path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor], progress: Progress) -> Header | None:
-    """On rank 0: the newest good file's header, and its tensors in the list."""
+def _read(
+    path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor], newer: list[Path], progress: Progress
+) -> Header | None:
+    """On rank 0: the newest good file's header; its tensors, and the files that are newer, in the lists."""
     found = checkpoint_files.read_newest(path, progress)
     if found is None:
         return None
+    newer += found.newer
     wanted = {name: found.content[name] for name in (*parts, ABOUT, EXTRA) if name in found.content}
     structure = taken_apart(wanted, tensors)
     specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdist.checkpoint_files import ABOUT, EXTRA
+from dualdist.checkpoints.files import ABOUT, EXTRA
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.structures import mapped

@@ -20,18 +20,20 @@ from typing import Any
 
 import torch
 
-from dualdist import checkpoint_files, random_state
 from dualdist.backends.base import Backend
-from dualdist.checkpoint_files import ABOUT, EXTRA, FORMAT, Progress
-from dualdist.checkpoint_state import contents, dtypes_of, shapes_of
+from dualdist.checkpoints import random_state
+from dualdist.checkpoints import writing as checkpoint_writing
+from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress
+from dualdist.checkpoints.random_state import RandomState
+from dualdist.checkpoints.state import contents, dtypes_of, shapes_of
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
-from dualdist.gradients import order_of
-from dualdist.group import Group, Operation
+from dualdist.group import Group
+from dualdist.handle import Operation
 from dualdist.moves import unpickled
 from dualdist.negotiation import Offer
 from dualdist.objects import broadcast_object
-from dualdist.random_state import RandomState
+from dualdist.reducing.wrapping import order_of
 
 Places = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.places
 BEAT_S = 10.0
@@ -137,12 +139,17 @@ class Saver:
         self._device = device
         self._timeout_s = timeout_s
         self._last: Saving | None = None
+        self._passed_over: set[Path] = set()  # on rank 0: files that a load has not taken, for an older one
 
     def settle(self) -> None:
         """What was begun is on the disk; raises once what went wrong there."""
         last, self._last = self._last, None
         if last is not None:
             last.settle()
+
+    def pass_over(self, newer: Sequence[Path]) -> None:
+        """The files do not count among those to keep: the program went back behind them, or they are damaged."""
+        self._passed_over.update(path.resolve() for path in newer)
 
     def save(self, path: Path, parts: Mapping[str, Any], keep: int | None, *, async_op: bool) -> Saving:
         """See dualdist.api.save_checkpoint; the caller waits, unless async_op."""
@@ -172,7 +179,11 @@ class Saver:
             dtypes = {name: dtypes_of(part) for name, part in optimizers.items()}
             shapes = {name: shapes_of(part) for name, part in optimizers.items()}
             content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes, "shapes": shapes}
-            task = Task(lambda progress: str(checkpoint_files.write(path, content, keep, progress)), self._timeout_s)
+            passed_over = frozenset(self._passed_over)
+            task = Task(
+                lambda progress: str(checkpoint_writing.write(path, content, keep, progress, passed_over)),
+                self._timeout_s,
+            )
         self._last = Saving(group, name, task, is_copy=async_op)
         return self._last
 

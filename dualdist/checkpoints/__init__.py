@@ -1,0 +1,1 @@
+"""The state of a job, saved and loaded by all ranks together."""
