@@ -27,5 +27,20 @@ export "${variables[@]}"
 # horovodrun reaches the other nodes by ssh, which must not ask for a password.
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
     awk -v slots="$SLURM_NTASKS_PER_NODE" '{ printf "%s%s:%s", comma, $1, slots; comma = "," }')"
-horovodrun --gloo -np "$SLURM_NTASKS" -H "$hosts" \
-    python "${program[@]}"
+# The launcher hands all variables that it has to all hosts: it gets those that concern a job.
+secret='SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|(API|ACCESS|PRIVATE)_?KEY|TOKEN(_|$)|(^|_)KEY$|(^|_)(PASS|PW|PAT)(_|$)|_PWD$'
+kept=()
+for name in $(compgen -e); do
+    if [[ "${name^^}" =~ $secret ]]; then continue; fi
+    case "$name" in
+        HOME | USER | LOGNAME | SHELL | LANG | TERM | TZ | TMPDIR | PATH | SSH_AUTH_SOCK | SSH_AGENT_PID | \
+        LD_LIBRARY_PATH | PYTHONPATH | VIRTUAL_ENV | CONDA_PREFIX | PYTHONUNBUFFERED | LC_* | XDG_* | \
+        PYTHON* | CUDA_* | OMPI_* | OPAL_* | PMIX_* | PRTE_* | DUALDIST_* | OMP_* | MKL_* | OPENBLAS_* | \
+        TORCH_* | PYTORCH_* | NCCL_* | GLOO_* | HOROVOD_* | UCX_* | FI_*)
+            kept+=("$name=${!name}")
+            ;;
+    esac
+done
+env -i "${kept[@]}" "${variables[@]}" \
+    horovodrun --gloo -np "$SLURM_NTASKS" -H "$hosts" \
+        python "${program[@]}"

@@ -13,6 +13,7 @@ from dualdist.group import Group
 from dualdist.hvd.face import KEY, Face, Seat, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
 from dualdist.hvd.timeline import Timeline
+from dualdist.meeting.selection import BACKEND
 from dualdist.objects import allgather_object
 from dualdist.variables import variables_set
 
@@ -39,7 +40,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
     wanted = _ranks_of(comm)
     if not session.is_open():
         with variables_set(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):  # a real Horovod reads it when it starts
-            session.init(os.environ.get(session.BACKEND) or "native")
+            session.init(os.environ.get(BACKEND) or "native")
     try:
         _open_face(wanted, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
     except BaseException:
@@ -96,7 +97,7 @@ def _ranks_of(comm: Sequence[int] | Any | None) -> list[int]:
         return ranks
     if not hasattr(comm, "Get_group"):
         raise UsageError(f"comm={comm!r}: expected different ranks, or an mpi4py communicator")
-    from dualdist.mpi_world import ranks_in_world
+    from dualdist.meeting.mpi_world import ranks_in_world
 
     return ranks_in_world(comm)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dualdist.compression import CASTS
+from dualdist.reducing.compression import CASTS
 
 
 class Compressor:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dualdist import session
 from dualdist.errors import NotInitializedError
-from dualdist.group import Group, Handle
+from dualdist.group import Group
+from dualdist.handle import Handle
 
 if TYPE_CHECKING:
     from dualdist.hvd.process_sets import ProcessSet
@@ -48,8 +49,7 @@ class Face:
 
     def observe(self, group: Group) -> None:
         """Let the timeline, if there is one, show what happens in the group from now on."""
-        group.observer = self.timeline
-        group.watch.observer = None if self.timeline is None else self.timeline.moved
+        session.observe(group, self.timeline, None if self.timeline is None else self.timeline.moved)
 
     def job_rank(self, rank: int) -> int:
         """The job's number for one of the ranks of hvd.init()."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dualdist.negotiation import Offer
+from dualdist.timeline.trace import begins, ends, happens, named
 
 # Horovod's names for operations, where they are not the kind in capitals.
 PHASES = {"grouped_allreduce": "ALLREDUCE", "grouped_allgather": "ALLGATHER", "grouped_reducescatter": "REDUCESCATTER"}
@@ -42,26 +43,25 @@ class Timeline:
                 return
             if offer is None:
                 if self._mark_cycles:
-                    self._write({"name": "CYCLE_START", "ph": "i", "pid": 0, "ts": self._now(), "s": "g"})
+                    self._write(happens(0, "CYCLE_START", self._now()))
                 return
             row = self._row(f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}")
             phase = PHASES.get(offer.kind, offer.kind.upper())
             if event == "entered":
-                self._write({"name": f"NEGOTIATE_{phase}", "ph": "B", "pid": row, "ts": self._now()})
+                self._write(begins(row, f"NEGOTIATE_{phase}", self._now()))
             elif event == "agreed":
-                self._write({"ph": "E", "pid": row, "ts": self._now()})
-                self._write({"name": phase, "ph": "B", "pid": row, "ts": self._now()})
+                self._write(ends(row, self._now()))
+                self._write(begins(row, phase, self._now()))
             else:
-                self._write({"ph": "E", "pid": row, "ts": self._now()})
+                self._write(ends(row, self._now()))
 
-    def moved(self, event: str, kind: str, name: str) -> None:
+    def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
         """For Watch.observer: of gradients, whose buckets the ranks have agreed on before."""
         with self._lock:
             if self._file is None:
                 return
             row = self._row(f"{kind}.{name}")
-            begins = {"name": kind.upper(), "ph": "B"} if event == "begun" else {"ph": "E"}
-            self._write({**begins, "pid": row, "ts": self._now()})
+            self._write(begins(row, kind.upper(), self._now()) if event == "begun" else ends(row, self._now()))
 
     def close(self) -> None:
         """No event comes any more, and the file is complete."""
@@ -75,7 +75,7 @@ class Timeline:
         """The number of a tensor's row, which gets its name when it is new."""
         if name not in self._rows:
             self._rows[name] = len(self._rows) + 1
-            self._write({"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}})
+            self._write(named(self._rows[name], name))
         return self._rows[name]
 
     def _now(self) -> int:

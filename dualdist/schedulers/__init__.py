@@ -46,6 +46,8 @@ def script(name: str, request: Request) -> str:
     if request.launcher not in scheduler.launchers:
         known = ", ".join(scheduler.launchers)
         raise UsageError(f"launcher {request.launcher!r} under {name}: expected one of {known}")
+    if request.requeue is not None and scheduler.submit is None:
+        raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")
     text = importlib.import_module(f"dualdist.schedulers.{scheduler.module}").script(request)
     assert isinstance(text, str)
     return text

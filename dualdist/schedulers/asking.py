@@ -22,6 +22,7 @@ def requested(
     backend: str | None = None,
     transport: str | None = None,
     env: Mapping[str, str] | None = None,
+    handed_on: Sequence[str] = (),
 ) -> Request:
     """The Request; `hosts` are names, or host:slots, and `resources` what a job file says under that key."""
     asked = {name: value for name, value in (resources or {}).items() if value is not None}
@@ -45,7 +46,8 @@ def requested(
         setup=tuple(asked.pop("setup", ())),
         backend=backend,
         transport=transport,
-        env=env or {},
+        env={name: value for name, value in (env or {}).items() if name not in handed_on},
+        handed_on=tuple(handed_on),
         **asked,
     )
 

@@ -20,8 +20,10 @@ class Request:
     """A Python program on `nodes` times `tasks_per_node` ranks, and what they need.
 
     `program` is what follows `python`. A rank has `cpus_per_task`; GPUs are asked for per node or per task. `memory` is
-    one node's, as "64G"; `time` is [days-]hours:minutes:seconds. `setup` are lines of shell that make `python` the one
-    with dualdist; `container` is an image that has it. `hosts` are for ssh alone.
+    one node's, as "64G"; `time` is [days-]hours:minutes:seconds, and `requeue` how many seconds before it is up the job
+    is told to stop, to be queued again. `setup` are lines of shell that make `python` the one with dualdist;
+    `container` is an image that has it. `hosts` are for ssh alone.
+    `handed_on` names variables whose values the script takes from where it is submitted, and does not hold.
     """
 
     program: tuple[str, ...]
@@ -43,6 +45,8 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     job_name: str | None = None
+    handed_on: tuple[str, ...] = ()
+    requeue: int | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -67,7 +71,11 @@ class Request:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
         self.node_memory_mib()
-        self.seconds()
+        seconds = self.seconds()
+        if self.requeue is not None:
+            _at_least("requeue", self.requeue, 1)
+            if seconds is not None and seconds <= self.requeue:
+                raise UsageError(f"--requeue {self.requeue}: the job has {seconds} seconds; expected fewer than that")
 
     def _check_words(self) -> None:
         if not self.program:

@@ -12,6 +12,8 @@ from dualdist.schedulers.shell import FROM, TO, sizes
 GPU = "nvidia.com/gpu"
 # Pods have 64 MiB of shared memory unless a volume in memory takes its place.
 SHARED = "/dev/shm"
+# How often a job that can go on is started again, whatever ended it.
+RESTARTS = 10
 
 
 def script(request: Request) -> str:
@@ -22,6 +24,11 @@ def script(request: Request) -> str:
         raise UsageError("setup lines under Kubernetes: what they set up must be in the image; leave them out")
     if request.account is not None:
         raise UsageError("--account under Kubernetes: jobs belong to the namespace of kubectl; leave it out")
+    if request.handed_on:
+        raise UsageError(
+            f"--env {request.handed_on[0]} under Kubernetes: pods see nothing of this shell; give a value, or a Secret "
+            "of the cluster to the pods"
+        )
     if request.launcher == "mpirun":
         return _mpi_job(request)
     return _pytorch_job(request)
@@ -44,12 +51,13 @@ def _pytorch_job(request: Request) -> str:
         *_policy(request),
         "  pytorchReplicaSpecs:",
         *head,
-        "      restartPolicy: Never",
+        f"      restartPolicy: {_restarts(request)}",
         *_pod(request, "pytorch", ["torchrun", *request.program], indent=6, anchor="&pod"),
         TO,
     ]
     if first == "Worker":
-        lines += ["    Master:", "      replicas: 1", "      restartPolicy: Never", "      template: *pod"]
+        policy = f"      restartPolicy: {_restarts(request)}"
+        lines += ["    Master:", "      replicas: 1", policy, "      template: *pod"]
     return "\n".join(lines) + "\n"
 
 
@@ -72,7 +80,7 @@ def _mpi_job(request: Request) -> str:
         "  mpiReplicaSpecs:",
         "    Launcher:",
         "      replicas: 1",
-        "      restartPolicy: Never",
+        f"      restartPolicy: {_restarts(request)}",
         "      template:",
         "        spec:",
         "          containers:",
@@ -98,11 +106,20 @@ def _metadata(request: Request) -> list[str]:
 def _policy(request: Request) -> list[str]:
     seconds = request.seconds()
     limit = [f"    activeDeadlineSeconds: {seconds}"] if seconds is not None else []
+    limit += [f"    backoffLimit: {RESTARTS}"] * (request.requeue is not None)
     return ["  runPolicy:", "    cleanPodPolicy: Running", *limit]
 
 
+def _restarts(request: Request) -> str:
+    """OnFailure: what stops, or is lost, starts again in its place, and the ranks go on from their checkpoint."""
+    return "Never" if request.requeue is None else "OnFailure"
+
+
 def _env(request: Request, indent: int) -> list[str]:
-    pairs = [f"  - {{name: {name}, value: {json.dumps(value)}}}" for name, value in request.variables().items()]
+    given = request.variables()
+    if request.requeue is not None and request.launcher == "torchrun":  # it gives its ranks 30 seconds if left alone
+        given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(request.requeue)
+    pairs = [f"  - {{name: {name}, value: {json.dumps(value)}}}" for name, value in given.items()]
     return [" " * indent + line for line in ("env:", *pairs)]
 
 
@@ -113,9 +130,12 @@ def _pod(
     limits = {"cpu": str(request.cpus_per_task * request.tasks_per_node)}
     limits |= {"memory": amount(memory, giga="Gi", mega="Mi")} if memory is not None else {}
     limits |= {GPU: str(request.node_gpus)} if request.node_gpus else {}
+    # Between the notice, SIGTERM, and the end of a pod.
+    grace = [f"    terminationGracePeriodSeconds: {request.requeue}"] * (request.requeue is not None)
     lines = [
         f"template: {anchor}".rstrip(),
         "  spec:",
+        *grace,
         "    containers:",
         f"      - name: {name}",
         f"        image: {image or json.dumps(request.container)}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dualdist.errors import UsageError
-from dualdist.schedulers import shell
+from dualdist.requeue import REQUEUE
+from dualdist.schedulers import notice, shell
 from dualdist.schedulers.base import Request, amount
 
 # The ranks meet by a file in a folder that all nodes share: the script runs on another node than rank 0.
@@ -14,7 +15,8 @@ def script(request: Request) -> str:
     """The text for bsub's standard input."""
     build = {"jsrun": _jsrun, "mpirun": _mpirun}[request.launcher]
     block = _resource_sets(request) if request.launcher == "jsrun" else []
-    return shell.script(request, f"LSF, {request.launcher}", _directives(request), block, build(request))
+    body = notice.around(request, build(request), "$LS_SUBCWD", "$LSB_JOBID", notice.END)
+    return shell.script(request, f"LSF, {request.launcher}", _directives(request), block, body)
 
 
 def _directives(request: Request) -> list[str]:
@@ -34,6 +36,8 @@ def _directives(request: Request) -> list[str]:
     if seconds is not None:
         minutes = -(-seconds // 60)
         asked.append(f"-W {minutes // 60}:{minutes % 60:02d}")
+    if request.requeue is not None:
+        asked += ["-r", f"-Q {REQUEUE}", f"-wa {notice.SIGNAL}", f"-wt {-(-request.requeue // 60)}"]
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-P {request.account}"] * bool(request.account)
     return [f"#BSUB {words}" for words in asked]
 

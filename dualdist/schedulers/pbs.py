@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dualdist.schedulers import shell
+from dualdist.errors import UsageError
+from dualdist.schedulers import notice, shell
 from dualdist.schedulers.base import Request, amount, clock
 
 # mpiprocs, the lines of a node in $PBS_NODEFILE, is how often pbsdsh starts a program there.
@@ -15,7 +16,18 @@ def script(request: Request) -> str:
     """The text for qsub."""
     build = {"torchrun": _torchrun, "mpirun": _mpirun, "horovodrun": _horovodrun}[request.launcher]
     ranks = [f"ranks_per_node={request.tasks_per_node}"] if request.launcher == "torchrun" else []
-    return shell.script(request, f"PBS, {request.launcher}", _directives(request), ranks, build(request))
+    body = notice.around(request, build(request), "$PBS_O_WORKDIR", "$PBS_JOBID", notice.END, by_clock=True)
+    return shell.script(request, f"PBS, {request.launcher}", _directives(request), [*ranks, *_clock(request)], body)
+
+
+def _clock(request: Request) -> list[str]:
+    """When the ranks are told to stop: PBS has no signal for that."""
+    if request.requeue is None:
+        return []
+    seconds = request.seconds()
+    if seconds is None:
+        raise UsageError(f"--requeue {request.requeue} under PBS: its script looks at the clock; say --time, too")
+    return [f"notice_after={seconds - request.requeue} # seconds; the rest of the walltime is for the checkpoint"]
 
 
 def _directives(request: Request) -> list[str]:
@@ -28,7 +40,8 @@ def _directives(request: Request) -> list[str]:
     # Torque counts in ppn what the nodefile lists, so that torchrun's agents are picked out of it below.
     torque = [f"nodes={request.nodes}:ppn={cpus if request.launcher == 'torchrun' else tasks}"]
     torque += [f"gpus={gpus}"] * bool(gpus)
-    asked = [f"-N {request.title[:15]}", "-j oe", f"-l {':'.join(chunk)}", "-l place=scatter"]
+    rerun = ["-r y"] * (request.requeue is not None)
+    asked = [f"-N {request.title[:15]}", "-j oe", *rerun, f"-l {':'.join(chunk)}", "-l place=scatter"]
     if seconds is not None:
         asked.append(f"-l walltime={clock(seconds)}")
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-A {request.account}"] * bool(request.account)

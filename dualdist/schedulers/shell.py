@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from dualdist.errors import UsageError
+from dualdist.launchers.planning import FORWARDED, FORWARDED_PREFIXES, OWN_NAMES, OWN_PREFIXES
+from dualdist.redaction import SECRET
 from dualdist.schedulers.base import Request
 
 FROM = "# ==== edit from here ===="
 TO = "# ==== to here; what follows needs no change ===="
 # On the host where it runs: prints a port that is free there.
 FREE_PORT = "python3 -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])'"
+# What may go to other hosts of the variables of a shell.
+_PATTERNS = [*OWN_NAMES, *FORWARDED, *(f"{prefix}*" for prefix in (*OWN_PREFIXES, *FORWARDED_PREFIXES))]
+_WRAPPED = textwrap.wrap(" | ".join(_PATTERNS), 100)
+KEPT = [
+    "# The launcher hands all variables that it has to all hosts: it gets those that concern a job.",
+    f"secret={shlex.quote(SECRET)}",
+    "kept=()",
+    "for name in $(compgen -e); do",
+    '    if [[ "${name^^}" =~ $secret ]]; then continue; fi',
+    '    case "$name" in',
+    *(f"        {line} \\" for line in _WRAPPED[:-1]),
+    f"        {_WRAPPED[-1]})",
+    '            kept+=("$name=${!name}")',
+    "            ;;",
+    "    esac",
+    "done",
+]
+ALONE = 'env -i "${kept[@]}" "${variables[@]}"'
 # What every shell does before a program.
 START = ["setup", 'export "${variables[@]}"']
 NOTE_SSH = "# horovodrun reaches the other nodes by ssh, which must not ask for a password."
@@ -29,7 +50,7 @@ def script(request: Request, where: str, directives: Sequence[str], block: Seque
         *block,
         f"program=({shlex.join(request.program)})",
         *_container(request),
-        f"variables=({shlex.join(f'{name}={value}' for name, value in request.variables().items())}) # of every rank",
+        f"variables=({' '.join(_variables(request))}) # of every rank",
         "setup() { # makes python the one that has dualdist",
         *(f"    {line}" for line in request.setup or (":",)),
         "}",
@@ -39,6 +60,11 @@ def script(request: Request, where: str, directives: Sequence[str], block: Seque
         *body,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _variables(request: Request) -> Iterator[str]:
+    yield from (shlex.quote(f"{name}={value}") for name, value in request.variables().items())
+    yield from (f'"{name}=${name}"' for name in request.handed_on)
 
 
 def sizes(request: Request) -> str:
@@ -125,7 +151,10 @@ def horovodrun(request: Request, ranks: str, *hosts: str) -> list[str]:
     """horovodrun over Gloo, which reaches other hosts by ssh."""
     if request.transport == "mpi":
         raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
-    return continued([" ".join([f'horovodrun --gloo -np "{ranks}"', *hosts]), python(request)])
+    alone = [*KEPT, f"{ALONE} \\"] if hosts else []
+    indent = "    " * bool(hosts)
+    lines = continued([" ".join([f'horovodrun --gloo -np "{ranks}"', *hosts]), python(request)])
+    return [*alone, *(f"{indent}{line}" for line in lines)]
 
 
 def continued(lines: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualdist.schedulers import shell
+from dualdist.schedulers import notice, shell
 from dualdist.schedulers.base import Request, amount, clock
 
 # Since 22.05 srun no longer takes --cpus-per-task from sbatch.
@@ -15,7 +15,9 @@ def script(request: Request) -> str:
     """The text for sbatch."""
     build = {"srun": _srun, "torchrun": _torchrun, "mpirun": _mpirun, "horovodrun": _horovodrun}[request.launcher]
     ranks = [f"ranks_per_node={request.tasks_per_node}"] if request.launcher == "torchrun" else []
-    return shell.script(request, f"Slurm, {request.launcher}", _directives(request), ranks, build(request))
+    again = 'scontrol requeue "$SLURM_JOB_ID"'
+    body = notice.around(request, build(request), "$SLURM_SUBMIT_DIR", "$SLURM_JOB_ID", again)
+    return shell.script(request, f"Slurm, {request.launcher}", _directives(request), ranks, body)
 
 
 def _directives(request: Request) -> list[str]:
@@ -35,8 +37,12 @@ def _directives(request: Request) -> list[str]:
         "time": None if seconds is None else clock(seconds),
         "partition": request.queue,
         "account": request.account,
+        # To this script alone.
+        "signal": None if request.requeue is None else f"B:{notice.SIGNAL}@{request.requeue}",
+        "open-mode": None if request.requeue is None else "append",
     }
-    return [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    return [*lines, *["#SBATCH --requeue"] * (request.requeue is not None)]
 
 
 def _srun(request: Request) -> list[str]:

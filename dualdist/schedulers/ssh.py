@@ -42,7 +42,8 @@ def _torchrun(request: Request) -> list[str]:
 
 
 def _mpirun(request: Request) -> list[str]:
-    return [SLOTS, *shell.mpirun(request, RANKS, '--host "${slots%,}"')]
+    first, *rest = shell.mpirun(request, RANKS, '--host "${slots%,}"')
+    return [SLOTS, *shell.KEPT, f"{shell.ALONE} \\", f"    {first}", *(f"    {line}" for line in rest)]
 
 
 def _horovodrun(request: Request) -> list[str]:

@@ -1,4 +1,4 @@
-"""A training by Horovod's elastic names, in which an operation fails: python elastic_program.py [HURT_AT_BATCH]."""
+"""A training by Horovod's elastic names, unhurt and then with operations that fail: elastic_program.py HURT_AT ..."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import dualdist.hvd as hvd
 BATCHES = 6
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def trained(hurt_at: list[int]) -> dict[str, Any]:
+    """What a training ends with, of which an operation fails after each of these batches."""
     hvd.init()
     model = net(seed=hvd.rank())  # the state makes them alike
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     state = hvd.elastic.TorchState(model, optimizer, batch=hvd.rank(), seen=[])
-    hurt_at = [int(number) for number in sys.argv[1:]]
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
@@ -41,7 +40,16 @@ def main() -> None:
 
     train(state)
     parameters = torch.cat([param.detach().flatten() for param in model.parameters()])
-    report(hvd.rank(), {"parameters": parameters.tolist(), "seen": state.seen, "resets": resets})
+    hvd.shutdown()
+    return {"parameters": parameters.tolist(), "seen": state.seen, "resets": resets}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    unhurt = trained([])
+    hurt = trained([int(number) for number in sys.argv[1:]])
+    hvd.init()
+    report(hvd.rank(), {"unhurt": unhurt, "hurt": hurt})
     hvd.shutdown()
 
 

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import chain
 from pathlib import Path
 
+import torch
+from contract.oracle import loss_of, net
 from harness.jobs import Launch
+from launch import uneven_program
+
+import dualdist as dd
 
 PROGRAM = str(Path(__file__).with_name("elastic_program.py"))
+SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
+BATCHES = 8
 SIZE = 2
 TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}", PROGRAM)
 
 
 def test_a_training_that_was_hurt_ends_like_one_that_never_was(launch: Launch) -> None:
     """From the commit before, momentum included: to the bit, for two ranks add alike every time."""
-    unhurt = launch.reports(TORCHRUN, SIZE)
-    hurt = launch.reports([*TORCHRUN, "3", "5"], SIZE)
-    for report in (*unhurt, *hurt):
-        assert report["parameters"] == unhurt[0]["parameters"]
-        assert report["seen"] == [0, 1, 2, 3, 4, 5]
-    assert [report["resets"] for report in unhurt] == [[]] * SIZE
-    assert [report["resets"] for report in hurt] == [[SIZE, SIZE]] * SIZE
+    reports = launch.reports([*TORCHRUN, "3", "5"], SIZE)
+    for report in reports:
+        for training in (report["unhurt"], report["hurt"]):
+            assert training["parameters"] == reports[0]["unhurt"]["parameters"]
+            assert training["seen"] == [0, 1, 2, 3, 4, 5]
+        assert report["unhurt"]["resets"] == []
+        assert report["hurt"]["resets"] == [SIZE, SIZE]
+
+
+def test_a_horovod_script_goes_on_when_a_rank_is_lost_and_when_it_is_back(launch: Launch) -> None:
+    """Under horovodrun's elastic mode; to the bit what one process trains, as all ranks have its data."""
+    argv = [sys.executable, "-m", "dualdist", "run", "-np", "2", "--min-ranks", "1", "--as-horovod"]
+    reports = launch.reports([*argv, SCRIPT, str(BATCHES)], 2)
+    assert [report["sizes"] for report in reports] == [[2, 1, 2], [2]]
+    model = net(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in range(BATCHES):
+        optimizer.zero_grad()
+        loss_of(model, 0, batch).backward()
+        optimizer.step()
+    expected = torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
+    assert [report["parameters"] for report in reports] == [expected] * 2
+
+
+def test_ranks_with_more_batches_than_others_stop_where_all_are(tmp_path: Path) -> None:
+    """One is told in the batch that it alone has: the next epoch has begun when all stop, and is gone on with."""
+    folder = str(tmp_path / "run")
+    first, then = zip(*dd.spawn(uneven_program.train_twice, 2, (folder, 4)), strict=True)
+    assert [stopped for _, stopped in (*first, *then)] == [True, True, False, False]
+    seen = sorted(chain(*(steps for steps, _ in (*first, *then))))
+    assert seen == [(epoch, n) for epoch in range(uneven_program.EPOCHS) for n in range(uneven_program.SAMPLES)]
+    assert max(epoch for steps, _ in first for epoch, _ in steps) == 1

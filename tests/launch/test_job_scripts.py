@@ -15,23 +15,12 @@ from harness import problem
 from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Launch, collect
 from harness.slurm import Slurm, eventually
+from launch.job_scripts import AS_ROOT, AWAY, JSRUN, PBSDSH, stand_in, written
 
 PROGRAM = Path(problem.__file__).with_name("tiny_rank.py")
 RUN = (sys.executable, "-m", "dualdist", "run")
 # More than two gradients are added in an order of the backend's own, each sum rounding to 2**-24 of its size.
 TOLERANCE = 1e-6
-AS_ROOT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-
-
-def written(launch: Launch, *options: str, program: Sequence[str]) -> Path:
-    """The file that the command line wrote."""
-    path = launch.directory / "job.sh"
-    launch([*RUN, *options, "--write", str(path), *program])
-    return path
 
 
 def check(reports: Sequence[Mapping[str, Any]], nodes: int, tasks: int, **same: str) -> None:
@@ -107,36 +96,6 @@ def test_tasks_get_the_cores_and_gpus_that_were_asked_for(
         }
 
 
-# Neither PBS nor LSF has a server here. These do what the manuals say that pbsdsh and jsrun do, on this one host:
-# pbsdsh's tasks get a host name of their own, by which dualdist takes them for other hosts, and none of our variables.
-PBSDSH = """#!/bin/sh
-# pbsdsh -n INDEX -- PROGRAM ARGUMENT...
-index=$2; shift 3
-exec env -i PATH=/usr/bin:/bin PBS_JOBID="$PBS_JOBID" PBS_NODENUM="$index" HOSTS="${0%pbsdsh}hosts" \\
-    unshare --uts --mount sh -c 'mount --bind "$HOSTS" /etc/hosts; hostname "node$PBS_NODENUM"; exec "$@"' sh "$@"
-"""
-JSRUN = """#!/bin/sh
-# jsrun --nrs N --rs_per_host N ... --bind B PROGRAM ARGUMENT...
-sets=$2; host=$4; shift 12
-rank=0
-while [ $rank -lt $sets ]; do
-    JSM_NAMESPACE_RANK=$rank JSM_NAMESPACE_SIZE=$sets JSM_NAMESPACE_LOCAL_RANK=$((rank % host)) \\
-        JSM_NAMESPACE_LOCAL_SIZE=$host "$@" &
-    rank=$((rank + 1))
-done
-wait
-"""
-
-
-def stand_in(launch: Launch, name: str, text: str) -> dict[str, str]:
-    """A PATH on which the program comes first."""
-    folder = launch.directory / "bin"
-    folder.mkdir()
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{launch.env['PATH']}"}
-
-
 @pytest.mark.parametrize("lines", ["a b", "a a b b"])
 def test_a_pbs_script_starts_one_agent_a_host(launch: Launch, lines: str) -> None:
     """The nodefile has a line a node (PBS Pro) or a line a core (Torque)."""
@@ -170,10 +129,6 @@ def test_an_lsf_script_gives_jsrun_a_resource_set_a_rank(launch: Launch) -> None
 def test_a_workstation_script_trains(launch: Launch) -> None:
     path = written(launch, "--scheduler", "workstation", "-np", "2", program=(str(PROGRAM), "native"))
     check(launch.reports(["bash", str(path)], 2), 1, 2, launcher="torchrun", backend="native", transport="shm")
-
-
-# The second network of each host leads nowhere.
-AWAY = {"OMPI_MCA_oob_tcp_if_include": "eth0", "OMPI_MCA_btl_tcp_if_include": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}
 
 
 def train_on_hosts(

@@ -158,6 +158,26 @@ def test_what_was_synchronized_is_committed() -> None:
     assert layer.weight.unique().item() == 5.0
 
 
+def test_where_hosts_changed_all_values_are_those_of_the_same_step() -> None:
+    """Horovod brings the plain ones back to the last commit, and leaves the model where it is: a step is done twice."""
+    layer = model()
+    held = hvd.elastic.TorchState(layer, batch=0)
+    news = [HostUpdateResult.added]
+
+    @hvd.elastic.run
+    def train(held: Any) -> None:
+        while held.batch < 3:
+            with torch.no_grad():
+                layer.weight.add_(1.0)
+            held.batch += 1
+            if news and held.batch == 2:
+                notification_manager.handle_hosts_updated(1.0, news.pop())
+                held.check_host_updates()
+
+    train(held)
+    assert layer.weight.unique().item() == 1.0 + 3
+
+
 def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
     class Counter:
         count = 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dualdist import collectives, hvd
-from dualdist.group import Handle
-from dualdist.hvd import mpi_ops
+from dualdist.handle import Handle
+from dualdist.hvd import handles
 from dualdist.hvd.face import current
 
 
@@ -34,7 +34,7 @@ class Interrupted:
         self.number = 0  # of the other
 
     def begin(self) -> Handle[Any]:
-        self.number = mpi_ops._started(self._other)
+        self.number = handles.started(self._other)
         return self._handle.begin()
 
 
@@ -42,6 +42,6 @@ class Interrupted:
 def test_operations_that_begin_at_once_have_numbers_of_their_own() -> None:
     first, second = (collectives.allreduce(current().base, torch.tensor(value), "sum") for value in (1.0, 2.0))
     both = Interrupted(first, second)
-    number = mpi_ops._started(both)  # type: ignore[arg-type]
+    number = handles.started(both)  # type: ignore[arg-type]
     assert number != both.number
     assert (hvd.synchronize(number), hvd.synchronize(both.number)) == (1.0, 2.0)

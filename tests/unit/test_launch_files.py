@@ -15,7 +15,7 @@ from dualdist.schedulers.shell import FROM, TO
 
 LAUNCH = ROOT / "launch"
 JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))
-SHELL = sorted([*LAUNCH.glob("*.sh"), ROOT / ".ci" / "run"])
+SHELL = sorted([*LAUNCH.glob("*.sh"), *(ROOT / "docker").glob("*.sh"), ROOT / ".ci" / "run"])
 
 
 def file_of(job: Path) -> Path:

@@ -60,11 +60,13 @@ srun --kill-on-bad-exit=1 \\
 # Every option that a script may use, as sbatch(1), qsub(1B) of PBS Pro and Torque, and bsub of LSF 10.1 have them.
 DOCUMENTED = {
     "slurm": r"#SBATCH --(job-name|output|partition|account)=[\w./%@+-]+|#SBATCH --(nodes|ntasks-per-node|"
-    r"cpus-per-task|gpus-per-node|gpus-per-task)=\d+|#SBATCH --mem=\d+[MG]|#SBATCH --time=\d+:\d\d:\d\d",
+    r"cpus-per-task|gpus-per-node|gpus-per-task)=\d+|#SBATCH --mem=\d+[MG]|#SBATCH --time=\d+:\d\d:\d\d|"
+    r"#SBATCH --signal=B:USR1@\d+|#SBATCH --requeue|#SBATCH --open-mode=append",
     "pbs": r"##?PBS -[NqA] \S+|#PBS -j oe|#PBS -l select=\d+:ncpus=\d+:mpiprocs=\d+(:ngpus=\d+)?(:mem=\d+[mg]b)?|"
-    r"#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
+    r"#PBS -r y|#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
     "lsf": r"#BSUB -[JoqP] \S+|#BSUB -(nnodes|n) \d+|#BSUB -W \d+:\d\d|#BSUB -gpu \"num=\d+:mode=shared\"|"
-    r"#BSUB -R \"(span\[ptile=\d+\]|affinity\[core\(\d+\)\]|rusage\[mem=\d+[MG]B\])\"",
+    r"#BSUB -R \"(span\[ptile=\d+\]|affinity\[core\(\d+\)\]|rusage\[mem=\d+[MG]B\])\"|"
+    r"#BSUB -r|#BSUB -Q 75|#BSUB -wa USR1|#BSUB -wt \d+",
 }
 EVERYTHING: dict[str, Any] = {
     "nodes": 2,
@@ -79,11 +81,11 @@ EVERYTHING: dict[str, Any] = {
 KINDS = [(name, launcher) for name, one in SCHEDULERS.items() for launcher in one.launchers if name != "kubernetes"]
 
 
-def everything(name: str, launcher: str) -> Request:
-    given = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
+def everything(name: str, launcher: str, requeue: int | None = None) -> Request:
+    given: dict[str, Any] = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
     given |= {"nodes": 1} if name == "workstation" else {}
     hosts = ("a", "b") if name == "ssh" else ()
-    return Request(("train.py",), launcher, **given, hosts=hosts)
+    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue)
 
 
 def test_a_script_is_what_a_person_would_write() -> None:
@@ -99,9 +101,12 @@ def test_a_script_is_what_a_person_would_write() -> None:
     assert script("slurm", request) == GOLDEN
 
 
-@pytest.mark.parametrize(("name", "launcher"), KINDS)
-def test_a_script_is_bash_and_uses_documented_options_alone(name: str, launcher: str) -> None:
-    text = script(name, everything(name, launcher))
+@pytest.mark.parametrize(
+    ("name", "launcher", "requeue"),
+    [(*kind, None) for kind in KINDS] + [(*kind, 120) for kind in KINDS if SCHEDULERS[kind[0]].submit],
+)
+def test_a_script_is_bash_and_uses_documented_options_alone(name: str, launcher: str, requeue: int | None) -> None:
+    text = script(name, everything(name, launcher, requeue))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
     directives = re.findall(r"^##?(?:SBATCH|PBS|BSUB) .*", text, re.MULTILINE)
     assert bool(directives) == (name in DOCUMENTED)
@@ -153,6 +158,21 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
 def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         script("slurm", Request(("train.py",), **{"launcher": "torchrun", **given}))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("slurm", {"requeue": 0}, "--requeue 0: expected a whole number of 1 or more"),
+        ("slurm", {"requeue": 120, "time": "0:02:00"}, "--requeue 120: the job has 120 seconds; expected fewer"),
+        ("pbs", {"requeue": 120}, "--requeue 120 under PBS: its script looks at the clock; say --time, too"),
+        ("ssh", {"requeue": 120, "hosts": ("a",)}, "--requeue with the scheduler ssh: there is no queue"),
+        ("workstation", {"requeue": 120}, "--requeue with the scheduler workstation: there is no queue"),
+    ],
+)
+def test_a_job_that_cannot_be_queued_again_is_refused(name: str, given: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        script(name, Request(("train.py",), "torchrun", **given))
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from dualdist.errors import DualdistError
 from dualdist.hvd.elastic.common import run_fn
 from dualdist.hvd.elastic.sampler import ElasticSampler
 from dualdist.hvd.elastic.state import TorchState
@@ -25,5 +27,6 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
 
 def _reset() -> None:
-    shutdown()
+    with contextlib.suppress(DualdistError):  # nobody may be there to take leave of
+        shutdown()
     init()

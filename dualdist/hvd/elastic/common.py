@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any, Protocol, TypeVar
 
+from dualdist.backends.horovod_driver import HOSTNAME, INTERFACE, LOCAL_RANK, hear, is_elastic
+from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError
 from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -34,11 +37,12 @@ class Listener(Protocol):
 
 
 class WorkerNotificationManager:
-    """Passes on to its listeners what handle_hosts_updated() is told; no driver of ours calls that by itself."""
+    """Passes on to its listeners what handle_hosts_updated() is told, by horovodrun's elastic driver or anybody."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: set[Listener] = set()
+        self._hears = False
 
     def init(
         self,
@@ -48,7 +52,15 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Nothing to start: this process is not told of changed hosts over the network."""
+        """Hear of changed hosts from the driver that started this rank, where it is an elastic one."""
+        given = {STORE_ADDRESS: rendezvous_addr, STORE_PORT: rendezvous_port, INTERFACE: nic, HOSTNAME: hostname}
+        given[LOCAL_RANK] = local_rank
+        environ = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
+        with self._lock:
+            if self._hears or not is_elastic(environ):
+                return
+            hear(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
+            self._hears = True
 
     def register_listener(self, listener: Listener) -> None:
         with self._lock:
@@ -148,7 +160,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
+            # What it is now, not what was saved last: handlers share their values so, and all are of one step then.
+            self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
             self._set_attrs()
 
     def _set_attrs(self) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from dualdist import session
 from dualdist.hvd.elastic.common import ObjectState
 from dualdist.hvd.elastic.sampler import ElasticSampler
 from dualdist.hvd.functions import allgather_object as allgather_object  # scripts' tests patch these names here
 from dualdist.hvd.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dualdist.hvd.mpi_ops import rank
+from dualdist.reducing.wrapping import follow
 
 
 class TorchState(ObjectState):
@@ -46,6 +48,11 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+
+    def reset(self) -> None:
+        """Optimizers reduce between the ranks that there are now, as those of ranks that were just started do."""
+        handled = [handler.value for handler in self._handlers.values()]
+        follow([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, name) and name in self._handlers:

@@ -1,0 +1,144 @@
+"""After which step the ranks stop, by ranks that are threads and a real store; and what tells a process to stop."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dualdist.backends.native_store import TcpStore
+from dualdist.errors import CollectiveTimeoutError, UsageError
+from dualdist.stopping import CHANGE, STOP, LastStep, Notice, file_of
+
+LOOK_S = 0.02
+STEPS = 400
+
+
+def ranks_of(size: int) -> list[LastStep]:
+    store = TcpStore(dist.HashStore(), "", "the test's store")
+    return [LastStep(Notice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
+
+
+def steps_of(last: LastStep, pace_s: float, told_at: int | None = None, kind: str = STOP) -> tuple[int, str, str]:
+    """How many steps this rank does, and why it does no more."""
+    for step in range(1, STEPS + 1):
+        if step == told_at:
+            last.notice.tell(kind, f"word {step}")
+        time.sleep(random.uniform(0, pace_s))
+        found = last.passed()
+        if found[0]:
+            assert last.passed() == found, "what has begun to hold goes on to hold"
+            return step, *found
+    return STEPS, "", ""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_stop_after_one_step_whoever_is_told_and_however_fast_each_is(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.randrange(1, 6)
+    told = {rank: draw.randrange(1, 60) for rank in draw.sample(range(size), draw.randrange(1, size + 1))}
+    lasts = ranks_of(size)
+    paces = [draw.choice([0.0005, 0.002, 0.004]) for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        ran = [
+            pool.submit(steps_of, lasts[rank], paces[rank], told.get(rank), draw.choice([STOP, CHANGE]))
+            for rank in range(size)
+        ]
+        found = {each.result(20) for each in ran}
+    for last in lasts:
+        last.close()
+    ((steps, kind, words),) = found
+    assert min(told.values()) <= steps < STEPS
+    assert kind in (STOP, CHANGE)
+    assert words.startswith("word ")
+
+
+def test_who_is_told_nothing_waits_for_nobody() -> None:
+    lasts = ranks_of(2)
+    assert steps_of(lasts[0], 0) == (STEPS, "", "")
+    for last in lasts:
+        last.close()
+
+
+def test_a_rank_that_is_done_holds_up_nobody() -> None:
+    """Its last step is before the one after which the others would stop: they end by themselves, too."""
+    done, other = ranks_of(2)
+    for _ in range(9):
+        assert done.passed() == ("", "")
+    done.close()
+    assert steps_of(other, 0, told_at=3) == (10, STOP, "word 3 on rank 1")
+    other.close()
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    """Nothing of it is there."""
+    store = TcpStore(dist.HashStore(), "", "the test's store")
+    here = LastStep(Notice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
+    here.notice.tell(STOP, "SIGTERM")
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not say within 0\.3 s"):
+        here.passed()
+    here.close()
+
+
+@pytest.fixture
+def notice() -> Iterator[Notice]:
+    found = Notice()
+    yield found
+    found.close()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        assert signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_tells_and_ends_nothing(notice: Notice, number: signal.Signals) -> None:
+    notice.listen()
+    notice.listen()
+    for each in (number, signal.SIGTERM):
+        os.kill(os.getpid(), each)
+    assert (notice.kind, notice.words) == (STOP, number.name)
+
+
+def test_a_signal_that_the_program_handles_stays_the_programs(notice: Notice) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        notice.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (heard, notice.kind) == ([signal.SIGTERM], "")
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_another_thread_leaves_signals_alone(notice: Notice) -> None:
+    thread = threading.Thread(target=notice.listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "stop"
+    found = Notice(path)
+    found.look()
+    assert not found.kind
+    path.touch()
+    found.look()
+    assert (found.kind, found.words) == (STOP, f"the file {path}")
+    assert not (tmp_path / "stop.done").exists()
+    found.obey()
+    assert (tmp_path / "stop.done").exists()
+
+
+def test_a_file_has_a_full_path() -> None:
+    assert file_of("") is file_of(None) is None
+    assert file_of("/a/b") == Path("/a/b")
+    with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the full path"):
+        file_of("a")
