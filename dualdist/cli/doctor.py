@@ -1,4 +1,4 @@
-"""`dualdist doctor`: the options, and the diagnosis as a table or as JSON."""
+"""`dualdist doctor`: the options, and what they ask for: findings, an explanation, jobs, hosts, mending."""
 
 from __future__ import annotations
 
@@ -6,73 +6,198 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from dualdist.doctor import Availability, Diagnosis, diagnose, to_json
+from dualdist.cli.colour import Paint
+from dualdist.cli.doctor_lines import explained, lines, tried_lines
+from dualdist.cli.helping import completes
+from dualdist.doctor.diagnosis import (
+    LEAST_RANKS,
+    Diagnosis,
+    diagnose,
+    installed_backends,
+    place,
+    place_json,
+    to_json,
+)
+from dualdist.doctor.explain import explain
+from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.launchers import STARTERS
+from dualdist.redaction import redacted_in, redactor
 from dualdist.topology import Topology
+
+# Of an error of ours: 1 says that there are warnings.
+ERROR_CODE = 2
+EXAMPLES = (
+    "dualdist doctor",
+    "dualdist doctor --run -np 2",
+    "dualdist doctor --hosts a:4,b:4 --json report.json",
+    "srun -n 4 dualdist doctor --explain-env",
+)
+COMMON = {
+    "explain_env": "which variable told what, and which were ignored",
+    "ranks": "look whether so many ranks fit here (default: 2)",
+    "run": "start every usable way, and run one collective",
+    "hosts": "ask these hosts by ssh, and have them call each other",
+    "fix": "install and build what is missing, each after asking",
+    "json": "write JSON to FILE as well, or - for stdout alone",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
-    parser.epilog = "Exit code: 0 where nothing is wrong, 1 where something may fail, 2 where something will."
+    add = parser.add_argument
+    add("--explain-env", action="store_true", help="say from which variable each part of the topology came, and why")
+    add("-np", "--ranks", type=int, metavar="N", help="look whether so many ranks fit on this host (default: 2)")
+    add("--run", action="store_true", help="start ranks by every usable launcher, backend and transport")
+    add("--launchers", metavar="A,B", help="only these, with --run")
+    add("--backends", metavar="A,B", help="only these, with --run")
+    add("--hosts", metavar="A:2,B:2", help="ask these hosts by ssh, and have them call each other")
+    add("--hostfile", metavar="FILE", help="the same from a file, as dualdist run has it")
+    add("--fix", action="store_true", help="install and build what is missing, each after asking")
+    add("--yes", action="store_true", help="do not ask, with --fix")
+    add("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
+    completes(parser, {"launchers": STARTERS, "backends": tuple(CARRIERS)})
+    parser.epilog = "Exit code: 0 if nothing is wrong, 1 if something may fail, 2 if something will."
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; its exit code says how bad it is."""
-    diagnosis = diagnose(os.environ)
-    text = json.dumps(to_json(diagnosis), indent=1)
-    if args.json == "-":
-        sys.stdout.write(f"{text}\n")
-        return diagnosis.exit_code
-    if args.json is not None:
-        _write(Path(args.json), text)
-    sys.stdout.write("".join(f"{line}\n" for line in lines(diagnosis)))
+    _check(args)
+    redact = redactor(os.environ)
+    if args.explain_env:
+        return _explain(args, redact)
+    diagnosis = diagnose(os.environ, args.ranks)
+    if args.fix:
+        diagnosis = _fixed(args, diagnosis)
+    more: dict[str, Any] = {}
+    if args.hosts is not None or args.hostfile is not None:
+        diagnosis, more["hosts"] = _with_hosts(args, diagnosis)
+    if args.run:
+        diagnosis, more["cells"] = _with_cells(args, diagnosis)
+    _put_out(args, redacted_in({**to_json(diagnosis), **more}, redact))
+    if args.json != "-":
+        paint = Paint(sys.stdout, os.environ)
+        _print([*lines(diagnosis, paint), *tried_lines(more.get("cells"), paint)], redact)
     return diagnosis.exit_code
 
 
-def lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """The diagnosis for a person."""
-    if diagnosis.topology is None:
-        yield "place       unknown: the variables are broken, see below"
-    else:
-        yield from _place(diagnosis.topology)
-    for name, backend in diagnosis.backends.items():
-        yield f"{name:<12}{_state(backend)}"
-    versions = ", ".join(f"{name} {version or 'none'}" for name, version in diagnosis.versions.items())
-    yield f"{'versions':<12}{versions}"
-    for finding in diagnosis.findings:
-        yield ""
-        yield f"{finding.level}: {finding.seen}"
-        yield f"  why: {finding.why}"
-        yield f"  do:  {finding.do}"
+def _check(args: argparse.Namespace) -> None:
+    if args.ranks is not None and args.ranks < 1:
+        raise UsageError(f"-np {args.ranks}: expected 1 or more")
+    for name, needed in (("launchers", "run"), ("backends", "run"), ("yes", "fix")):
+        if getattr(args, name) and not getattr(args, needed):
+            raise UsageError(f"--{name} goes with --{needed}")
+    if args.hosts is not None and args.hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name hosts: give one of them")
+    if args.run:
+        _check_run(args)
+    if args.json not in (None, "-") and not Path(args.json).resolve().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no folder {Path(args.json).resolve().parent}")
 
 
-def _place(topology: Topology) -> Iterator[str]:
-    def told(name: str) -> str:
-        return f"{getattr(topology, name)}{' (inferred)' if name in topology.inferred else ''}"
+def _check_run(args: argparse.Namespace) -> None:
+    """Before a diagnosis, which takes seconds."""
+    from dualdist.compare.cells import places_of
 
-    yield f"{'launcher':<12}{topology.launcher}"
-    yield f"{'from':<12}{topology.source}"
-    yield f"{'rank':<12}{topology.rank} of {topology.size}"
-    yield f"{'local rank':<12}{told('local_rank')} of {told('local_size')}"
-    yield f"{'node':<12}{told('node')} of {told('nodes')}"
-    where = f" at {topology.address} port {topology.port}" if topology.address is not None else ""
-    yield f"{'ranks meet':<12}{topology.meeting}{where}"
+    found = place(os.environ)
+    if not isinstance(found, Topology) or found.launcher != "none":
+        raise UsageError("--run starts ranks itself: type it where no launcher has started this process")
+    places_of(_words(args.launchers) or STARTERS, _words(args.backends) or list(CARRIERS), None, os.environ)
 
 
-def _state(backend: Availability) -> str:
-    built = [word for word, has in (("gloo", backend.gloo), ("mpi", backend.mpi), ("nccl", backend.nccl)) if has]
-    state = "available" if backend.available else f"not available: {backend.reason}"
-    return f"{state} (built with {', '.join(built)})" if built else state
+def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
+    found = place(os.environ)
+    explanation = explain(os.environ, found, installed_backends(), has_gpu=may_use_gpus(os.environ))
+    known = {"topology": place_json(found) if isinstance(found, Topology) else None, **explanation.to_json()}
+    _put_out(args, redacted_in(known, redact))
+    if args.json != "-":
+        _print(explained(explanation, Paint(sys.stdout, os.environ)), redact)
+    return 2 if explanation.error else 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(f"{text}\n")
-    except OSError as error:
-        raise UsageError(
-            f"--json {path}: cannot write it ({error.strerror}); name another file, or - for stdout"
-        ) from error
+def _fixed(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis after what the user agreed to."""
+    from dualdist.doctor.fixing import apply, fixes
+
+    todo = fixes(diagnosis.findings)
+    if not todo:
+        _say("there is nothing here that --fix could mend")
+        return diagnosis
+    done = apply(todo, os.environ, (lambda _: True) if args.yes else _ask, _say)
+    return diagnose(os.environ, args.ranks) if done else diagnosis
+
+
+def _ask(question: str) -> bool:
+    """The user's yes; nobody there says no."""
+    if not sys.stdin.isatty():
+        _say(f"{question} [not asked: this is no terminal; --yes means yes]")
+        return False
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
+    from dualdist.doctor import hosts, of_hosts
+    from dualdist.launchers import hosts as host_lists
+    from dualdist.launchers.planning import variables
+    from dualdist.launchers.run import look
+
+    named = host_lists.parse(args.hosts) if args.hosts is not None else host_lists.read(Path(args.hostfile))
+    forwarded = variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
+    reported = hosts.ask(named, look(), forwarded)
+    told = [
+        {**asdict(each), "reached": {name: [[*at, why] for at, why in to.items()] for name, to in each.reached.items()}}
+        for each in reported
+    ]
+    return diagnosis.with_more(list(of_hosts.find(reported))), told
+
+
+def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
+    from dualdist.doctor import cells
+    from dualdist.launchers.interrupts import termination_raises
+    from dualdist.launchers.run import look
+
+    site, ranks = look(), args.ranks or LEAST_RANKS
+    can, cannot = cells.usable(
+        ranks, os.environ, site, diagnosis.backends, diagnosis.gpus, _words(args.launchers), _words(args.backends)
+    )
+    with termination_raises():
+        tried = cells.try_all(can, ranks, site, _say)
+    known = {
+        "tried": [asdict(each) for each in tried],
+        "left_out": [{**asdict(refused.cell.place), "reason": refused.reason} for refused in cannot],
+    }
+    return diagnosis.with_more(list(cells.find(tried))), known
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _say(line: str) -> None:
+    print(redactor(os.environ)(line), file=sys.stderr, flush=True)
+
+
+def _print(said: Iterable[str], redact: Callable[[str], str]) -> None:
+    sys.stdout.write("".join(f"{redact(line)}\n" for line in said))
+    sys.stdout.flush()
+
+
+def _put_out(args: argparse.Namespace, known: Mapping[str, Any]) -> None:
+    text = json.dumps(known, indent=1)
+    if args.json == "-":
+        sys.stdout.write(f"{text}\n")
+    elif args.json is not None:
+        try:
+            Path(args.json).write_text(f"{text}\n")
+        except OSError as error:
+            raise UsageError(
+                f"--json {args.json}: cannot write it ({error.strerror}); name another file, or - for stdout"
+            ) from error

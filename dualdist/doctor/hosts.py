@@ -1,0 +1,152 @@
+"""Asks the hosts of a job, all at once: each runs peer.py, reached by ssh, and answers on its standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dualdist.doctor.facts import Host
+from dualdist.doctor.of_hosts import Reported
+from dualdist.doctor.peer import REACH_S
+from dualdist.errors import LaunchError
+from dualdist.launchers import ssh
+from dualdist.launchers.base import Host as Named
+from dualdist.launchers.base import Site
+from dualdist.launchers.reach import is_here
+
+PEER = ("-m", "dualdist.doctor.peer")
+FIRST_S = 30.0
+CLOCK_S = 10.0
+CLOCKS = 5
+# A host that calls many others at once makes some of them wait.
+CALLS_S = 10 * REACH_S
+
+
+class Peer:
+    """A host that answers: lines of JSON to its peer.py, and from it."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], errors: Path, site: Site) -> None:
+        self.name = name
+        self._process = process
+        self._errors = errors
+        self._site = site
+        self._unread = b""
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Its answer; LaunchError where none comes."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # hear() finds out why
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return self.hear(timeout_s)
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        line = self._line(time.monotonic() + timeout_s, timeout_s)
+        try:
+            said = json.loads(line)
+        except ValueError as error:
+            text = line[-200:].decode(errors="replace")
+            raise LaunchError(f"host {self.name!r} answers by {text!r}, which this dualdist did not write") from error
+        if not isinstance(said, dict):
+            raise LaunchError(f"host {self.name!r} answers by {said!r}, which this dualdist did not write")
+        return said
+
+    def _line(self, deadline: float, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        output = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise LaunchError(f"host {self.name!r} did not answer within {timeout_s:g} s: is it up?")
+            piece = os.read(output, 1 << 16)
+            if not piece:
+                code = self._process.wait()
+                said = self._errors.read_text(errors="replace")
+                raise LaunchError(ssh.failure(self.name, code, said, self._site))
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        # A shell's own start-up file may have printed something before.
+        return line if line.startswith(b"{") else self._line(deadline, timeout_s)
+
+
+def ask(hosts: Sequence[Named], site: Site, env: Mapping[str, str]) -> list[Reported]:
+    """What the hosts say of themselves and of each other; whatever ends this, no ssh stays behind."""
+    with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dualdist-doctor-")))
+        peers = [
+            stack.enter_context(_started(host.name, site, env, folder / f"errors-{number}"))
+            for number, host in enumerate(hosts)
+        ]
+        first = list(pool.map(_first, peers, hosts))
+        ports = {each.name: told for each, told in first}
+        reported = [each for each, _ in first]
+        return list(pool.map(lambda peer, own: _called(peer, own, reported, ports), peers, reported))
+
+
+@contextmanager
+def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Iterator[Peer]:
+    argv = [site.python, *PEER] if is_here(name) else ssh.asking(name, site, env, PEER)
+    with errors.open("wb") as told:
+        try:
+            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told)
+        except OSError as error:
+            raise LaunchError(f"{argv[0]} cannot be started ({error}): it is needed to ask host {name!r}") from error
+    with contextlib.suppress(BrokenPipeError), process:
+        try:
+            yield Peer(name, process, errors, site)
+        finally:
+            process.kill()
+
+
+def _first(peer: Peer, named: Named) -> tuple[Reported, list[int]]:
+    """What a host says of itself, with its clock, and the ports on which it listens."""
+    try:
+        said = peer.hear(FIRST_S)
+        skew_s, error_s = min((_clock(peer) for _ in range(CLOCKS)), key=lambda pair: pair[1])
+        return Reported(named.name, named.slots, "", host_of(said["host"]), skew_s, error_s), list(said["ports"])
+    except LaunchError as error:
+        return Reported(named.name, named.slots, str(error)), []
+
+
+def _clock(peer: Peer) -> tuple[float, float]:
+    """How far the host's clock is ahead of ours, and by how much that may be wrong: Cristian's algorithm."""
+    began = time.time()
+    at = float(peer.ask({"ask": "clock"}, CLOCK_S)["at"])
+    ended = time.time()
+    return at - (began + ended) / 2, (ended - began) / 2
+
+
+def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], ports: Mapping[str, list[int]]) -> Reported:
+    """The host, with how it fared when it called the others."""
+    others = {each.name: each.host for each in all_of_them if each.host is not None and each.name != own.name}
+    if own.host is None or not others:
+        return own
+    targets = {
+        name: [(address, port) for address in other.networks().values() for port in ports[name]]
+        for name, other in others.items()
+    }
+    request = {"ask": "reach", "targets": [at for each in targets.values() for at in each], "names": list(others)}
+    try:
+        said = peer.ask(request, CALLS_S)
+    except LaunchError as error:
+        return replace(own, host=None, problem=str(error))
+    why = {(address, port): reason for address, port, reason in said["reached"]}
+    reached = {name: {target: why[target] for target in each} for name, each in targets.items()}
+    return replace(own, reached=reached, names=said["names"])
+
+
+def host_of(said: Mapping[str, Any]) -> Host:
+    """A Host as JSON had it."""
+    pairs = {name: tuple(said[name]) for name in ("files", "locked", "infiniband")}
+    return Host(**{**said, **pairs})

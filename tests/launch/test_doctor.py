@@ -1,0 +1,277 @@
+"""The doctor on machines that are really ill: small memory, low limits, another MPI, a broken torch, other hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import mpi
+from harness.hosts import ADDRESSES, SSHD_OPTIONS, Hosts
+from harness.installed import lack
+from harness.jobs import Job, Launch, Outcome
+
+DOCTOR = (sys.executable, "-m", "dualdist", "doctor")
+
+
+def found(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """The findings of `--json -`, by their names; what several of a name saw is put together."""
+    said = json.loads(outcome.stdout)
+    worst = {"info": 0, "warning": 1, "error": 2}
+    assert outcome.rc == max((worst[each["level"]] for each in said["findings"]), default=0), str(outcome)
+    by_name: dict[str, dict[str, Any]] = {}
+    for each in said["findings"]:
+        before = by_name.get(each["name"], {"seen": ""})["seen"]
+        by_name[each["name"]] = {**each, "seen": f"{before}\n{each['seen']}"}
+    return by_name
+
+
+def ask(launch: Launch, *words: str, before: Sequence[str] = (), env: dict[str, str] | None = None) -> dict[str, Any]:
+    return found(launch([*before, *DOCTOR, *words, "--json", "-"], env=env or {}, check=False))
+
+
+def test_a_host_with_little_of_everything(launch: Launch) -> None:
+    """Real mounts in a namespace, real limits, a real name that nobody knows, and InfiniBand as the kernel shows it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    script = (
+        "mount -t tmpfs -o size=64m none /dev/shm && mount -t tmpfs none /sys/class && "
+        "mkdir -p /sys/class/infiniband/mlx5_0 && hostname nobody-knows-me && ulimit -l 64 && ulimit -n 256 && "
+        'exec "$@"'
+    )
+    before = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
+    told = ask(launch, "-np", "2", before=before, env={"OMP_NUM_THREADS": "1000", "GLOO_SOCKET_IFNAME": "ib7"})
+    assert "has 64 MiB free, which should be 96 MiB" in told["shm-too-small"]["seen"]
+    assert "may open 256 files at most" in told["too-few-files"]["seen"]
+    assert "may lock 0.0625 MiB" in told["locked-memory"]["seen"]
+    assert "mlx5_0" in told["locked-memory"]["seen"]
+    assert "nobody-knows-me, does not resolve" in told["hostname-unresolved"]["seen"]
+    assert "OMP_NUM_THREADS=1000" in told["thread-oversubscription"]["seen"]
+    assert "no interface ib7" in told["interface-missing"]["seen"]
+    assert told["interface-missing"]["level"] == "error"
+
+
+def test_an_mpirun_of_another_mpi_comes_first(launch: Launch, mpich: mpi.MPICH, openmpi: mpi.OpenMPI) -> None:
+    folder = launch.directory / "bin"
+    folder.mkdir()
+    (folder / "mpirun").symlink_to(Path(mpich.mpiexec).resolve())
+    told = ask(launch, env={"PATH": f"{folder}:{launch.env['PATH']}"})
+    assert told["two-mpis"]["level"] == "warning"
+    assert f"mpirun is {folder}/mpirun (MPICH " in told["two-mpis"]["seen"]
+    assert "mpiexec" in told["two-mpis"]["seen"]
+    assert "mpi4py uses Open MPI v4" in told["mpi4py-other-mpi"]["seen"]
+    assert "Horovod was built with Open MPI 4" in told["horovod-other-mpi"]["seen"]
+
+
+def packages(folder: Path, **named: tuple[str, str, str]) -> str:
+    """A folder for PYTHONPATH, with packages of these versions, requirements and contents."""
+    for name, (version, needs, content) in named.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(content)
+        about = folder / f"{name}-{version}.dist-info"
+        about.mkdir()
+        needed = f"Requires-Dist: {needs}\n" if needs else ""
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+    return str(folder)
+
+
+def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: Launch) -> None:
+    """The doctor itself needs neither. Each is found as Python finds it, by its metadata and by its import."""
+    broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    path = packages(launch.directory / "a", torch=("2.13.0+cu126", "", broken))
+    told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    assert "libcudart.so.12: cannot open shared object" in told["torch-broken"]["seen"]
+    assert told["torch-broken"]["level"] == "error"
+    assert "horovod-other-torch" in told
+    path = packages(launch.directory / "b", torchvision=("0.24.0", "torch==2.9.0", ""))
+    told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    assert "torchvision 0.24.0 is made for torch 2.9.0" in told["torchvision-other-torch"]["seen"]
+    assert "--no-deps" in told["torchvision-other-torch"]["do"]
+
+
+def test_a_python_without_anything_is_told_what_to_install(launch: Launch) -> None:
+    """-S leaves site-packages out: no torch, no Horovod, no mpi4py, only dualdist's own source."""
+    outcome = launch([sys.executable, "-S", *DOCTOR[1:], "--json", "-"], check=False)
+    told = found(outcome)
+    assert {"torch-missing", "horovod-missing"} <= told.keys()
+    assert told["torch-missing"]["level"] == "error"
+    assert json.loads(outcome.stdout)["backends"]["native"]["available"] is False
+
+
+@contextmanager
+def environment_without(name: str, folder: Path) -> Iterator[Path]:
+    """A virtual environment with all that this one has but one package, and a wheel of that one beside it."""
+    site = Path(distribution(name).locate_file(""))
+    seen = folder / "seen"
+    seen.mkdir(parents=True)
+    for each in site.iterdir():
+        if not each.name.startswith((name, "__editable__", "dualdist")):
+            (seen / each.name).symlink_to(each)
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder / "env")
+    (library,) = (folder / "env" / "lib").glob("python*/site-packages")
+    (library / "others.pth").write_text(f"{seen}\n")
+    yield folder / "env" / "bin" / "python"
+
+
+def wheel_of(name: str, folder: Path) -> None:
+    """The installed package as a wheel again: its files, as its RECORD lists them."""
+    package = distribution(name)
+    about = next(file for file in package.files or () if file.name == "WHEEL")
+    tag = next(line.split(": ")[1] for line in about.read_text().splitlines() if line.startswith("Tag: "))
+    folder.mkdir()
+    with zipfile.ZipFile(folder / f"{name}-{package.version}-{tag}.whl", "w") as wheel:
+        for file in package.files or ():
+            if ".." not in file.parts and file.name not in ("INSTALLER", "REQUESTED", "direct_url.json"):
+                wheel.write(str(file.locate()), str(file))
+
+
+def test_fix_installs_what_is_missing_after_a_yes(launch: Launch) -> None:
+    """Really, by pip, from a wheel of the mpi4py that is installed here."""
+    wheel_of("mpi4py", launch.directory / "wheels")
+    env = {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(launch.directory / "wheels"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "DUALDIST_BACKEND": "mpi",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    with environment_without("mpi4py", launch.directory) as python:
+        doctor = [str(python), *DOCTOR[1:], "--fix", "--json", "-"]
+        outcome = launch(doctor, env=env, check=False)
+        assert found(outcome)["mpi4py-missing"]["level"] == "error"
+        assert "-m pip install mpi4py ? [not asked: this is no terminal" in outcome.stderr
+        outcome = launch([*doctor, "--yes"], env=env, check=False)
+    assert "mpi4py-missing" not in found(outcome), str(outcome)
+    assert "done: " in outcome.stderr
+    assert json.loads(outcome.stdout)["backends"]["mpi"]["available"]
+
+
+def test_run_starts_every_usable_way(launch: Launch) -> None:
+    """Real ranks, and one collective in each; what cannot run is told with its reason."""
+    words = ("--run", "-np", "2", "--launchers", "torchrun", "--backends", "native,horovod", "--json", "-")
+    outcome = launch([*DOCTOR, *words], check=False)
+    told = json.loads(outcome.stdout)["cells"]
+    tried = {(each["launcher"], each["backend"], each["transport"], each["problem"]) for each in told["tried"]}
+    assert tried == {
+        ("torchrun", "native", "gloo", ""),
+        ("torchrun", "native", "shm", ""),
+        ("torchrun", "horovod", "gloo", ""),
+    }, str(outcome)
+    reasons = {(each["backend"], each["transport"]): each["reason"] for each in told["left_out"]}
+    assert reasons.keys() == {("native", "nccl"), ("horovod", "mpi"), ("horovod", "nccl")}
+    assert "torch sees no GPU" in reasons["native", "nccl"]
+    assert "not torchrun" in reasons["horovod", "mpi"]
+    assert "cell-failed" not in found(outcome)
+    assert "native over shm (torchrun): works" in outcome.stderr
+
+
+def test_run_finds_a_way_that_does_not_work(launch: Launch, mpich: mpi.MPICH) -> None:
+    """mpi4py is told to use MPICH's library, and mpirun is Open MPI's: each rank would be a job of one."""
+    env = mpi.of_mpich(launch.directory)
+    words = ("--run", "--launchers", "mpirun", "--backends", "mpi", "--json", "-")
+    told = found(launch([*DOCTOR, *words], env=env, check=False))
+    assert "mpi over mpi (mpirun) fails" in told["cell-failed"]["seen"]
+    assert "but MPI says rank 0 of 1" in told["cell-failed"]["seen"]
+    assert "mpirun" in told["cell-failed"]["do"]
+    assert told["cell-failed"]["level"] == "error"
+    assert "mpi4py-other-mpi" in told
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t which, struct timespec *at) {
+    int failed = syscall(SYS_clock_gettime, which, at);
+    if (which == CLOCK_REALTIME) at->tv_sec += 90;
+    return failed;
+}
+"""
+
+
+def test_hosts_are_asked_and_call_each_other(launch: Launch, two_hosts: Hosts) -> None:
+    """One name does not resolve; one port is dropped; one clock is 90 s ahead; eth1 leads each host elsewhere."""
+    with clock_ahead(launch, two_hosts) as env, dropping(two_hosts, ["sport", "29500"]):
+        argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta:2,hostb:1,nowhere:1", "--json", "-")
+        outcome = launch(argv, env=env, check=False)
+    told = found(outcome)
+    assert "'nowhere' cannot be reached by ssh: its name does not resolve" in told["host-unusable"]["seen"]
+    assert told["host-unusable"]["level"] == "error"
+    assert "host hosta reaches hostb, but not its port 29500 (no answer" in told["port-blocked"]["seen"]
+    assert "the clock of host hostb is 90." in told["clock-skew"]["seen"]
+    assert "s ahead" in told["clock-skew"]["seen"]
+    assert f"at {ADDRESSES[1]}, and not at" in told["networks-not-shared"]["seen"]
+    hosts = {each["name"]: each for each in json.loads(outcome.stdout)["hosts"]}
+    assert hosts["hostb"]["names"] == {"hosta": ADDRESSES[0]}
+    assert abs(hosts["hosta"]["skew_s"]) < 1
+    assert not two_hosts.processes("dualdist.doctor.peer")
+
+
+def test_a_firewall_that_lets_only_ssh_through_is_found(launch: Launch, two_hosts: Hosts) -> None:
+    with dropping(two_hosts, []):
+        argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta,hostb", "--json", "-")
+        told = found(launch(argv, env=dict(two_hosts.env), check=False))
+    assert told["hosts-cut-off"]["level"] == "error"
+    assert f"host hosta cannot open a connection to hostb ({ADDRESSES[1]} port " in told["hosts-cut-off"]["seen"]
+    assert "firewall" in told["hosts-cut-off"]["seen"]
+
+
+@contextmanager
+def dropping(two_hosts: Hosts, ports: Sequence[str]) -> Iterator[None]:
+    """As behind a firewall: the second host's answers from these ports, or from all but ssh's, are dropped."""
+    space = two_hosts.spaces[1]
+    rules = [
+        ["pref", "100", "ipproto", "tcp", "sport", "22", "lookup", "main"],
+        ["pref", "101", "ipproto", "tcp", "to", ADDRESSES[0], *ports, "blackhole"],
+    ]
+    for rule in rules:
+        two_hosts.ip(space, "rule", "add", *rule)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            two_hosts.ip(space, "rule", "del", *rule)
+
+
+@contextmanager
+def clock_ahead(launch: Launch, two_hosts: Hosts) -> Iterator[dict[str, str]]:
+    """The variables with which ssh reaches a server on the second host whose programs read a clock 90 s ahead."""
+    compiler = shutil.which("gcc", path=launch.env["PATH"]) or shutil.which("cc", path=launch.env["PATH"])
+    if compiler is None:
+        lack("gcc", "gcc")
+    (launch.directory / "shim.c").write_text(SHIM)
+    shim = launch.directory / "shim.so"
+    launch([compiler, "-shared", "-fPIC", "-o", str(shim), "shim.c"])
+    home = Path(two_hosts.env["PATH"].partition(":")[0]).parent
+    options = {**SSHD_OPTIONS, "AuthorizedKeysFile": str(home / "authorized"), "PidFile": "none"}
+    options |= {"SetEnv": f"LD_PRELOAD={shim}", "Port": "2222"}
+    words = ["-D", "-e", "-f", "/dev/null", "-h", str(home / "key"), *(f"-o{n}={to}" for n, to in options.items())]
+    sshd = shutil.which("sshd", path=launch.env["PATH"])
+    assert sshd is not None
+    folder = launch.directory / "bin"
+    folder.mkdir()
+    config = f"Host hostb\n Port 2222\nHost *\n{(home / 'ssh_config').read_text()}"
+    (launch.directory / "ssh_config").write_text(config)
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {launch.directory}/ssh_config "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    env = {**two_hosts.env, "PATH": f"{folder}:{two_hosts.env['PATH']}"}
+    with Job(two_hosts.on(1, sshd, *words), env=two_hosts.env, cwd=launch.directory, grace_s=0) as daemon:
+        argv = two_hosts.on(0, "ssh", "hostb", "true")
+        for _ in range(100):
+            if launch(argv, env=env, check=False).rc == 0:
+                break
+            assert daemon.is_running(), daemon.output()
+        yield env

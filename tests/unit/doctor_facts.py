@@ -1,0 +1,89 @@
+"""Healthy facts, and the findings about others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dualdist.asked import SaidMpi4py, SaidTorch
+from dualdist.doctor import Diagnosis, Finding, judge
+from dualdist.doctor.diagnosis import place
+from dualdist.doctor.facts import Facts, Host, Starter
+from dualdist.horovod_build.record import BuildRecord
+
+VERSIONS: dict[str, str | None] = {
+    "dualdist": "1",
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "torchvision": None,
+    "horovod": "0.28.1",
+    "mpi4py": "4.1.2",
+}
+HOROVOD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", gloo=True, mpi=True, mpi_version="Open MPI 4.1.8")
+OPENMPI4 = Starter("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
+OPENMPI5 = Starter("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
+MPICH = Starter("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
+HOST = Host(
+    "vm", cores=8, all_cores=8, shm_free=1 << 34, interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, address="10.0.0.1"
+)
+FACTS = Facts(
+    versions=VERSIONS,
+    host=HOST,
+    python="/v/python",
+    abi="cpython-311-x86_64-linux-gnu",
+    torch=SaidTorch("2.13.0+cpu"),
+    horovod=HOROVOD,
+    mpi4py=SaidMpi4py("Open MPI v4.1.8, package"),
+    starters=(OPENMPI4,),
+)
+
+
+RECORDS = json.loads((Path(__file__).parent / "launcher_env.json").read_text())
+
+
+def recorded(table: str, index: int = 0) -> dict[str, str]:
+    return dict(RECORDS[table][index]["env"])
+
+
+def other(**changes: Any) -> Facts:
+    return replace(FACTS, **changes)
+
+
+def horovod(**changes: Any) -> Facts:
+    return replace(FACTS, horovod=replace(HOROVOD, **changes))
+
+
+def on_host(facts: Facts = FACTS, **changes: Any) -> Facts:
+    return replace(facts, host=replace(facts.host, **changes))
+
+
+def with_torch(facts: Facts = FACTS, **changes: Any) -> Facts:
+    assert isinstance(facts.torch, SaidTorch)
+    return replace(facts, torch=replace(facts.torch, **changes))
+
+
+def with_versions(facts: Facts = FACTS, **versions: str | None) -> Facts:
+    return replace(facts, versions={**facts.versions, **versions})
+
+
+def diagnosis(environ: Mapping[str, str] | None = None, facts: Facts = FACTS, ranks: int | None = None) -> Diagnosis:
+    environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
+    return judge(place(environ), environ, facts, ranks)
+
+
+def found(environ: Mapping[str, str] | None = None, facts: Facts = FACTS, ranks: int | None = None) -> dict[str, str]:
+    """The level of each finding, by its name."""
+    return {each.name: each.level for each in diagnosis(environ, facts, ranks).findings}
+
+
+def the(name: str, told: Diagnosis) -> Finding:
+    (finding,) = [each for each in told.findings if each.name == name]
+    return finding
+
+
+GPUS = on_host(with_torch(cuda="13.0", nccl="2.27.3", gpus=4, version="2.13.0"), gpus=4)
+GPUS = with_versions(replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0", nccl="2.27.3")), torch="2.13.0")
+TORCHRUN, MPIRUN = recorded("torchrun"), recorded("openmpi-4.1.4_mpirun")
