@@ -1,0 +1,45 @@
+"""Two ranks, of which the first has a batch more in each epoch, and which may be told to stop."""
+
+from __future__ import annotations
+
+import torch
+
+import dualdist as dd
+
+Seen = tuple[list[tuple[int, int]], bool]
+
+SAMPLES = 7
+EPOCHS = 3
+
+
+def train_twice(folder: str, told_after: int) -> tuple[Seen, Seen]:
+    """Told to stop, and going on from there."""
+    return train(folder, told_after), train(folder, 0)
+
+
+def train(folder: str, told_after: int) -> Seen:
+    """The epoch and the sample of each step of this rank, and whether it was stopped."""
+    torch.set_num_threads(1)
+    dd.init("native", timeout_s=20)
+    model = torch.nn.Linear(1, 1)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    sampler = dd.Sampler(range(SAMPLES), remainder="uneven", shuffle=False)
+    state = dd.elastic.State(folder, model=model, optimizer=optimizer, sampler=sampler)
+    seen: list[tuple[int, int]] = []
+    try:
+        state.sync()
+        while sampler.epoch < EPOCHS:
+            for samples in dd.loader(range(SAMPLES), 1, sampler=sampler):  # type: ignore[arg-type]
+                optimizer.zero_grad()
+                model(samples[:, None].float()).sum().backward()
+                optimizer.step()
+                seen.append((sampler.epoch, int(samples)))
+                if len(seen) == told_after and dd.rank() == 0:
+                    dd.elastic.request_stop()
+                state.commit()
+            dd.broadcast_parameters(model, dd.join())
+    except dd.elastic.Stopped:
+        return seen, True
+    finally:
+        dd.shutdown()
+    return seen, False

@@ -1,0 +1,158 @@
+"""From spans to a trace, and from messages to clocks."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import trace_format
+
+from dualdist.timeline.clocks import Ahead, between, measure, worst_ns
+from dualdist.timeline.trace import Clock, Event, Span, document, rank_events
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+def written(events: list[Event], tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document(events, ranks=2)))
+    return trace_format.load(path)
+
+
+def complete(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
+
+
+def test_spans_become_complete_events_in_microseconds(tmp_path: Path) -> None:
+    spans = [
+        Span(COMPUTE, "forward Net", 2_000, 5_500),
+        Span(COMMUNICATION, "allreduce x", 3_000, 9_000, {"bytes": 8}, (("agreeing", 3_000, 4_000),)),
+    ]
+    events = written(rank_events(1, "rank 1", spans, Clock(1_000)), tmp_path)
+    (forward,) = complete(events, COMPUTE)
+    assert (forward["name"], forward["pid"], forward["ts"], forward["dur"]) == ("forward Net", 1, 1.0, 3.5)
+    whole, part = complete(events, COMMUNICATION)
+    assert (whole["name"], whole["ts"], whole["dur"], whole["args"]) == ("allreduce x", 2.0, 6.0, {"bytes": 8})
+    assert (part["name"], part["ts"], part["dur"], part["tid"]) == ("agreeing", 2.0, 1.0, whole["tid"])
+    names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
+    assert names == {"rank 1", "compute", "communication"}
+
+
+def test_communication_that_overlaps_takes_tracks_of_its_own(tmp_path: Path) -> None:
+    """At random: whatever is under way at once, nothing crosses, and no track is longer than it must be."""
+    chance = random.Random(7)
+    for _ in range(50):
+        spans = []
+        for number in range(40):
+            start = chance.randrange(1000)
+            spans.append(Span(COMMUNICATION, str(number), start, start + chance.randrange(1, 200)))
+        events = written(rank_events(0, "rank 0", spans, Clock(0)), tmp_path)
+        lanes = {event["tid"] for event in complete(events, COMMUNICATION)}
+        most = max(sum(span.start_ns <= at < span.end_ns for span in spans) for at in range(1200))
+        assert len(lanes) == most
+
+
+def test_a_file_that_is_no_trace_is_found_out(tmp_path: Path) -> None:
+    """The checker itself: what it must refuse."""
+    good: dict[str, Any] = {"name": "a", "ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 5.0}
+    assert not list(trace_format.problems({"traceEvents": [good]}))
+    for change in ({"ph": "?"}, {"ts": "0"}, {"dur": -1}, {"pid": "0"}, {"dur": None}, {"args": []}):
+        assert list(trace_format.problems({"traceEvents": [{**good, **change}]})), change
+    crossing = [good, {**good, "ts": 3.0}]
+    assert list(trace_format.problems({"traceEvents": crossing}))
+    assert not list(trace_format.problems({"traceEvents": [good, {**good, "ts": 3.0, "dur": 2.0}]}))
+    assert list(trace_format.problems({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {}}]}))
+    assert list(trace_format.problems({}))
+
+
+def test_a_clock_that_drifts_is_followed() -> None:
+    """It was 1 ms ahead at its 10 s, and 3 ms at its 20 s."""
+    clock = Clock(0, 10 * 10**9, 1e6, 20 * 10**9, 3e6)
+    assert clock.microseconds(10 * 10**9) == 10e6 - 1e3
+    assert clock.microseconds(15 * 10**9) == 15e6 - 2e3
+    assert clock.microseconds(20 * 10**9) == 20e6 - 3e3
+    assert clock.microseconds(5 * 10**9) == 5e6 - 1e3
+    assert Clock(5_000).microseconds(7_500) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [(-5, 7, Ahead(0.0, 7.0, 1)), (100, 140, Ahead(120.0, 20.0, 1)), (-140, -100, Ahead(-120.0, 20.0, 1))],
+)
+def test_the_middle_of_the_bounds_is_taken_or_nought_within_them(least: int, most: int, expected: Ahead) -> None:
+    assert between(least, most, 1) == expected
+
+
+class Ranks:
+    """Threads that gather objects from each other, each with a clock that is ahead of the true one."""
+
+    def __init__(self, ahead_ns: list[int]) -> None:
+        self.ahead_ns = ahead_ns
+        self._barrier = threading.Barrier(len(ahead_ns))
+        self._said: list[Any] = [None] * len(ahead_ns)
+
+    def gather(self, rank: int, obj: Any) -> list[Any]:
+        self._said[rank] = obj
+        self._barrier.wait()
+        said = list(self._said)
+        self._barrier.wait()
+        return said
+
+
+@pytest.mark.parametrize("ahead_ns", [[0, 0, 0], [0, 5 * 10**9, -3600 * 10**9], [7 * 10**15, 0, 1]])
+def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
+    ranks, found = Ranks(ahead_ns), {}
+
+    def work(rank: int) -> None:
+        now = lambda: time.monotonic_ns() + ahead_ns[rank]  # noqa: E731
+        found[rank] = measure(lambda each: ranks.gather(rank, each), now)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(ahead_ns))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told, zero_ns = found[0]
+    assert all(each == found[0] for each in found.values())
+    assert abs(zero_ns - ahead_ns[0] - time.monotonic_ns()) < 10 * 10**9
+    for rank, each in enumerate(told):
+        true = ahead_ns[rank] - ahead_ns[0]
+        assert abs(each.ns - true) <= each.error_ns, (rank, each, true)
+    if ahead_ns == [0, 0, 0]:
+        assert [each.ns for each in told] == [0, 0, 0]
+        assert 0 < worst_ns(told) < 10**9
+
+
+GONE = """
+import os, sys
+import dualdist as dd
+from dualdist import session
+dd.init()
+session.current().endings.append(lambda: print("what comes after it"))
+os.rename(os.path.dirname(os.environ["DUALDIST_TIMELINE"]), os.path.join(sys.argv[1], "elsewhere"))
+try:
+    dd.shutdown()
+except dd.errors.UsageError as error:
+    assert "rank 0 cannot write it (No such file or directory); name another file" in str(error), error
+    assert not dd.is_initialized()
+    print("told")
+"""
+
+
+def test_a_trace_that_cannot_be_written_any_more_ends_nothing_else(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    """Its folder goes while the program runs: shutdown() says so, once, and does all that it has to do besides."""
+    (tmp_path / "traces").mkdir()
+    env = {**base_env, "DUALDIST_TIMELINE": str(tmp_path / "traces" / "trace.json")}
+    done = subprocess.run(
+        [sys.executable, "-c", GONE, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "what comes after it\ntold\n", "")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
