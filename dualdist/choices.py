@@ -14,7 +14,8 @@ from typing import Any
 
 from dualdist.compare.machine import machine
 from dualdist.errors import UsageError
-from dualdist.session import BACKENDS, TRANSPORTS
+from dualdist.limits import machine_cores
+from dualdist.meeting.selection import BACKENDS, TRANSPORTS
 from dualdist.topology import Topology
 
 HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
@@ -35,7 +36,7 @@ class Conditions:
 
     @classmethod
     def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> Conditions:
-        return cls(machine().processor, os.cpu_count() or 1, device, launcher, mpi, ranks, threads)
+        return cls(machine().processor, machine_cores(), device, launcher, mpi, ranks, threads)
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} ranks of {self.threads} thread{'' if self.threads == 1 else 's'}"
@@ -87,13 +88,16 @@ def _saved(kept: Mapping[str, Any]) -> Saved:
 
 
 def save(path: Path, fresh: Sequence[Saved]) -> None:
-    """The file has these choices, in place of older ones under the same conditions."""
+    """The file has these choices, in place of older ones under the same conditions; UsageError where it cannot."""
     replaced = {each.conditions for each in fresh}
     kept = [*(each for each in load(path) if each.conditions not in replaced), *fresh]
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in kept]}, indent=1) + "\n")
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in kept]}, indent=1) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
 
 
 def can_count(topology: Topology) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
+from dualdist.cli.helping import completes
 from dualdist.compare.cases import IMAGE_SIZE, MODELS
 from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
 from dualdist.compare.folder import RUNNING, claimed
@@ -35,6 +36,24 @@ if TYPE_CHECKING:
 
 ROUNDS, BUDGET = 9, "5m"
 WARMUP = 3
+EXAMPLES = (
+    "dualdist compare",
+    "dualdist compare -np 4 --model transformer --budget 20m --output report/",
+    "dualdist compare --backends native,horovod --transports gloo,mpi",
+    "dualdist compare --script train.py --save-choice -- --epochs 3",
+)
+COMMON = {
+    "ranks": "how many ranks, on this host (default: 2)",
+    "budget": "start no round that would end later (default: 5m)",
+    "backends": "of native, horovod, mpi (default: all)",
+    "transports": "of shm, gloo, mpi, nccl (default: all)",
+    "launchers": "default: the one that fits each",
+    "model": "resnet18, mlp, transformer, ...",
+    "script": "your own program, instead of a model",
+    "output": "write report.html, plots, tables and raw data",
+    "save_choice": "the fastest becomes what init('auto') takes",
+    "dry_run": "print the command lines and do nothing",
+}
 INTERRUPTED = 130
 UNTOLD: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, which only the verification reads
 NEEDED = ("pydantic", "jinja2", "matplotlib")  # the last ones for --output
@@ -88,6 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out("--csv", metavar="FILE", help="write one line for each launch")
     out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, where all is as here')
     out("--dry-run", action="store_true", help="print the command lines and do nothing")
+    completes(parser, {"launchers": tuple(LAUNCHERS), "backends": tuple(CARRIERS), "model": tuple(MODELS)})
     out("--timeout", type=float, default=600.0, metavar="S", help="seconds that one launch may take (default: 600)")
 
 
@@ -110,13 +130,13 @@ def run(args: argparse.Namespace) -> int:
                 for cell in rounds.left_in(number):
                     print(contest.planned(cell, number).line)
             return 0
-        launches, code = _launched(rounds, cells, kept, args.rounds)
+        launches, code = _launched(rounds, cells, kept)
         found = result(cells, refused, launches, rounds.ended)
         verdict = _report(args, found, launches, {cell.key: cell.label for cell in cells}, folder)
         return code or verdict
 
 
-def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int) -> tuple[list[Launch], int]:
+def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch]) -> tuple[list[Launch], int]:
     """All launches, also where they were interrupted, and the exit code that says so."""
     from dualdist.compare.progress import progress
 
@@ -124,10 +144,10 @@ def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch], times: int)
     try:
         with termination_raises(), progress() as tell:
             begun = "from the run before" if kept else "begun"
-            tell(begun, len(launches), len(cells) * times, rounds.left_s())
+            tell(begun, len(launches), len(launches) + len(rounds.left), rounds.left_s())
             for launch in rounds:
                 launches.append(launch)
-                total = (len(cells) - len(rounds.failed)) * times + len(rounds.failed)
+                total = len(launches) + len(rounds.left)
                 failed = "" if launch.error is None else " FAILED"
                 tell(f"round {launch.round + 1}, {labels[launch.cell]}{failed}", len(launches), total, rounds.left_s())
     except KeyboardInterrupt:
@@ -145,16 +165,18 @@ def _report(
 
     jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
     kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), settings_of(args), jobs, asdict(found))
-    if args.csv is not None:
-        write_csv(Path(args.csv), launches, labels)
-    if args.json is not None:
-        write_json(kept, args.json)
     if args.json != "-":
         show(kept, list(tables(found)), sys.stdout)
-        print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}\nsame      {found.same}")
+        print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}")
+        if found.same.launches:
+            print(f"same      {found.same}")
         for sentence in found.further.values():
             print(f"          {sentence}")
-        print(f"verdict   {found.verdict.sentence}")
+        print(f"verdict   {found.verdict.sentence}", flush=True)
+    if args.json is not None:
+        write_json(kept, args.json)
+    if args.csv is not None:
+        write_csv(Path(args.csv), launches, labels)
     if args.output is not None:
         from dualdist.compare import page
 
@@ -204,11 +226,8 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
             finally:
                 shutil.rmtree(folder / RUNNING, ignore_errors=True)
         return
-    made = tempfile.mkdtemp(prefix="dualdist-compare-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="dualdist-compare-", ignore_cleanup_errors=True) as made:
         yield Path(made)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:

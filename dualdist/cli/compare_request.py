@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dualdist
+from dualdist import choices
+from dualdist.asked import ask_torch
 from dualdist.compare.cases import MODELS, TrainOptions
 from dualdist.compare.cells import DEFAULT_REFERENCES, OURS, Cell, Facts, Refused, places_of, references, sorted_out
 from dualdist.compare.jobs import Setting
 from dualdist.compare.machine import machine, versions
-from dualdist.compare.report import check_json
-from dualdist.doctor import diagnose
+from dualdist.compare.report import check_file
+from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers import Command, Site
+from dualdist.launchers import Site
 from dualdist.launchers.planning import SLURM_JOB
-from dualdist.launchers.run import run as run_command
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Script
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-GPUS = "import torch; print(torch.cuda.device_count())"
 
 
 def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
@@ -36,7 +36,7 @@ def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[li
     facts = Facts(
         gpus=0 if args.device == "cpu" else _gpus(site),
         device=args.device,
-        backends=diagnose(os.environ).backends,
+        backends=installed_backends(),
         is_in_slurm=SLURM_JOB in os.environ,
         is_script=args.script is not None,
     )
@@ -64,11 +64,10 @@ def _gpus(site: Site) -> int:
     """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
     if versions().get("torch", "").endswith("+cpu"):
         return 0
-    done = run_command(Command((site.python, "-c", GPUS)), timeout_s=120, what="looking for GPUs")
-    last = (done.output.split() or [""])[-1]
-    if done.code != 0 or not last.isdecimal():
-        raise LaunchError(f"torch cannot be imported by {site.python}:\n{done.output.strip()}")
-    return int(last)
+    said = ask_torch(os.environ)
+    if isinstance(said, str):
+        raise LaunchError(f"torch cannot be imported by {site.python}: {said}")
+    return said.gpus
 
 
 def _words(text: str | None) -> list[str] | None:
@@ -111,7 +110,10 @@ def seconds(text: str) -> float:
 
 def check(args: argparse.Namespace) -> None:
     """UsageError for what cannot be right, before anything takes time."""
-    check_json(args.json)
+    check_file("--json", args.json)
+    check_file("--csv", args.csv)
+    if args.save_choice:
+        choices.load(choices.path_of(os.environ))
     seconds(args.budget)
     if args.model not in MODELS:
         raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
@@ -140,9 +142,14 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "steps", "env"]
-    names += ["script", "arguments"] if args.script is not None else ["model", "batch", "image_size"]
-    return {name: getattr(args, name) for name in names}
+    """As they count: what was left open has the value that it gets."""
+    names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
+    names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
+    found = {name: getattr(args, name) for name in names}
+    if args.script is not None:
+        return {**found, "steps": args.steps or SCRIPT_STEPS}
+    model = MODELS[args.model]
+    return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
 
 
 def conditions_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _against(place: Place, setting: Setting, site: Site, facts: Facts) -> Iterat
     except DualdistError as error:
         yield str(error)
     if place.launcher == "srun" and not facts.is_in_slurm:
-        yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start dualdist compare in one"
+        yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
     if place.transport == "nccl":
         yield from _against_nccl(place, setting, facts)
     elif place.backend == "native" and facts.uses_gpus:

@@ -21,7 +21,7 @@ def chosen(contenders: Launches, at: str) -> Iterator[Saved | str]:
             yield f"nothing saved for {conditions}: {next(iter(found))} was the only one that it started"
             continue
         first, *others = ranking(found)
-        ratios = {other: step_ratio(found[other], found[first]) for other in others}
+        ratios = {other: step_ratio(found[other], found[first], among=len(others)) for other in others}
         slower = {other: each for other, each in ratios.items() if each and each.value > 1 and each.differs_from(1.0)}
         if not slower:
             yield f"nothing saved for {conditions}: no difference that these runs can show"

@@ -14,6 +14,7 @@ from dualdist.compare.paired import Centre, centre, difference_of
 from dualdist.compare.sameness import Sameness, sameness
 from dualdist.compare.statistics import LOADED_CORES, NOISY_ROUNDS, is_loaded
 from dualdist.compare.verdict import Verdict, against, pairs, ranking, step_ratio, verdict
+from dualdist.launchers.tracebacks import exception_in
 
 LATENCY_BYTES = 8
 
@@ -67,7 +68,7 @@ class Result:
     further: Mapping[str, str]  # a sentence on the winner and each of the others
     same: Sameness
     cells: list[Figures]
-    refused: list[Refused]
+    refused: list[Refused]  # cannot run here, were never launched, or failed, though perhaps not at once
     ended: str
     noise: str
     launches: int
@@ -76,8 +77,8 @@ class Result:
 def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence[Launch], ended: str) -> Result:
     """Judge what was launched."""
     found = by_cell(launches)
-    errors = {launch.cell: launch.error for launch in launches if launch.error is not None}
-    failed = [Refused(cell, errors[cell.key] or "") for cell in cells if cell.key in errors and cell.key not in found]
+    failed = {launch.cell: launch for launch in launches if launch.error is not None}
+    missing = [Refused(cell, why) for cell in cells if (why := _missing(cell, found, failed, ended)) is not None]
     measured = [cell for cell in cells if cell.key in found]
     training = {cell.label: found[cell.key] for cell in measured if cell.kind not in APART}
     same = sameness(training)
@@ -94,11 +95,28 @@ def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence
             _figures(cell, found, contending.get(fastest or "", []))
             for cell in sorted(measured, key=lambda each: (each.kind in APART, order.index(each.label)))
         ],
-        refused=[*refused, *failed],
+        refused=[*refused, *missing],
         ended=ended,
         noise=_noise(launches),
         launches=len(launches),
     )
+
+
+def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str, Launch], ended: str) -> str | None:
+    """Why a cell has no launch, or no more of them; None where it never failed."""
+    if cell.key not in failed:
+        return None if cell.key in found else f"it was never launched: {ended}"
+    last = failed[cell.key]
+    if cell.key not in found:
+        return last.error
+    return f"in round {last.round + 1} it failed, and was not launched again: {last_words(last.error or '')}"
+
+
+def last_words(reason: str) -> str:
+    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
 
 
 def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> Figures:
@@ -172,6 +190,8 @@ def _curve(launches: Sequence[Launch]) -> list[Point]:
 
 def _noise(launches: Sequence[Launch]) -> str:
     known = [each.foreign_cores for each in launches if each.foreign_cores is not None]
+    if all(each.error is not None for each in launches):
+        return "nothing ran that could tell how busy it was"
     if not known:
         return "this system does not tell how busy it was with the work of others"
     loaded = sum(map(is_loaded, known))

@@ -61,7 +61,7 @@ def _claim(folder: Path, conditions: Mapping[str, Any]) -> None:
         before = json.loads(file.read_text())
         if not isinstance(before, dict):
             raise ValueError(f"{CONDITIONS} holds no conditions")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unusable(folder, error) from error
     differing = [
         f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"

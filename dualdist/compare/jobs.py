@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from dualdist.compare.machine import CpuUse, foreign_cores, read_cpu
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import LAUNCHERS, Command, Job, Site, command
 from dualdist.launchers.run import run
-from dualdist.session import BACKENDS, TRANSPORTS
+from dualdist.launchers.tracebacks import exception_in
+from dualdist.meeting.selection import BACKENDS, TRANSPORTS
 
 WORKER = ("-m", "dualdist.compare.worker")
 SPAWNED = ("-m", "dualdist.compare.spawned")
@@ -121,7 +123,10 @@ def launched(planned: Planned, timeout_s: float) -> list[dict[str, Any]]:
     foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
     missing = [path for path in planned.reports if not path.exists()]
     if result.code != 0 or missing:
-        shown = "\n".join(result.output.strip().splitlines()[-SHOWN_LINES:])
+        output = re.sub(f"^(?:{planned.command.prefix})", "", result.output.strip(), flags=re.MULTILINE)
+        shown, told = "\n".join(output.splitlines()[-SHOWN_LINES:]), exception_in(output)
+        if told is not None and told not in shown:  # torchrun alone has as many lines to say after it
+            shown = f"{told}\n[...]\n{shown}"
         why = f"exit code {result.code}" if result.code else "it left no report"
         raise LaunchError(f"{planned.what} failed ({why}): {planned.line}\n{shown}")
     return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]

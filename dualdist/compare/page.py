@@ -10,12 +10,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dualdist.compare.figures import Figures, Result
+from dualdist.compare.figures import Figures, Result, last_words
 from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.machine import Machine
 from dualdist.compare.plots import plots
 from dualdist.compare.report import size_words
-from dualdist.compare.tables import curve_table, last_words, tables, write_csv
+from dualdist.compare.tables import curve_table, tables, write_csv
 
 TEMPLATE = "page.html.j2"
 PAGE, DATA, TABLE = "report.html", "comparison.json", "launches.csv"
@@ -48,7 +48,7 @@ def render(
     environment = Environment(
         loader=PackageLoader("dualdist", "compare"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    settings = {name: value for name, value in kept["settings"].items() if value not in ({}, [], None, 0, "")}
+    settings = {name: value for name, value in kept["settings"].items() if value not in ({}, [], None)}
     return environment.get_template(TEMPLATE).render(
         result=result,
         kept={**kept, "machine_words": str(Machine(**kept["machine"]))},

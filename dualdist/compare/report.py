@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +48,7 @@ def record(
 def heading(kept: dict[str, Any]) -> str:
     """The lines that every table needs above it."""
     settings = kept["settings"]
-    shared = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in ({}, None))
+    shared = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in ({}, [], None))
     return (
         f"machine   {machine()}\n"
         f"versions  {', '.join(f'{name} {release}' for name, release in kept['versions'].items())}\n"
@@ -117,10 +118,15 @@ def write_json(kept: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def check_json(where: str | None) -> None:
+def check_file(option: str, where: str | None) -> None:
     """UsageError now rather than after an hour of measuring, where the file could not be written."""
-    if where not in (None, "-") and not Path(str(where)).resolve().parent.is_dir():
-        raise UsageError(f"--json {where}: there is no folder {Path(str(where)).resolve().parent}; name another file")
+    if where in (None, "-"):
+        return
+    path = Path(str(where)).resolve()
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {where}: this cannot be written; name another file")
 
 
 def milliseconds(seconds: float) -> str:

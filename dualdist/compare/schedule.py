@@ -45,6 +45,8 @@ class Rounds:
         self._limits = limits
         self._launch = launch
         self._done = {(each.cell, each.round) for each in done}
+        # The others' launches of the rounds before are of another day: beside them a cell would be in other weather.
+        self._first = max((each.round for each in done), default=0)
         self._seconds: dict[str, list[float]] = {}
         for each in done:
             self._seconds.setdefault(each.cell, []).append(each.seconds)
@@ -76,14 +78,20 @@ class Rounds:
         return self._clock() - self._began
 
     def left_in(self, number: int) -> list[Cell]:
-        """What this round has still to launch; a cell that has failed is not tried again."""
+        """What this round has still to launch: no cell that has failed, and nothing before the last round begun."""
+        if number < self._first:
+            return []
         cells = order_of(self._cells, number, self._seed)
         return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
 
+    @property
+    def left(self) -> list[Cell]:
+        """All that would be launched, had it no budget; a cell once for every round."""
+        return [cell for number in range(self._limits.rounds) for cell in self.left_in(number)]
+
     def left_s(self) -> float:
         """About how long the rest will take."""
-        all_left = [cell for number in range(self._limits.rounds) for cell in self.left_in(number)]
-        return max(0.0, min(self._cost(all_left), self._limits.budget_s - self.spent_s))
+        return max(0.0, min(self._cost(self.left), self._limits.budget_s - self.spent_s))
 
     def _cost(self, cells: Sequence[Cell]) -> float:
         known = [seconds for each in self._seconds.values() for seconds in each]

@@ -18,7 +18,7 @@ from dualdist.compare.cases import COMMUNICATING, WITH_TORCH, StepOptions
 from dualdist.compare.interleaving import Turn, interleave, repeats_to_fill, timed, together
 from dualdist.compare.machine import peak_kib, reset_peak, resident_kib
 from dualdist.compare.models import Case, case_of
-from dualdist.recording import digest
+from dualdist.fingerprint import digest
 from dualdist.topology import Topology
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9

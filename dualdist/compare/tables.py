@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dualdist.compare.figures import Figures, Result
+from dualdist.compare.figures import Figures, Result, last_words
 from dualdist.compare.launches import Launch
 from dualdist.compare.paired import LEAST_LAUNCHES, Centre
 from dualdist.compare.report import Table, size_words
@@ -59,13 +59,13 @@ COLUMNS = (
 
 
 def tables(result: Result) -> Iterator[Table]:
-    """Speed, cost, and what could not run."""
+    """Speed, cost, and what is missing."""
     if result.cells:
         yield speed_table(result.cells)
         yield cost_table(result.cells)
     if result.refused:
         rows = tuple((each.cell.label, last_words(each.reason)) for each in result.refused)
-        yield Table("Cannot run here", ("contender", "why"), rows, words=2)
+        yield Table("Missing", ("contender", "why"), rows, words=2)
 
 
 def speed_table(cells: Sequence[Figures]) -> Table:
@@ -129,12 +129,6 @@ def _cost(cell: Figures) -> tuple[str, ...]:
 
 def _mib(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 2**20:.0f}"
-
-
-def last_words(reason: str) -> str:
-    """One line of an error that may be a whole output: the last one that names an error, else the first."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line or "error:" in line), lines[0] if lines else "")
 
 
 def curve_table(cells: Sequence[Figures]) -> Table:

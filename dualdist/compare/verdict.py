@@ -46,10 +46,12 @@ def pairs(one: Sequence[Launch], other: Sequence[Launch]) -> tuple[list[Launch],
     return both, [theirs[launch.round] for launch in both]
 
 
-def step_ratio(over: Sequence[Launch], under: Sequence[Launch]) -> Centre | None:
+def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 1) -> Centre | None:
     """The step time of one contender over that of another; None where no round had both."""
     first, second = pairs(over, under)
-    return ratio_of([each.step_s for each in first], [each.step_s for each in second]) if first else None
+    if not first:
+        return None
+    return ratio_of([each.step_s for each in first], [each.step_s for each in second], among=among)
 
 
 def verdict(launches: Mapping[str, Sequence[Launch]], same: Sameness) -> Verdict:

@@ -333,6 +333,8 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
         (("--script", "nowhere.py"), "there is no script 'nowhere.py'"),
         (("--device", "cuda"), "--device cuda, but torch sees no GPU here"),
         (("--output", "/proc/nowhere"), "--output /proc/nowhere: cannot be used"),
+        (("--csv", "/nowhere/x.csv"), "--csv /nowhere/x.csv: there is no folder /nowhere; name another file"),
+        (("--csv", "/tmp"), "--csv /tmp: this cannot be written; name another file"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], told: str) -> None:

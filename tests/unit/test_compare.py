@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from dualdist.compare.bench_startup import where_raw_starts
 from dualdist.compare.bench_step import check
 from dualdist.compare.cases import CONTENDERS, MODELS, StepOptions
 from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
-from dualdist.compare.jobs import Place, Setting, places, worker_command
+from dualdist.compare.jobs import Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
 from dualdist.compare.report import Table, plain, size_words
-from dualdist.errors import UsageError
-from dualdist.launchers import Site
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launchers import Command, Site
 
 SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")
 
@@ -109,6 +110,17 @@ def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() ->
     built = worker_command(Place("native", None, "spawn"), ["step"], Setting(3, device="cpu"), SITE)
     assert built.argv[:4] == ("/v/python", "-m", "dualdist.compare.spawned", "3")
     assert built.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("prefix", ["", "[1,1]<stderr>:"])
+def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_says_after_it(prefix: str) -> None:
+    program = f"print('{prefix}ValueError: boom'); [print('after', n) for n in range(99)]; raise SystemExit(3)"
+    failing = Planned("x", Command((sys.executable, "-c", program), prefix=r"\[\d+,\d+\]<\w+>:"), ())
+    with pytest.raises(LaunchError) as told:
+        launched(failing, 60)
+    head, exception, *shown = str(told.value).splitlines()
+    assert head.startswith("x failed (exit code 3): ")
+    assert (exception, shown[-1], len(shown)) == ("ValueError: boom", "after 98", 31)
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:

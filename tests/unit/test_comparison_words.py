@@ -15,12 +15,12 @@ from comparisons import launch
 from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds
 from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.figures import result
+from dualdist.compare.figures import last_words, result
 from dualdist.compare.folder import CONDITIONS, claimed
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
-from dualdist.compare.tables import last_words, tables, write_csv
+from dualdist.compare.tables import tables, write_csv
 from dualdist.errors import UsageError
 
 CELL = Cell(OURS, Place("native", "shm", "torchrun"))
@@ -47,6 +47,8 @@ def test_of_a_long_output_the_error_is_told() -> None:
         last_words("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
         == "RuntimeError: no memory"
     )
+    told = "[rank1]: Traceback\n[rank1]: ValueError: boom\ndualdist.errors.RankLostError: rank 1\nTraceback\n"
+    assert last_words(f"{told}torch.elastic.errors.ChildFailedError:\n====\n") == "ValueError: boom"
     assert last_words("mpi4py is not installed") == "mpi4py is not installed"
     assert last_words("") == ""
 
@@ -91,6 +93,8 @@ def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) ->
     assert conditions("--self-check", "5") == conditions("--self-check", "5", "--rounds", "3", "--budget", "1h")
     assert conditions("--self-check", "5") != conditions("--self-check", "50")
     assert set(conditions()["versions"]) >= {"dualdist", "torch"}
+    assert (conditions("--model", "mlp")["batch"], conditions("--model", "mlp")["steps"]) == (64, 100)
+    assert conditions("--model", "mlp") == conditions("--model", "mlp", "--batch", "64")
     script, other = tmp_path / "train.py", tmp_path / "other.py"
     words = ("--script", str(script))
     for path in (script, other):

@@ -1,0 +1,91 @@
+"""What stands for a tensor's bits: the same where they are, another where any of them is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualdist.fingerprint import CHUNK_WORDS, digest, fingerprints
+
+DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
+
+
+def one(tensor: torch.Tensor) -> bytes:
+    return fingerprints([tensor])[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 7, CHUNK_WORDS - 1, CHUNK_WORDS, 2 * CHUNK_WORDS + 5])
+def test_every_bit_counts_and_nothing_else(dtype: torch.dtype, count: int) -> None:
+    tensor = torch.arange(count).remainder(2).to(dtype)
+    before = one(tensor)
+    assert one(tensor.clone()) == before
+    assert one(torch.cat([tensor, tensor])[count:]) == before, "wherever it lies"
+    assert one(torch.stack([tensor, tensor], 1)[:, 0]) == before, "with gaps in between"
+    data = tensor.view(torch.uint8)
+    for place in {0, len(data) // 2, len(data) - 1}:
+        for bit in (0, 7):
+            data[place] ^= 1 << bit
+            assert one(tensor) != before, (place, bit)
+            data[place] ^= 1 << bit
+    assert one(tensor) == before
+
+
+def test_signs_that_change_in_pairs_are_seen() -> None:
+    """Modulo a power of two, twice the highest bit is nothing."""
+    tensor = torch.ones(1000)
+    before = one(tensor)
+    for first in range(8):
+        for second in range(first):
+            changed = tensor.clone()
+            changed[[first, second]] = -1.0
+            assert one(changed) != before
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(-3, 3)), min_size=1, max_size=6, unique_by=lambda t: t[0]))
+def test_small_changes_do_not_cancel(changes: list[tuple[int, int]]) -> None:
+    bits = torch.arange(100, dtype=torch.int32)
+    changed = bits.clone()
+    for place, change in changes:
+        changed[place] += change
+    assert (one(changed.view(torch.float32)) == one(bits.view(torch.float32))) == torch.equal(bits, changed)
+
+
+def test_length_and_order_count() -> None:
+    x = torch.tensor([1.0, 2.0, 0.0])
+    assert (
+        len({one(x), one(x[:2]), one(x.flip(0)), one(torch.tensor([])), one(torch.zeros(1)), one(torch.zeros(2))}) == 6
+    )
+    assert digest([x, x[:2]]) != digest([x[:2], x])
+    assert digest([]) == digest([])
+
+
+def test_what_torch_has_put_off_and_nan_have_bits_too() -> None:
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert one(z.conj()) == one(z.conj().resolve_conj()) != one(z)
+    nan = torch.tensor([math.nan])
+    assert one(nan) == one(nan.clone())
+    other = nan.clone()
+    other.view(torch.int32).add_(1)
+    assert other.isnan().all()
+    assert one(other) != one(nan)
+
+
+def test_it_is_the_hash_that_it_says() -> None:
+    """With integers of any length, and without torch: so it is the same on every machine and device."""
+    count = CHUNK_WORDS + 3
+    tensor = torch.arange(count, dtype=torch.int32) * 12345 - 7
+    stream = hashlib.shake_256(b"dualdist").digest(8 * CHUNK_WORDS)
+    factors = [int.from_bytes(stream[n : n + 8], "little", signed=True) for n in range(0, len(stream), 8)]
+    words = tensor.tolist()
+    sums = [
+        sum(factor * word for factor, word in zip(factors, words[start : start + CHUNK_WORDS], strict=False))
+        for start in (0, CHUNK_WORDS)
+    ]
+    said = (4 * count).to_bytes(8, "little") + b"".join((each % 2**64).to_bytes(8, "little") for each in sums)
+    assert one(tensor) == hashlib.sha256(said).digest()[:16]
