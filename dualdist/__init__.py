@@ -35,7 +35,8 @@ from dualdist.api import (
     transport,
     wrap_optimizer,
 )
-from dualdist.errors import CheckpointError, DualdistError
+from dualdist.diagnosis import check_consistency, slow_ranks
+from dualdist.errors import CheckpointError, DualdistError, TrainingError
 from dualdist.operations import (
     allgather,
     allreduce,
@@ -49,29 +50,42 @@ from dualdist.operations import (
     grouped_reducescatter,
     reducescatter,
 )
+from dualdist.rooted_operations import gather, scatter
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
+    from dualdist import elastic
     from dualdist.data import Sampler
     from dualdist.loading import loader
+    from dualdist.metric import Metric
     from dualdist.running import run
+    from dualdist.saying import info, print, setup_logging
+    from dualdist.showing import progress
     from dualdist.spawning import spawn
     from dualdist.sync_batch_norm import SyncBatchNorm
 
 # What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
 LATER = {
+    "Metric": "metric",
     "Sampler": "data",
     "SyncBatchNorm": "sync_batch_norm",
+    "info": "saying",
     "loader": "loading",
+    "print": "saying",
+    "progress": "showing",
     "run": "running",
+    "setup_logging": "saying",
     "spawn": "spawning",
 }
+MODULES = ("elastic",)
 
 __all__ = [
     "CheckpointError",
     "DualdistError",
+    "Metric",
     "Sampler",
     "SyncBatchNorm",
+    "TrainingError",
     "__version__",
     "allgather",
     "allgather_object",
@@ -85,11 +99,15 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_consistency",
     "device",
+    "elastic",
+    "gather",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
+    "info",
     "init",
     "is_initialized",
     "join",
@@ -101,13 +119,18 @@ __all__ = [
     "new_group",
     "node",
     "nodes",
+    "print",
+    "progress",
     "rank",
     "reducescatter",
     "remove_group",
     "run",
     "save_checkpoint",
+    "scatter",
+    "setup_logging",
     "shutdown",
     "size",
+    "slow_ranks",
     "spawn",
     "transport",
     "wrap_optimizer",
@@ -115,9 +138,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Of LATER, what is asked for."""
-    if name not in LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Of LATER, what is asked for, or the module of that name."""
     import importlib
 
+    if name in MODULES:
+        return importlib.import_module(f"dualdist.{name}")
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dualdist.{LATER[name]}"), name)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
+from dualdist.arguments import path_of
 from dualdist.compiling import uncompiled
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.bucket_plan import GradientOp
-    from dualdist.checkpoint import Saver, Saving
-    from dualdist.compression import Compressor
+    from dualdist.checkpoints.saving import Saver, Saving
     from dualdist.data import Sampler
     from dualdist.group import Group
+    from dualdist.meeting.opening import Session
+    from dualdist.reducing.bucket_plan import GradientOp
+    from dualdist.reducing.compression import Compressor
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
@@ -40,52 +41,93 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     Errors: TopologyError (the launcher's variables are wrong, or the ranks contradict each other),
     BackendUnavailableError, UnsupportedError (this launcher cannot start that backend), RendezvousError (ranks missing
     within the timeout), AlreadyInitializedError, UsageError.
+
+    >>> dd.init(timeout_s=60)
+    >>> f"rank {dd.rank()} of {dd.size()}, started by {dd.launcher()}, on {dd.backend()}"
+    'rank 0 of 1, started by none, on single'
     """
     session.init(backend, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
-    """Leave the job: every rank calls this when nothing is under way. init() may follow again."""
+    """Leave the job: every rank calls this when nothing is under way. init() may follow again.
+
+    >>> dd.shutdown()
+    >>> dd.is_initialized()
+    False
+    """
     session.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether this process is between init() and shutdown()."""
+    """Whether this process is between init() and shutdown().
+
+    >>> dd.is_initialized()
+    True
+    """
     return session.is_open()
 
 
 def rank() -> int:
-    """0 <= rank < size; unique in the job."""
+    """0 <= rank < size; unique in the job.
+
+    >>> dd.rank()
+    0
+    """
     return session.current().topology.rank
 
 
 def size() -> int:
-    """The number of ranks in the job."""
+    """The number of ranks in the job.
+
+    >>> dd.size()
+    1
+    """
     return session.current().topology.size
 
 
 def local_rank() -> int:
-    """0 <= local_rank < local_size; unique on this node."""
+    """0 <= local_rank < local_size; unique on this node.
+
+    >>> dd.local_rank()
+    0
+    """
     return session.current().topology.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node, which may differ from node to node."""
+    """The number of ranks on this node, which may differ from node to node.
+
+    >>> dd.local_size()
+    1
+    """
     return session.current().topology.local_size
 
 
 def node() -> int:
-    """0 <= node < nodes; the same for all ranks of a node."""
+    """0 <= node < nodes; the same for all ranks of a node.
+
+    >>> dd.node()
+    0
+    """
     return session.current().topology.node
 
 
 def nodes() -> int:
-    """The number of nodes that have ranks."""
+    """The number of nodes that have ranks.
+
+    >>> dd.nodes()
+    1
+    """
     return session.current().topology.nodes
 
 
 def backend() -> str:
-    """What moves the tensors: "native", "horovod", "mpi", or "single" in a job of one that no launcher started."""
+    """What moves the tensors: "native", "horovod", "mpi", or "single" in a job of one that no launcher started.
+
+    >>> dd.backend()
+    'single'
+    """
     return session.current().backend.name
 
 
@@ -93,23 +135,36 @@ def transport() -> str:
     """What carries tensors of this rank's device: "shm", "gloo", "nccl", "mpi", or "none" where nothing has to move.
 
     "shm" is the memory that ranks of one host share; where there are several hosts, Gloo between them.
+
+    >>> dd.transport()
+    'none'
     """
     return session.current().backend.transport
 
 
 def launcher() -> str:
-    """What started the ranks: "torchrun", "horovodrun", "mpirun", "srun", "spawn", "none" and others."""
+    """What started the ranks: "torchrun", "horovodrun", "mpirun", "srun", "spawn", "none" and others.
+
+    >>> dd.launcher()
+    'none'
+    """
     return session.current().topology.launcher
 
 
 def device() -> torch.device:
-    """This rank's GPU, which init() made the current one, or the CPU where there is none."""
+    """This rank's GPU, which init() made the current one, or the CPU where there is none.
+
+    >>> model = torch.nn.Linear(2, 1).to(dd.device())
+    """
     return session.current().device
 
 
 @uncompiled
 def barrier(*, group: Group | None = None) -> None:
-    """Every rank has called this when it returns. It does not wait for other operations that are under way."""
+    """Every rank has called this when it returns. It does not wait for other operations that are under way.
+
+    >>> dd.barrier()
+    """
     from dualdist import collectives
 
     collectives.barrier(session.group_or_world(group))
@@ -122,6 +177,9 @@ def join(*, group: Group | None = None) -> int:
     Until then this rank takes part in the others' allreduces and gradients with zeros; a mean still divides by the
     number of all ranks. Whatever else the others call is refused with MismatchError there. The ranks' models differ
     afterwards: broadcast_parameters from the rank that is returned.
+
+    >>> dd.join()
+    0
     """
     from dualdist.collectives import stand_in
     from dualdist.joining import join
@@ -135,19 +193,30 @@ def new_group(ranks: Sequence[int]) -> Group:
 
     Groups may overlap and contain each other. A rank that is no member gets a group too, with which it can do nothing;
     `group.is_member`, `group.rank` (the place among the members, or -1), `group.size` and `group.ranks` tell.
+
+    >>> group = dd.new_group([0])
+    >>> dd.allreduce(torch.ones(1), group=group)
+    tensor([1.])
     """
     return session.new_group(ranks)
 
 
 @uncompiled
 def remove_group(group: Group) -> None:
-    """The group exists no more; every rank of the job calls this, when nothing is under way on the group."""
+    """The group exists no more; every rank of the job calls this, when nothing is under way on the group.
+
+    >>> dd.remove_group(dd.new_group([0]))
+    """
     session.remove_group(group)
 
 
 @uncompiled
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
-    """Root's object on every rank. It is pickled: use it among ranks of your own job only."""
+    """Root's object on every rank. It is pickled: use it among ranks of your own job only.
+
+    >>> dd.broadcast_object({"lr": 0.1})
+    {'lr': 0.1}
+    """
     from dualdist import objects
 
     return objects.broadcast_object(session.group_or_world(group), obj, root)
@@ -155,7 +224,11 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
 
 @uncompiled
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
-    """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only."""
+    """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only.
+
+    >>> dd.allgather_object(f"rank {dd.rank()}")
+    ['rank 0']
+    """
     from dualdist import objects
 
     return objects.allgather_object(session.group_or_world(group), obj)
@@ -172,6 +245,8 @@ def broadcast_parameters(
 
     `params` is a module (its parameters and buffers), a state_dict, or named parameters. MismatchError on every rank
     where the ranks' models differ; it names what differs.
+
+    >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
     """
     from dualdist import replicate
 
@@ -180,7 +255,11 @@ def broadcast_parameters(
 
 @uncompiled
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
-    """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped."""
+    """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
+    """
     from dualdist import replicate
 
     replicate.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
@@ -198,6 +277,7 @@ def wrap_optimizer(
     sparse_as_dense: bool = False,
     bucket_mb: float = 25,
     first_bucket_mb: float = 1,
+    check_every: int | None = None,
     group: Group | None = None,
 ) -> OptimizerT:
     """The same optimizer, whose parameters' gradients are reduced over all ranks whenever a backward() returns.
@@ -223,14 +303,27 @@ def wrap_optimizer(
     mean over all ranks. Parameters that are added by add_param_group or unfrozen later are reduced too, those of two
     wrapped optimizers by the newer one. After shutdown() and a new init(), wrap again.
 
+    With check_every=n no step is taken with gradients that are NaN or infinite: step() raises NonFiniteError on every
+    rank, which names them and the ranks on whose part it was so. Before the first step and every n-th after it
+    parameters are compared, and DriftError names the first that differs. Nothing has changed then, and training may go
+    on. What a loss scaler passes over (GradScaler skips the step) or the program has put right before step() is no
+    error. Costs a look at the reduced gradients, for which the program waits for the GPU, and at the n-th steps one at
+    the parameters. While some ranks have joined, parameters are not compared.
+
     `named_parameters` (model.named_parameters()) gives errors their names.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> dd.wrap_optimizer(optimizer, model.named_parameters()) is optimizer
+    True
     """
-    from dualdist import gradients
-    from dualdist.bucket_plan import Recipe, bucket_bytes
-    from dualdist.compression import compressor_of
+    from dualdist.reducing import wrapping as gradients
+    from dualdist.reducing.bucket_plan import Recipe, bucket_bytes
+    from dualdist.reducing.compression import compressor_of
+    from dualdist.reducing.step_checks import checked_every
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
-    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes)
+    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes, checked_every(check_every))
     gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
     session.recorded(optimizer)
     return optimizer
@@ -291,17 +384,15 @@ def save_checkpoint(
 
     Errors, on every rank: CheckpointError (the disk is full, read-only, gone or does not answer within timeout_s of
     init; the earlier checkpoints are as they were), UsageError (something cannot be saved, or was not counted).
-    """
-    from dualdist import checkpoint
 
+    >>> model = torch.nn.Linear(2, 1)
+    >>> dd.save_checkpoint("run", model=model, epoch=3)
+    'run/checkpoint-00000001.pt'
+    """
     here = session.current()
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | extra
-    saver: Saver | None = here.extras.get(SAVER)
-    if saver is None:
-        saver = here.extras[SAVER] = checkpoint.Saver(here.world, here.device, here.timeout_s)
-        here.endings.append(saver.settle)
-    saving = saver.save(Path(path), parts, keep, async_op=async_op)
+    saving = _saver(here).save(path_of(path), parts, keep, async_op=async_op)
     return saving if async_op else saving.wait()
 
 
@@ -333,13 +424,30 @@ def load_checkpoint(
 
     Errors, on every rank: CheckpointError (no good file, or the objects are of other names or shapes, and then nothing
     has changed anywhere), UsageError.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> path = dd.save_checkpoint("run", model=model, epoch=3)
+    >>> dd.load_checkpoint("run", model=model)
+    {'epoch': 3}
     """
-    from dualdist import resuming
+    from dualdist.checkpoints import loading as resuming
 
     here = session.current()
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | objects
+    saver = _saver(here)
+    saver.settle()
+    return resuming.load(
+        here.world, here.device, here.timeout_s, path_of(path), parts, saver, required=required, random=random
+    )
+
+
+def _saver(here: Session) -> Saver:
+    """The checkpoints of this session."""
+    from dualdist.checkpoints import saving as checkpoint
+
     saver: Saver | None = here.extras.get(SAVER)
-    if saver is not None:
-        saver.settle()
-    return resuming.load(here.world, here.device, here.timeout_s, Path(path), parts, required=required, random=random)
+    if saver is None:
+        saver = here.extras[SAVER] = checkpoint.Saver(here.world, here.device, here.timeout_s)
+        here.endings.append(saver.settle)
+    return saver

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeVar
 
 from dualdist.errors import UsageError
 
 if TYPE_CHECKING:
     from dualdist.group import Group
+
+
+T = TypeVar("T")
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
@@ -21,11 +26,28 @@ def name_of(group: Group, kind: str, name: str | None) -> str:
 
 def whole(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
     """The numbers, NumPy's and tensors too, as int; UsageError unless they are integers."""
-    given = list(numbers)
+    given: object = numbers
     try:
+        given = list(numbers)
         return [operator.index(number) for number in given]
     except TypeError:
         raise UsageError(f"{what} {given}: expected integers") from None
+
+
+def several(given: Iterable[T]) -> list[T]:
+    """What a grouped operation takes."""
+    try:
+        return list(given)
+    except TypeError:
+        raise UsageError(f"expected a list of tensors, not a {type(given).__name__}") from None
+
+
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """A path in the file system."""
+    try:
+        return Path(given)
+    except TypeError:
+        raise UsageError(f"expected a path, not a {type(given).__name__}") from None
 
 
 def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:

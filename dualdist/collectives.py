@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,9 +11,24 @@ from dualdist import reductions
 from dualdist.arguments import name_of, root_of, scales_of, whole
 from dualdist.backends.base import Backend
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.group import Group, Handle, Operation
+from dualdist.group import Group
+from dualdist.handle import Handle, Operation
 from dualdist.moves import allgather_bytes, as_bytes
 from dualdist.negotiation import Offer
+from dualdist.operands import (
+    checked,
+    copy_of,
+    flattened,
+    from_bytes,
+    put_back,
+    require_own_memory,
+    require_tensor,
+    row_bytes,
+    rows_of,
+    spec_from,
+    spec_of,
+    values_of,
+)
 from dualdist.reductions import (
     Op,
     adasum_,
@@ -39,9 +53,10 @@ def allreduce(
     postscale: float = 1.0,
 ) -> Handle[torch.Tensor]:
     """The reduction over all ranks in a new tensor, shape and strides as given."""
+    require_tensor(tensor)
     if tensor.is_sparse:
         return sparse_allreduce(group, tensor, op, name, prescale, postscale)
-    return _allreduce(group, "allreduce", [_copy(tensor)], op, name, (prescale, postscale), _first)
+    return _allreduce(group, "allreduce", [copy_of(tensor)], op, name, (prescale, postscale), _first)
 
 
 def allreduce_(
@@ -65,7 +80,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Each tensor's reduction over all ranks in a new tensor; all of them or none."""
-    copies = [_copy(tensor) for tensor in tensors]
+    copies = [copy_of(tensor) for tensor in tensors]
     return _allreduce(group, "grouped_allreduce", copies, op, name, (prescale, postscale), list)
 
 
@@ -85,15 +100,6 @@ def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """What is in the tensor, without autograd; a sign that torch has put off to turn (z.conj()) is turned in a copy."""
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return _values(tensor.detach().clone())
-
-
 def _allreduce(
     group: Group,
     kind: str,
@@ -104,10 +110,10 @@ def _allreduce(
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
     scales = scales_of(*scales)
-    for tensor in _checked(tensors):
+    for tensor in checked(tensors):
         check_op(op, tensor.dtype)
         check_scales(scales, tensor.dtype)
-        _require_own_memory(tensor)
+        require_own_memory(tensor)
     if op == "adasum" and group.size & (group.size - 1):
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
     name = name_of(group, kind, name)
@@ -135,7 +141,7 @@ def _reduce_in_place(
     for tensor in tensors:
         if tensor.numel():
             kinds.setdefault(tensor.dtype, []).append(tensor)
-    flats = [_flat(members) for members in kinds.values()]
+    flats = [flattened(members) for members in kinds.values()]
     works = []
     for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
         scale_(flat, prescale)
@@ -148,26 +154,13 @@ def _reduce_in_place(
     for flat, members in zip(flats, kinds.values(), strict=True):
         settle_(flat, op, backend.size, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
-            _put_back(piece, member)
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one contiguous row: those of a single contiguous tensor themselves, others copied."""
-    if len(tensors) == 1:
-        return _values(tensors[0]).contiguous().view(-1)
-    return torch.cat([_values(tensor).reshape(-1) for tensor in tensors])
-
-
-def _put_back(result: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give the tensor its result, unless that was made in the tensor's own memory."""
-    if result.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(result.view(tensor.shape))
+            put_back(piece, member)
 
 
 def stand_in(offer: Offer) -> Operation[Any]:
     """The part of a rank that has joined in a reduction of the others: zeros."""
-    device = _device_of(offer.terms["device"])
-    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(_spec, offer.terms["tensors"])]
+    device = device_of(offer.terms["device"])
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, offer.terms["tensors"])]
     scales = offer.terms.get("prescale", 1.0), offer.terms.get("postscale", 1.0)
 
     def perform(backend: Backend, own: Sequence[Any]) -> None:
@@ -176,47 +169,9 @@ def stand_in(offer: Offer) -> Operation[Any]:
     return Operation(offer, perform, device)
 
 
-def spec(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Dtype and shape in words: "float32(17, 3)"."""
-    return f"{str(dtype).removeprefix('torch.')}{tuple(shape)}"
-
-
-def spec_of(tensor: torch.Tensor, *, but_rows: bool = False) -> str:
-    """Dtype and shape in words, "float32(*, 3)" where the number of rows may differ."""
-    if not but_rows:
-        return spec(tensor.dtype, tensor.shape)
-    return f"{spec(tensor.dtype, ())[:-1]}{', '.join(['*', *map(str, tensor.shape[1:])])})"
-
-
-def _spec(words: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    name, _, shape = words.partition("(")
-    return getattr(torch, name), ast.literal_eval(f"({shape}")
-
-
-def _device_of(kind: str) -> torch.device:
+def device_of(kind: str) -> torch.device:
+    """This rank's device of a kind that another rank named."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _checked(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors, if they can travel together."""
-    if not tensors:
-        raise UsageError("a grouped operation takes at least one tensor")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"expected a tensor, not a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(f"a tensor of layout {tensor.layout} cannot travel this way: convert it to dense")
-        if tensor.is_quantized:
-            raise UnsupportedError(f"a {tensor.dtype} tensor cannot travel: send tensor.int_repr() and its scale")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise UsageError(f"tensors on several devices in one operation: {sorted({str(t.device) for t in tensors})}")
-    return tensors
-
-
-def _require_own_memory(tensor: torch.Tensor) -> None:
-    """UsageError where several elements share one place in memory, which cannot be written element by element."""
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise UsageError("an expanded tensor cannot be written in place: pass tensor.contiguous()")
 
 
 def sparse_allreduce(
@@ -263,58 +218,42 @@ def _allgather(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    all_rows = [_rows(_values(tensor)) for tensor in _checked(tensors)]
+    all_rows = [rows_of(values_of(tensor)) for tensor in checked(tensors)]
     name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
-        sizes = [[count * _row_bytes(rows) for rows, count in zip(all_rows, counts, strict=True)] for counts in own]
+        sizes = [[count * row_bytes(rows) for rows, count in zip(all_rows, counts, strict=True)] for counts in own]
         mine = torch.cat([as_bytes(rows.contiguous()) for rows in all_rows])
         blocks = allgather_bytes(backend, mine, [sum(size) for size in sizes], f"op.{name}")
         pieces = blocks.split([nbytes for size in sizes for nbytes in size])
         results = []
         for number, rows in enumerate(all_rows):
             everybody = torch.cat(pieces[number :: len(all_rows)])
-            results.append(_from_bytes(everybody, rows.dtype, (sum(c[number] for c in own), *rows.shape[1:])))
+            results.append(from_bytes(everybody, rows.dtype, (sum(c[number] for c in own), *rows.shape[1:])))
         return pick(results)
 
     offer = Offer(kind, name, terms, [rows.shape[0] for rows in all_rows])
     return group.enter(Operation(offer, perform, tensors[0].device))
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, with at least one dimension."""
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
-
-
-def _from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor; torch views them in place only where they lie as the dtype wants."""
-    if data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype).reshape(*shape)
-
-
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in a new tensor; the shape is the same on every rank."""
-    return broadcast_(group, _copy(tensor), root, name)
+    return broadcast_(group, copy_of(tensor), root, name)
 
 
 def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
     root, place = root_of(group, root)
-    _require_own_memory(_checked([tensor])[0])
+    require_own_memory(checked([tensor])[0])
     name = name_of(group, "broadcast", name)
     terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        buffer = _values(tensor).contiguous()
+        buffer = values_of(tensor).contiguous()
         if buffer.numel():
             backend.broadcast_(as_bytes(buffer), place, f"op.{name}").wait()
-        _put_back(buffer, tensor)
+        put_back(buffer, tensor)
         return tensor
 
     return group.enter(Operation(Offer("broadcast", name, terms), perform, tensor.device))
@@ -346,21 +285,21 @@ def _alltoall(
     name: str | None,
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
-    rows = _values(_checked([tensor])[0])
+    rows = values_of(checked([tensor])[0])
     sent = _splits(rows, splits, group.size)
     name = name_of(group, "alltoall", name)
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
 
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         received = [theirs[backend.rank] for theirs in own]
-        width = _row_bytes(rows)
+        width = row_bytes(rows)
         sizes = [count * width for count in sent], [count * width for count in received]
         if any(sum(theirs) for theirs in own) and width:
             came = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
         else:
             came = torch.empty(0, dtype=torch.uint8, device=rows.device)
         like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
-        found = _from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
+        found = from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
         return pick([found, like.new_tensor(received)])
 
     return group.enter(Operation(Offer("alltoall", name, terms, sent), perform, tensor.device))
@@ -375,6 +314,11 @@ def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, siz
         if count % size:
             raise UsageError(f"alltoall of {count} rows between {size} ranks: they do not divide evenly, pass splits")
         return [count // size] * size
+    return splits_of(splits, count, size)
+
+
+def splits_of(splits: Sequence[int] | torch.Tensor, count: int, size: int) -> list[int]:
+    """How many of `count` rows go to each rank, as the caller says; UsageError where that cannot be."""
     sent = whole(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
     if len(sent) != size or any(split < 0 for split in sent) or sum(sent) != count:
         raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together {count}")
@@ -415,14 +359,14 @@ def _reducescatter(
     pick: Callable[[Sequence[torch.Tensor]], T],
 ) -> Handle[T]:
     scales = scales_of(*scales)
-    for tensor in _checked(tensors):
+    for tensor in checked(tensors):
         check_op(op, tensor.dtype)
         check_scales(scales, tensor.dtype)
         if op == "adasum":
             raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
-    given = [_values(tensor) if scales[0] == 1 else scale_(_copy(tensor), scales[0]) for tensor in tensors]
+    given = [values_of(tensor) if scales[0] == 1 else scale_(copy_of(tensor), scales[0]) for tensor in tensors]
     name = name_of(group, kind, name)
     terms = {"tensors": [spec_of(tensor) for tensor in tensors], **reduction_terms(tensors[0].device.type, op, scales)}
 
@@ -436,12 +380,12 @@ def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name:
     """Everybody's values for this rank's rows, reduced here in rank order: alike on every backend."""
     counts = shares(rows.shape[0], backend.size)
     mine = counts[backend.rank]
-    width = _row_bytes(rows)
+    width = row_bytes(rows)
     shape = (backend.size, mine, *rows.shape[1:])
     if not rows.numel():
         return rows.new_empty(shape[1:])
     sizes = [count * width for count in counts], [mine * width] * backend.size
-    came = _from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
+    came = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
     return settle_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
 
 

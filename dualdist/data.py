@@ -71,9 +71,14 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     Iterating yields what is left of `epoch`. Give it to dd.loader, which counts what the program gets; with a loader of
     your own, call record() after each step. Where an iteration ends the epoch is over, and the next one comes, without
-    set_epoch() too; left by `break`, it goes on there.
+    set_epoch() too; left by `break`, it goes on there. A loader of your own with drop_last=True hides the end: call
+    finish() behind its loop.
 
     `dataset` needs a length only. An iterable data set without one is read in its own order: pass shuffle=False.
+
+    >>> sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
+    >>> list(sampler)
+    [0, 1, 2, 3, 4]
     """
 
     _is_prepared: bool  # begin() was called, and __iter__() was not yet
@@ -97,6 +102,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         (self.seed,) = whole([seed], "seed")
         self.turn = 0  # iterations that have begun: those before the last one are over
+        self._drawn = 0  # the last of them of which all indices were drawn
+        self._in_vain = 0  # iterations, one after the other, of which nothing was recorded
         self._go_to(epoch=0, position=0)
 
     @property
@@ -128,6 +135,13 @@ class Sampler(torch.utils.data.Sampler[int]):
         """The samples that this rank has still to do of its share; None where nobody knows."""
         return None if self.count is None else len(self._share) - self._done
 
+    @property
+    def was_everybodys(self) -> bool:
+        """Whether all ranks had a batch when this one had the one recorded last; with "uneven" a rank may have more."""
+        if self.count is None or self.remainder != "uneven":
+            return True
+        return self._done_before < (self.count - self._share.start) // self._share.size
+
     def __len__(self) -> int:
         """The samples of this rank in the iteration under way, or else, also with its last one, in the next one."""
         if self._is_over():
@@ -137,10 +151,11 @@ class Sampler(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """This rank's indices of what is left of the epoch."""
         if not self._is_prepared:
+            self._require_use()
             self.begin()
             self._is_counted = False  # until somebody calls record()
         self._is_prepared = False
-        return iter(self._share.of(self._order()))
+        return self._indices(self._share.of(self._order()), self.turn)
 
     def begin(self) -> int:
         """A new iteration begins where the last one was left; for loaders, which get its number. Ends all others."""
@@ -157,6 +172,7 @@ class Sampler(torch.utils.data.Sampler[int]):
                 f"{count} more samples recorded of epoch {self._epoch}, of which this rank has {self.left} left: "
                 "record each batch once"
             )
+        self._done_before = self._done
         self._done += count
         self._is_counted = True
 
@@ -165,7 +181,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._is_spent = True
 
     def finish(self) -> None:
-        """The epoch is over; the next one comes. For loaders, at the end of an iteration."""
+        """The epoch is over; the next one comes. For loaders, at the end of an iteration that left samples out."""
         self._go_to(self._epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -208,6 +224,24 @@ class Sampler(torch.utils.data.Sampler[int]):
         wrong += [name for name in ("epoch", "position") if name not in wrong and state[name] < 0]
         return f"{', '.join(f'{name} is {state[name]!r}' for name in wrong)}" if wrong else ""
 
+    def _indices(self, mine: list[int], turn: int) -> Iterator[int]:
+        yield from mine
+        self._drawn = turn
+
+    def _require_use(self) -> None:
+        """UsageError where what is left of an epoch was drawn twice in vain, as it makes no batch of a loader's.
+
+        Once may have been a look at the first batch, beyond which workers draw all there is.
+        """
+        was_in_vain = self._drawn == self.turn and not self._done and self._share.start > 0 and bool(self.left)
+        self._in_vain = self._in_vain + 1 if was_in_vain else 0
+        if self._in_vain > 1:
+            raise UsageError(
+                f"the last {self.left} samples that this rank has of epoch {self._epoch} were drawn {self._in_vain} "
+                "times, and never recorded: a loader with drop_last=True makes no batch of them; call "
+                "sampler.finish() behind its loop, or use dd.loader"
+            )
+
     def _order_terms(self) -> dict[str, Any]:
         """What the order of an epoch depends on."""
         return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
@@ -225,6 +259,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._epoch = epoch
         self._share = self._share_from(position)
         self._done = 0  # of the share
+        self._done_before = 0  # what was recorded last
         self._is_under_way = self._is_prepared = self._is_spent = False
         self._is_counted = True
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dualdist.errors import DualdistError, RankLostError
+from dualdist.errors import CollectiveError, DualdistError, RankLostError
 
 T = TypeVar("T")
 
 
-# Seconds that stopping may take at the end of a process; it takes milliseconds where all ranks answer.
-EXIT_S = 10.0
+# Seconds that stopping may take at the end of a process; it takes milliseconds where all ranks answer, and for ever
+# where one does not: who has been told so waits for less.
+EXIT_S, EXIT_FAILED_S = 10.0, 2.0
 
 
 class Deadline:
@@ -67,13 +68,15 @@ def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], Dual
 
 
 def stop_at_exit(stop: Callable[[], None]) -> None:
-    """For atexit: stop, within EXIT_S seconds, or else end the process without; it would wait for a lost rank."""
+    """For atexit: stop, within some seconds, or else end the process without; it would wait for a lost rank."""
+    has_failed = isinstance(getattr(sys, "last_value", None), CollectiveError)
+    limit_s = EXIT_FAILED_S if has_failed else EXIT_S
 
     def late() -> DualdistError:
-        return RankLostError(f"another rank did not answer for {EXIT_S:g} s")
+        return RankLostError(f"another rank did not answer for {limit_s:g} s")
 
     try:
-        call_within(EXIT_S, stop, late)
+        call_within(limit_s, stop, late)
     except RankLostError as error:
         print(f"dualdist: {error}; this process ends without it", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -7,17 +7,24 @@ over the whole batch, so that gradients keep the size they have in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dualdist import collectives
 from dualdist.arguments import name_of, root_of
 from dualdist.errors import UnsupportedError
-from dualdist.group import Group, Handle
+from dualdist.group import Group
 from dualdist.reductions import Op, scale_
 
 Backward = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Waited(Protocol):
+    """Something under way, or that has arrived."""
+
+    def wait(self) -> Any:
+        """A tensor, or several."""
 
 
 def wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
@@ -26,7 +33,7 @@ def wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_gradient(
-    tensors: Sequence[torch.Tensor], forward: Callable[[Sequence[torch.Tensor]], Handle[Any]], backward: Backward
+    tensors: Sequence[torch.Tensor], forward: Callable[[Sequence[torch.Tensor]], Waited], backward: Backward
 ) -> Any:
     """forward's result, several as a tuple, through which gradients flow back.
 
@@ -75,7 +82,7 @@ def allreduce(
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         _linear(op)
-        return [allreduce(group, gradients[0], op, _back(name), prescale, postscale)]
+        return [allreduce(group, gradients[0], op, back_of(name), prescale, postscale)]
 
     found: torch.Tensor = with_gradient(
         [tensor], lambda given: collectives.allreduce(group, given[0], op, name, prescale, postscale), backward
@@ -91,7 +98,7 @@ def grouped_allreduce(
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         _linear(op)
-        return grouped_allreduce(group, gradients, op, _back(name), prescale, postscale)
+        return grouped_allreduce(group, gradients, op, back_of(name), prescale, postscale)
 
     return list(
         with_gradient(
@@ -107,7 +114,7 @@ def allgather(group: Group, tensor: torch.Tensor, name: str | None) -> torch.Ten
     found: torch.Tensor = with_gradient(
         [tensor],
         lambda given: collectives.allgather(group, given[0], name),
-        lambda gradients: _own_rows(group, gradients, shapes, _back(name)),
+        lambda gradients: _own_rows(group, gradients, shapes, back_of(name)),
     )
     return found
 
@@ -120,7 +127,7 @@ def grouped_allgather(group: Group, tensors: Sequence[torch.Tensor], name: str |
         with_gradient(
             tensors,
             lambda given: collectives.grouped_allgather(group, given, name),
-            lambda gradients: _own_rows(group, gradients, shapes, _back(name)),
+            lambda gradients: _own_rows(group, gradients, shapes, back_of(name)),
         )
     )
 
@@ -144,7 +151,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None) -
     name = name_of(group, "broadcast", name)
 
     def backward(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        mean = allreduce(group, gradients[0], "mean", _back(name), 1.0, 1.0)
+        mean = allreduce(group, gradients[0], "mean", back_of(name), 1.0, 1.0)
         # Zeros that depend on the mean: second derivatives ask all ranks for theirs.
         return [
             mean if group.ranks[group.rank] == root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)
@@ -164,7 +171,7 @@ def alltoall(
     rows, received = with_gradient(
         [tensor],
         lambda given: collectives.alltoall(group, given[0], splits, name),
-        lambda gradients: [alltoall(group, gradients[0], received, _back(name))[0]],
+        lambda gradients: [alltoall(group, gradients[0], received, back_of(name))[0]],
     )
     return rows, received
 
@@ -177,7 +184,7 @@ def reducescatter(
     found: torch.Tensor = with_gradient(
         [tensor],
         lambda given: collectives.reducescatter(group, given[0], op, name, prescale, postscale),
-        lambda gradients: _all_shares(group, gradients, op, prescale * postscale, _back(name)),
+        lambda gradients: _all_shares(group, gradients, op, prescale * postscale, back_of(name)),
     )
     return found
 
@@ -191,7 +198,7 @@ def grouped_reducescatter(
         with_gradient(
             tensors,
             lambda given: collectives.grouped_reducescatter(group, given, op, name, prescale, postscale),
-            lambda gradients: _all_shares(group, gradients, op, prescale * postscale, _back(name)),
+            lambda gradients: _all_shares(group, gradients, op, prescale * postscale, back_of(name)),
         )
     )
 
@@ -205,6 +212,6 @@ def _all_shares(
     return grouped_allgather(group, scaled, name)
 
 
-def _back(name: str) -> str:
+def back_of(name: str) -> str:
     """For what flows back through an operation; it takes no number, for ranks that want no gradient do not begin it."""
     return f"{name}.backward"

@@ -13,6 +13,9 @@
     │   ├── CollectiveTimeoutError   a rank did not arrive in time
     │   ├── RankLostError            a rank ended or its connection broke
     │   └── MismatchError            the ranks passed arguments that do not fit together
+    ├── TrainingError            the training has gone wrong, which every rank is told alike, and the ranks stay in step
+    │   ├── DriftError               the ranks hold different parameters
+    │   └── NonFiniteError           gradients are NaN or infinite
     ├── CheckpointError          a checkpoint cannot be written or read, or does not fit the program
     ├── BuildError               install-horovod could not build or verify Horovod
     ├── LaunchError              ranks could not be started, or one of them failed
@@ -26,6 +29,8 @@ from __future__ import annotations
 
 class DualdistError(Exception):
     """The root of all errors that dualdist raises on purpose."""
+
+    names_operation = False  # the message says already which operation between ranks failed
 
 
 class UsageError(DualdistError, ValueError):
@@ -69,11 +74,25 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class RankLostError(CollectiveError):
-    """Another rank ended, or the connection to it broke, during a collective operation."""
+    """Another rank ended, or the connection to it broke, during a collective operation; `ranks` where that is known."""
+
+    ranks: tuple[int, ...] = ()
 
 
 class MismatchError(CollectiveError):
     """The ranks passed arguments that do not fit together."""
+
+
+class TrainingError(DualdistError):
+    """The training has gone wrong; the ranks have all seen it, and can go on together."""
+
+
+class DriftError(TrainingError):
+    """The ranks hold different values of what should be the same on all of them."""
+
+
+class NonFiniteError(TrainingError):
+    """Gradients that an optimizer was about to use are NaN or infinite."""
 
 
 class CheckpointError(DualdistError):

@@ -18,8 +18,9 @@ import torch
 from dualdist import collectives, reductions
 from dualdist.arguments import name_of
 from dualdist.backends.base import Backend
-from dualdist.group import Handle, Operation
+from dualdist.handle import Handle, Operation
 from dualdist.negotiation import ENCODE, RIDERS, Offer, Row
+from dualdist.operands import spec
 from dualdist.reductions import Op, check_op, reduce_rows, settle_, wire_op
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Signature:
 def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> Signature:
     """UsageError where numbers of this dtype cannot be reduced by `op`."""
     check_op(op, dtype)
-    terms = {"tensors": [collectives.spec(dtype, shape)], **collectives.reduction_terms("cpu", op)}
+    terms = {"tensors": [spec(dtype, shape)], **collectives.reduction_terms("cpu", op)}
     message = Row((Offer(KIND, ANY_NAME, terms),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
     return Signature(terms, before_name, after_name, shape.numel() * dtype.itemsize <= RIDERS_BYTES)

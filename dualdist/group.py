@@ -17,13 +17,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.compiling import uncompiled
 from dualdist.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -32,10 +30,14 @@ from dualdist.errors import (
     UnsupportedError,
     UsageError,
 )
+from dualdist.handle import Handle, Operation, own_parts
 from dualdist.mailbox import Letters, Mailbox
 from dualdist.moves import Exchange
 from dualdist.negotiation import Decision, Offer, Row, decide
-from dualdist.watch import Watch, WatchedBackend
+from dualdist.watching.stacks import OUR_THREADS
+from dualdist.watching.unheeded import Refusals
+from dualdist.watching.waits import Waits
+from dualdist.watching.watch import Watch, WatchedBackend
 
 if TYPE_CHECKING:
     from dualdist.express import Express
@@ -54,96 +56,8 @@ PATIENCE_S = 7 * 24 * 3600.0
 # Seconds after which a wait counts as one that cannot end by itself where a program has several threads: until then
 # another one may begin what the other ranks wait for.
 THREADS_S = 2.0
-OUR_THREADS = "dualdist-"
 # Errors that are alike on all ranks, and leave them where they were.
 HARMLESS = (MismatchError, UnsupportedError, UsageError)
-
-
-@dataclass(frozen=True)
-class Operation(Generic[T]):
-    """What to tell the other ranks, and what to do once they agree, given each rank's own part (None: joined)."""
-
-    offer: Offer
-    perform: Callable[[Backend, Sequence[Any]], T]
-    device: torch.device | None = None  # of the tensors, if there are any
-
-    def streams(self) -> contextlib.AbstractContextManager[Any]:
-        """A block in which work goes to the stream that is the current one now, wherever it runs."""
-        if self.device is None or self.device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.current_stream(self.device))
-
-
-class Handle(Generic[T]):
-    """An operation under way; wait() finishes it and returns its result, every time it is called."""
-
-    def __init__(self, group: Group, operation: Operation[T]) -> None:
-        self._offer = operation.offer
-        self.name = operation.offer.name
-        self._group = group
-        self._operation: Operation[T] | None = operation
-        self._streams = operation.streams()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._result: T
-        self._error: BaseException | None = None
-        self._is_done = False
-
-    @property
-    def what(self) -> str:
-        """In the words of an error."""
-        return self._offer.what
-
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._is_done
-
-    def failed(self) -> bool:
-        """Whether wait() would raise at once."""
-        return self._error is not None
-
-    @uncompiled
-    def begin(self) -> Handle[T]:
-        """Let it go on by itself, while the program does something else; returns this handle."""
-        if not self._is_done:
-            self._group._let_thread_drive()
-        return self
-
-    @uncompiled
-    def wait(self) -> T:
-        """The result; raises CollectiveError where the operation failed."""
-        if not self._is_done:
-            self._group._carry_on_until(self)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    @property
-    def offer(self) -> Offer:
-        return self._offer
-
-    def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
-        assert self._operation is not None, "an operation is performed once"
-        try:
-            with watch.over(self._offer), self._streams, _inference_mode(self._is_inference):
-                result = self._operation.perform(backend, own)
-        except Exception as error:  # whoever waits for it shall see it, whatever it is
-            self._fail(error)
-        else:
-            self._result = result
-            self._end()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        self._end()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed, if it did."""
-        return self._error
-
-    def _end(self) -> None:
-        self._operation = None  # and the tensors that it holds
-        self._is_done = True
 
 
 class Breaking:
@@ -172,6 +86,7 @@ class Group:
         self.size = backend.size
         self.watch = watch
         self.observer: Callable[[str, Offer | None], None] | None = None  # is told of every step, see _tell()
+        self.waits: Waits | None = None  # where somebody asks who waits for whom
         self.rounds = 0  # of gradients reduced with this rank's own
         self.reducers: list[
             Any
@@ -189,6 +104,7 @@ class Group:
         self._waiting: dict[str, float] = {}  # what programs wait for, each with the time when it began
         self._moved_at = 0.0
         self._failure: BaseException | None = None
+        self._refusals = Refusals()
         self._breaking = Breaking(self)
         self._name_at_once = ""  # of what happens at once
         self._is_driven = False
@@ -210,6 +126,11 @@ class Group:
     def is_usable(self) -> bool:
         """Whether this rank can do something with the others, as far as it knows."""
         return self.is_open and self.is_member and self._failure is None
+
+    @property
+    def unheeded(self) -> str:
+        """The failure after which the program went on in this group, if it did."""
+        return str(self._failure) if self._refusals else ""
 
     @property
     def gradients(self) -> Backend:
@@ -257,6 +178,7 @@ class Group:
         if not self.is_member:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
         if self._failure is not None:
+            self._refusals.add(self.backend.timeout_s, self._failure)
             raise CollectiveError(
                 "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
                 f"or start the job again. It was: {self._failure}"
@@ -277,6 +199,8 @@ class Group:
         handle._perform(self.backend, own, self.watch)
         if handle.error is not None:
             self.fail(handle.error)
+        if self.waits is not None:
+            self.waits.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._tell("done", offer)
 
     def _tell(self, event: str, offer: Offer | None) -> None:
@@ -323,14 +247,19 @@ class Group:
             if self._is_driven or self._pending or self.observer is not None or self.size == 1:
                 return None
             self._is_driven, self._name_at_once = True, express.name
+        began = 0.0 if self.waits is None else time.monotonic()
         try:
             with self.watch.over(express):
                 exchange = self.exchange(express.message)
                 values = exchange.tails(express.agreed)
                 if values is not None:
-                    return express.perform(self.backend, values)
+                    found = express.perform(self.backend, values)
+                    if self.waits is not None:
+                        self.waits.operation(began, began or None)
+                    return found
                 said = exchange.wait()
             handle = Handle(self, express.operation())
+            handle.began, handle.waits_since = began, began or None
             with self._changed:
                 self._pending[handle.name] = handle
             self._carry_out(said, [handle])
@@ -509,16 +438,3 @@ class Group:
 def _is_only_thread() -> bool:
     """Whether the program has no other thread than the one that waits."""
     return sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
-
-
-def _inference_mode(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """A block in the mode in which the operation was begun, whichever thread performs it."""
-    if torch.is_inference_mode_enabled() == wanted:
-        return contextlib.nullcontext()
-    return torch.inference_mode(wanted)
-
-
-def own_parts(rows: Sequence[Row], name: str) -> list[Any]:
-    """Each rank's own part of an operation, None where it has joined."""
-    offers = [row.offer(name) for row in rows]
-    return [None if offer is None else offer.own for offer in offers]

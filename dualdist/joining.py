@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dualdist.deadline import Deadline
-from dualdist.following import Follower
-from dualdist.group import Group, Operation, own_parts
+from dualdist.group import Group
+from dualdist.handle import Operation, own_parts
 from dualdist.negotiation import Joined, Offer, Row, decide
-from dualdist.watch import require_answers
+from dualdist.reducing.following import Follower
+from dualdist.watching.watch import require_answers
 
 # Seconds between two looks at what the other ranks do.
 LOOK_S = 0.0005
@@ -39,7 +40,7 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
                     gradients.follow()
                     quiet = Deadline(timeout_s)
                 elif quiet.passed():
-                    require_answers(group.watch, "join")
+                    require_answers(group.watch)
                     quiet = Deadline(timeout_s)
                 else:
                     time.sleep(LOOK_S)
@@ -53,3 +54,5 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
             for name in decision.agreed:
                 offer = next(offer for row in rows if (offer := row.offer(name)) is not None)
                 stand_in(offer).perform(group.backend, own_parts(rows, name))
+                if group.waits is not None:
+                    group.waits.followed(group.waits.operations)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from dualdist import random_state
+from dualdist import stopping
+from dualdist.checkpoints import random_state
+from dualdist.checkpoints.random_state import RandomState
 from dualdist.data import Sampler, Share
 from dualdist.errors import UsageError
-from dualdist.random_state import RandomState
 
 # Arguments of DataLoader that the sampler stands for, or whose count it would spoil.
 NOT_HERE = {
@@ -46,6 +48,11 @@ def loader(
     It must not shard itself by rank; that it runs in a worker is hidden from it. It may have set_epoch(epoch), and
     draws from generators that are seeded by the epoch alike everywhere. To go on in the middle, it is read again up to
     there.
+
+    >>> data = torch.arange(6)
+    >>> sampler = dd.Sampler(data, remainder="drop", shuffle=False)
+    >>> [batch.tolist() for batch in dd.loader(data, batch_size=4, sampler=sampler)]
+    [[0, 1, 2, 3], [4, 5]]
     """
     wrong = [f"{name}: {why}" for name, why in NOT_HERE.items() if name in options]
     if wrong:
@@ -82,6 +89,8 @@ class _Loader(DataLoader[Any]):
             options = {**options, "sampler": sampler}
             if options.get("num_workers"):
                 dataset = _Seeded(dataset, sampler.seed, self._place)
+        if options.get("num_workers"):
+            options = {**options, "worker_init_fn": _Beginning(options.get("worker_init_fn"))}
         super().__init__(dataset, batch_size, drop_last=drop_last, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Any:
@@ -91,6 +100,18 @@ class _Loader(DataLoader[Any]):
         self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))
         return _Batches(super().__iter__(), self._counted, turn, self.batch_size or 1, self.drop_last)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What a worker does first: launchers tell it to end, too, when they tell its rank to stop after the step."""
+
+    programs_own: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        stopping.outlive_notices()
+        if self.programs_own is not None:
+            self.programs_own(number)
 
 
 class _Batches(Iterator[Any]):

@@ -134,8 +134,8 @@ def decide(rows: Sequence[Row], ranks: Sequence[int]) -> Decision:
         else:
             agreed.append(offer.name)
     if not agreed and not refused and all(row.offer(row.waiting) for _, row in active):
-        said = "; ".join(f"{_list(ranks)} in {what}" for what, ranks in _by_words(active).items())
-        reason = f"the ranks wait for different operations: {said}" + (f"; {_list(joined)} in join" if joined else "")
+        said = "; ".join(f"{listed(ranks)} in {what}" for what, ranks in _by_words(active).items())
+        reason = f"the ranks wait for different operations: {said}" + (f"; {listed(joined)} in join" if joined else "")
         names = dict.fromkeys(row.waiting for _, row in active)
         return Decision(refused=tuple((name, reason) for name in names))
     return Decision(tuple(agreed), tuple(refused))
@@ -148,10 +148,10 @@ def _objection(offer: Offer, found: Sequence[tuple[int, Offer]], joined: Sequenc
         for rank, other in found:
             said.setdefault(other.words, []).append(rank)
         return "the ranks passed different arguments: " + "; ".join(
-            f"{_list(ranks)} {words}" for words, ranks in said.items()
+            f"{listed(ranks)} {words}" for words, ranks in said.items()
         )
     if joined and offer.kind not in WITH_JOINED:
-        return f"{_list(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
+        return f"{listed(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
     return ""
 
 
@@ -164,7 +164,7 @@ def _by_words(active: Sequence[tuple[int, Row]]) -> dict[str, list[int]]:
     return said
 
 
-def _list(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     """ "rank 3" or "ranks 0, 1, 2 and 61 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

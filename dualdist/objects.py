@@ -11,7 +11,8 @@ import torch
 from dualdist.arguments import name_of, root_of
 from dualdist.backends.base import Backend
 from dualdist.errors import UsageError
-from dualdist.group import Group, Operation
+from dualdist.group import Group
+from dualdist.handle import Operation
 from dualdist.moves import allgather_bytes, unpickled
 from dualdist.negotiation import Offer
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from dualdist.arguments import several
 from dualdist.compiling import uncompiled
 from dualdist.session import current
 from dualdist.session import group_or_world as _group
@@ -13,7 +14,8 @@ from dualdist.session import group_or_world as _group
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group, Handle
+    from dualdist.group import Group
+    from dualdist.handle import Handle
     from dualdist.reductions import Op
 
 T = TypeVar("T")
@@ -84,7 +86,11 @@ def allreduce(
     then. Operations of other names may come in between, on each rank in another order. Else gradients flow back
     through "mean" and "sum": the same reduction of the ranks' gradients.
 
-    MismatchError on every rank where shapes, dtypes, operations or names differ."""
+    MismatchError on every rank where shapes, dtypes, operations or names differ.
+
+    >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
+    tensor([2., 4.])
+    """
     from dualdist import collectives, differentiable, express
 
     if async_op:
@@ -127,7 +133,12 @@ def allreduce_(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows."""
+    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows.
+
+    >>> tensor = torch.ones(2)
+    >>> dd.allreduce_(tensor, op="sum") is tensor
+    True
+    """
     from dualdist import collectives, express
 
     if async_op:
@@ -168,9 +179,14 @@ def grouped_allreduce(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allreduce of each tensor, all of them or none, in one message for each dtype."""
+    """allreduce of each tensor, all of them or none, in one message for each dtype.
+
+    >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
+    [tensor([1., 1.]), tensor([3])]
+    """
     from dualdist import collectives, differentiable
 
+    tensors = several(tensors)
     if not async_op and differentiable.wants_gradient(tensors):
         return differentiable.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
@@ -209,11 +225,16 @@ def grouped_allreduce_(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards."""
+    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards.
+
+    >>> tensors = [torch.ones(2), torch.zeros(1)]
+    >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
+    True
+    """
     from dualdist import collectives
 
     return _now_or_later(
-        collectives.grouped_allreduce_(_group(group), tensors, op, name, prescale, postscale), async_op
+        collectives.grouped_allreduce_(_group(group), several(tensors), op, name, prescale, postscale), async_op
     )
 
 
@@ -232,7 +253,11 @@ def allgather(
     """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
 
     A tensor without dimensions counts as one row. Back flows the mean over ranks of the gradients for this rank's rows.
-    MismatchError on every rank where the shapes do not fit."""
+    MismatchError on every rank where the shapes do not fit.
+
+    >>> dd.allgather(torch.tensor([[1, 2]]))  # (1, 2) on each of two ranks gives (2, 2) on both
+    tensor([[1, 2]])
+    """
     from dualdist import collectives, differentiable
 
     if not async_op and differentiable.wants_gradient([tensor]):
@@ -256,9 +281,14 @@ def grouped_allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allgather of each tensor, all of them or none, in one message."""
+    """allgather of each tensor, all of them or none, in one message.
+
+    >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
+    [tensor([1.]), tensor([True])]
+    """
     from dualdist import collectives, differentiable
 
+    tensors = several(tensors)
     if not async_op and differentiable.wants_gradient(tensors):
         return differentiable.grouped_allgather(_group(group), tensors, name)
     return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
@@ -283,7 +313,11 @@ def broadcast(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
 
-    Back flows to root the mean over ranks of the gradients, to the others zero."""
+    Back flows to root the mean over ranks of the gradients, to the others zero.
+
+    >>> dd.broadcast(torch.tensor([7, 8]), root=0)
+    tensor([7, 8])
+    """
     from dualdist import collectives, differentiable
 
     if not async_op and differentiable.wants_gradient([tensor]):
@@ -308,7 +342,12 @@ def broadcast_(
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows."""
+    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows.
+
+    >>> tensor = torch.ones(2)
+    >>> dd.broadcast_(tensor) is tensor
+    True
+    """
     from dualdist import collectives
 
     return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
@@ -363,6 +402,9 @@ def alltoall(
 
     Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. With splits the result is a pair
     of the rows and of their numbers (size,). Gradients flow back to where the rows came from.
+
+    >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
+    tensor([0, 1, 2, 3])
     """
     from dualdist import collectives, differentiable
 
@@ -409,7 +451,13 @@ def reducescatter(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
 
-    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does."""
+    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does.
+
+    >>> dd.reducescatter(torch.ones(3, 1), op="sum")  # of two ranks the first gets two rows
+    tensor([[1.],
+            [1.],
+            [1.]])
+    """
     from dualdist import collectives, differentiable
 
     if not async_op and differentiable.wants_gradient([tensor]):
@@ -450,9 +498,14 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """reducescatter of each tensor, all of them or none."""
+    """reducescatter of each tensor, all of them or none.
+
+    >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
+    [tensor([1.]), tensor([0.])]
+    """
     from dualdist import collectives, differentiable
 
+    tensors = several(tensors)
     if not async_op and differentiable.wants_gradient(tensors):
         return differentiable.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from dualdist.compare.machine import CpuUse, peak_kib, read_cpu
-from dualdist.moves import as_bytes
+from dualdist.fingerprint import digest
 from dualdist.topology import Topology
 from dualdist.wire import tcp_bytes_sent
 
@@ -187,14 +186,6 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
 def name_of(device: torch.device) -> str:
     """ "cpu", or what the GPU is called."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def digest(parameters: Iterable[torch.Tensor]) -> str:
-    """SHA-256 of all their bits."""
-    found = hashlib.sha256()
-    for parameter in parameters:
-        found.update(as_bytes(parameter.detach().cpu().contiguous()).numpy().tobytes())
-    return found.hexdigest()
 
 
 def sample(parameters: Iterable[torch.Tensor]) -> list[float]:

@@ -40,7 +40,7 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     elif isinstance(params, Mapping):
         pairs = list(params.items())
     else:
-        pairs = list(params)
+        pairs = list(params) if isinstance(params, Iterable) else [params]
         if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
             raise UsageError(
                 "broadcast_parameters takes a module, a state_dict or named parameters: pass model or "
@@ -60,6 +60,8 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
     Not by load_state_dict(), which would cast state to the dtype of its parameter, and put other dicts in the place of
     the parameter groups that schedulers and programs hold.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
     place = group.place_of(root)
     name = group.next_name("broadcast_optimizer_state")
 

@@ -134,7 +134,9 @@ class Neighbours:
                 raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
             lost = [rank for place, rank in enumerate(self.ranks) if not self.segment.is_alive(place)]
             if lost and not ready():
-                raise RankLostError(f"rank {', '.join(map(str, lost))} ended or left")
+                error = RankLostError(f"rank {', '.join(map(str, lost))} ended or left")
+                error.ranks = tuple(lost)
+                raise error
             if deadline.passed() and not ready():
                 raise CollectiveTimeoutError(f"not all ranks arrived within {deadline.timeout_s:g} s")
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from dualdist import unwinding
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers.tracebacks import is_consequence
 from dualdist.pickling import dumped_exception
@@ -62,6 +62,7 @@ def _spawn(
     env: Mapping[str, str],
     start_in: Callable[[], AbstractContextManager[None]],
 ) -> list[T]:
+    unwinding.install(os.environ)
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
     context = multiprocessing.get_context("spawn")
@@ -114,7 +115,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str
         result = (True, fn(*args))
         payload = pickle.dumps(result)
     except BaseException as error:
-        sender.send((False, (traceback.format_exc(), dumped_exception(error))))
+        sender.send((False, (unwinding.shown(error, os.environ), dumped_exception(error))))
         raise SystemExit(1) from error
     sender.send_bytes(payload)
 

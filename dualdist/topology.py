@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dualdist.errors import TopologyError
@@ -20,7 +20,8 @@ class Topology:
     rank 0 can be met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source`
     says in a few words from which variables this was read. `inferred` names the fields that no variable told and that
     were filled in by the usual placement; the session replaces them by what the ranks find when they meet. `mpi` says
-    that the launcher started MPI, so that MPI_Init finds the other ranks.
+    that the launcher started MPI, so that MPI_Init finds the other ranks. `origins` pairs the fields that variables
+    told with the variables' names.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Topology:
     meeting: Meeting = "none"
     mpi: bool = False
     inferred: frozenset[str] = frozenset()
+    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for value_name, bound_name in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):

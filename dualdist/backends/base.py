@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import weakref
 
     import torch
+
+    from dualdist.meeting.placement import Place
+    from dualdist.topology import Topology
 
 ReduceOp = Literal["sum", "min", "max", "product"]
 # Of a buffer for which nothing was reserved.
@@ -20,6 +23,7 @@ class Store(Protocol):
     """A key-value store that all ranks of a job reach: how they exchange addresses before they can move tensors."""
 
     address: str  # under which this rank reached it
+    where: str  # the same with the port, for people
 
     def set(self, key: str, value: str) -> None:
         """Make `value` visible to every rank under `key`."""
@@ -32,6 +36,20 @@ class Store(Protocol):
 
     def has(self, key: str) -> bool:
         """Whether `key` is set, without waiting."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks once they have met: what a backend between them is started from."""
+
+    topology: Topology
+    places: Sequence[Place]
+    store: Store | None  # at which they met; None where there is one rank
+    key: str  # of what the session keeps in the store
+    interface: str | None  # towards the other nodes, where there are any and the user has not named one
+    environ: MutableMapping[str, str]
+    device: torch.device
+    timeout_s: float
 
 
 class Work(Protocol):

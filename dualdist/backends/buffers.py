@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.holders import uses
+from dualdist.reducing.holders import uses
 
 if TYPE_CHECKING:
     from dualdist.backends.base import ReduceOp, Settling, Work

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from dualdist import network
-from dualdist.backends.base import ReduceOp, Store
+from dualdist.backends.base import ReduceOp
 from dualdist.backends.buffers import PlainBuffers
-from dualdist.backends.horovod_settings import ALONE, DYNAMIC_SETS, Controller, Settings, settings_for, slots_of
-from dualdist.deadline import Deadline, call_within, stop_at_exit
+from dualdist.backends.horovod_settings import DYNAMIC_SETS
+from dualdist.deadline import Deadline
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
-    DualdistError,
     MismatchError,
     NotInitializedError,
     RankLostError,
-    RendezvousError,
     UnsupportedError,
 )
 from dualdist.horovod_build.record import read_record
 from dualdist.horovod_names import real_horovod
-from dualdist.network import Invitation
-from dualdist.placement import Place
-from dualdist.topology import Topology
-from dualdist.variables import variables_set
 
 INSTALL = "dualdist install-horovod"
-GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 # What Horovod and its transports write, in lower case.
 GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
 LATE = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
-SETS_PATCHED = "process_set.cc"  # in the record of a Horovod that dualdist built
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
@@ -76,14 +66,6 @@ def is_built_with_mpi() -> bool:
         return False
     record = read_record()
     return bool(load().mpi_built()) if record is None or record.mpi is None else record.mpi
-
-
-def _makes_sets_safely() -> bool:
-    """Whether adding process sets while the engine runs holds up nobody: in Horovod as released, the engine keeps its
-    table of them locked while it asks the other ranks, and beginning any operation waits for that lock.
-    """
-    record = read_record()
-    return record is not None and any(SETS_PATCHED in patch for patch in record.patches or ())
 
 
 class HorovodWork:
@@ -232,183 +214,12 @@ class HorovodBackend(PlainBuffers):
             raise translated(error, self.timeout_s) from error
 
 
-def _world(
-    hvd: ModuleType,
-    transport: str,
-    timeout_s: float,
-    leave: Callable[[], None],
-    as_started: Callable[[], AbstractContextManager[None]],
-) -> HorovodBackend:
-    """The backend over all ranks of a running engine."""
-    sets = ProcessSets(hvd, as_started)
-    return HorovodBackend(hvd, transport, range(int(hvd.size())), hvd.global_process_set, sets, timeout_s, leave)
-
-
-def start_on_mpi(
-    topology: Topology, environ: MutableMapping[str, str], device: torch.device, timeout_s: float
-) -> HorovodBackend:
-    """Start Horovod on the MPI that the launcher started, or on an MPI of one rank."""
-    hvd = load()
-    if not hvd.mpi_built():
-        raise BackendUnavailableError(
-            f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
-            "DUALDIST_TRANSPORT=gloo"
-        )
-    if not hvd.is_initialized():
-        with variables_set(environ, {**settings_for("mpi", timeout_s, makes_sets=_makes_sets_safely()), **ALONE}):
-            _init(hvd, topology, timeout_s)
-    # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
-    # process.
-    return _world(hvd, _transport(hvd, "mpi", device), timeout_s, _nothing, nullcontext)
-
-
-def start_on_gloo(
-    topology: Topology,
-    places: Sequence[Place],
-    store: Store | None,
-    key: str,
-    interface: str | None,
-    environ: MutableMapping[str, str],
-    device: torch.device,
-    timeout_s: float,
-) -> HorovodBackend:
-    """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and says so in our store.
-
-    A new server for every start, also where horovodrun runs one: Horovod's server forgets how many ranks have left each
-    scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the
-    same processes can lose its keys.
-    """
-    hvd = load()
-    if not hvd.gloo_built():
-        raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
-    if hvd.is_initialized():
-        raise UnsupportedError(
-            "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
-            "DUALDIST_TRANSPORT=gloo"
-        )
-    deadline = Deadline(timeout_s)
-    slots = slots_of(places)
-    settings = {**settings_for("gloo", timeout_s, makes_sets=_makes_sets_safely()), **slots[topology.rank]}
-    stop_server: Callable[[], None] = _nothing
-    if store is None:
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
-    else:
-        address, port, stop_server = _serve_or_find(topology, slots, store, key, environ, deadline)
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
-        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
-        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or interface or "lo"
-    try:
-        with variables_set(environ, settings):
-            _init(hvd, topology, deadline.left_s())
-    except BaseException:
-        stop_server()
-        raise
-
-    def leave() -> None:
-        try:
-            _shut_down(hvd, timeout_s)
-        finally:
-            stop_server()
-
-    return _world(hvd, _transport(hvd, "gloo", device), timeout_s, leave, lambda: variables_set(environ, settings))
-
-
-def _nothing() -> None:
-    """What there is to stop where nothing was started."""
-
-
-def _serve_or_find(
-    topology: Topology,
-    slots: Sequence[Settings],
-    store: Store,
-    key: str,
-    environ: MutableMapping[str, str],
-    deadline: Deadline,
-) -> tuple[str, int, Callable[[], None]]:
-    """Address and port of Horovod's rendezvous, and what stops it: served by rank 0, found by the others."""
-    host = network.host_identity(environ)
-    if topology.rank == 0:
-        port, stop = _serve(slots)
-        store.set(f"{key}/rendezvous", Invitation.of(host, port, one_node=topology.nodes == 1).dumps())
-        return (
-            (network.own_addresses() or [network.LOOPBACK])[0] if topology.nodes > 1 else network.LOOPBACK,
-            port,
-            stop,
-        )
-    try:
-        invitation = Invitation.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
-    except TimeoutError as error:
-        raise RendezvousError(
-            f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
-            "see what rank 0 printed last"
-        ) from error
-    return invitation.answering_address(host, deadline), invitation.port, _nothing
-
-
-@real_horovod()
-def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
-
-    server = RendezvousServer()
-    port = int(server.start())
-    server._listen_thread.name = "dualdist-rendezvous"  # no thread of the program's
-    server.init(
-        [
-            SlotInfo(
-                hostname=slot["HOROVOD_HOSTNAME"],
-                **{
-                    field: int(slot[f"HOROVOD_{field.upper()}"] or 0)
-                    for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-                },
-            )
-            for slot in slots
-        ]
-    )
-
-    def stop() -> None:
-        server.stop()
-        server._httpd.server_close()  # stop() leaves the socket open
-
-    return port, stop
-
-
-def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
-    def late() -> DualdistError:
-        return RendezvousError(
-            f"rank {topology.rank} waited {timeout_s:g} s in hvd.init() for all {topology.size} ranks: "
-            "did one of them end, or never call dd.init()?"
-        )
-
-    try:
-        call_within(timeout_s, hvd.init, late)
-        atexit.register(stop_at_exit, hvd.shutdown)
-    except (RuntimeError, ValueError) as error:
-        raise RendezvousError(
-            f"Horovod could not connect rank {topology.rank} to the others ({error}); its own messages stand above. "
-            f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
-        ) from error
-
-
-def _shut_down(hvd: ModuleType, timeout_s: float) -> None:
-    """Stop the engine, which asks the other ranks' engines to stop too, but not their programs."""
-
-    def late() -> DualdistError:
-        return RankLostError(f"Horovod could not shut down within {timeout_s:g} s: another rank does not answer")
-
-    call_within(timeout_s, hvd.shutdown, late)
-
-
-def _transport(hvd: ModuleType, controller: Controller, device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" and hvd.nccl_built() else controller
-
-
 def translated(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that Horovod raised."""
     text = " ".join(str(error).split()).split(". ")[0]
     lowered = text.lower()
     if any(word in lowered for word in LATE):
-        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({text})")
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
     if any(word in lowered for word in GONE):
         return RankLostError(f"another rank ended or its connection broke ({text})")
     if any(word in lowered for word in MISMATCH):

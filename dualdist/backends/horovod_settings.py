@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
-from dualdist.placement import Place
+from dualdist.meeting.placement import Place
 
 Controller = Literal["gloo", "mpi"]
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"

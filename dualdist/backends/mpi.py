@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -26,7 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist import mpi_world
 from dualdist.backends.base import ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffers
 from dualdist.backends.mpi_work import BYTES_PER_S, CLOSED, DATATYPES, Asked, Called, Mpi, Staged
@@ -39,6 +37,8 @@ from dualdist.errors import (
     RendezvousError,
     UnsupportedError,
 )
+from dualdist.limits import machine_cores, usable_cores
+from dualdist.meeting import mpi_world
 from dualdist.topology import Topology
 
 T = TypeVar("T")
@@ -277,9 +277,8 @@ def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: floa
         )
 
     api = call_within(timeout_s, lambda: mpi_world.start(topology, environ), error)
-    everywhere = os.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everywhere
-    mpi = Mpi(api, patience_s(cores, everywhere, topology.local_size, torch.get_num_threads()))
+    cores = usable_cores(), machine_cores()
+    mpi = Mpi(api, patience_s(*cores, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)
     backend.open(api.COMM_WORLD)
     atexit.register(backend.at_exit)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Store, Work
+from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffer
 from dualdist.backends.native_store import LATE, TcpStore, first_line
 from dualdist.backends.shm import WHOLE_BYTES, HostLine, line_bytes
@@ -29,11 +28,10 @@ from dualdist.errors import (
     CollectiveTimeoutError,
     NotInitializedError,
     RankLostError,
-    RendezvousError,
     UnsupportedError,
 )
+from dualdist.needs import ROOM_BYTES
 from dualdist.shared_memory import share
-from dualdist.variables import variables_set
 
 ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
 Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface
@@ -58,14 +56,8 @@ REDUCIBLE = frozenset(
         torch.int64,
     )
 )
-# Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
-LINES = 4
-SPARE_FILES = 512
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
-# Room that operations and the gradients of a common model take in shared memory, for each rank of the host.
-ROOM_BYTES = 48 << 20
 BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # What Gloo and NCCL write, in lower case, when a rank is gone.
 GONE = (
     "connection closed",
@@ -352,114 +344,13 @@ def built_with() -> dict[str, int]:
     return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
 
 
-def existing_group() -> tuple[int, int] | None:
-    """Rank and size in torch.distributed's default group where the program has set one up, else None."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return None
-
-
-def adopt(device: torch.device, timeout_s: float) -> tuple[NativeBackend, TcpStore]:
-    """Use the default group that is there, and its store, and leave both alone at close()."""
-    kinds = {kind.type for kind in dist.group.WORLD._device_types}  # type: ignore[union-attr]
-    if "cpu" not in kinds:
-        raise UnsupportedError(
-            f"torch.distributed's default group moves {', '.join(sorted(kinds))} tensors only, and dualdist moves "
-            'CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
-        )
-    store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
-    used = {"cpu", device.type} & kinds
-    backend = NativeBackend(
-        lambda: _world(used),
-        range(dist.get_world_size()),
-        dist.get_rank(),
-        store,
-        contextlib.nullcontext,
-        timeout_s,
-        owned=False,
-        on_gpu="cuda" in used,
-    )
-    atexit.register(backend.at_exit)
-    return backend, TcpStore(store, "", "torch.distributed's own store")
-
-
-def _world(kinds: Iterable[str]) -> dict[str, ProcessGroup]:
-    """torch.distributed's default group for every type of device."""
-    world = dist.group.WORLD
-    assert world is not None, "the default group has been set up"
-    return dict.fromkeys(kinds, world)
-
-
-def start(
-    rank: int,
-    size: int,
-    store: Store | None,
-    key: str,
-    interface: str | None,
-    environ: MutableMapping[str, str],
-    device: torch.device,
-    timeout_s: float,
-    hosts: Sequence[int],
-) -> NativeBackend:
-    """Set up torch.distributed's default group over the store; a group of one needs none.
-
-    `interface` is the network interface towards the other nodes, where there are any and the user has not named one.
-    """
-    if not dist.is_available():
-        raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
-    nccl = device.type == "cuda" and dist.is_nccl_available()
-    inner: dist.Store = dist.HashStore() if store is None else store.store  # type: ignore[attr-defined]
-    _allow_open_files(LINES * size + SPARE_FILES)
-    named = {name: interface for name in INTERFACES if interface and name not in environ}
-
-    def network() -> contextlib.AbstractContextManager[None]:
-        return variables_set(environ, named)
-
-    try:
-        with network():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=dist.PrefixStore(f"{key}/group", inner),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
-            f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
-        ) from error
-    backend = NativeBackend(
-        lambda: _world(["cpu", "cuda"] if nccl else ["cpu"]),
-        range(size),
-        rank,
-        dist.PrefixStore(f"{key}/lines", inner),
-        network,
-        timeout_s,
-        owned=True,
-        on_gpu=nccl,
-        hosts=hosts,
-    )
-    backend._groups()
-    atexit.register(backend.at_exit)
-    return backend
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise this process's soft limit of open files to `count`, as far as the hard limit lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def translated(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that torch.distributed raised."""
     text = str(error).lower()
     if any(word in text for word in GONE):
         return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")
     if any(word in text for word in LATE):
-        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s ({first_line(error)})")
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
         return UnsupportedError(f"torch.distributed cannot move this ({first_line(error)})")
     return CollectiveError(first_line(error))

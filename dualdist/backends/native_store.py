@@ -21,7 +21,7 @@ class TcpStore:
     def __init__(self, store: dist.Store, address: str, where: str) -> None:
         self.store = store
         self.address = address
-        self._where = where
+        self.where = where
 
     def set(self, key: str, value: str) -> None:
         with self._ours():
@@ -44,7 +44,7 @@ class TcpStore:
             return bool(self.store.check([key]))
 
     def _ours(self) -> _StoreErrors:
-        return _StoreErrors(self._where)
+        return _StoreErrors(self.where)
 
 
 class _StoreErrors:

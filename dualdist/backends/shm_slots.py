@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dualdist.holders import uses
 from dualdist.mailbox import LINE_BYTES, WORD_BYTES
+from dualdist.reducing.holders import uses
 from dualdist.shared_memory import Segment, pages
 
 # The words that each rank has in a buffer.

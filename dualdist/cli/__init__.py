@@ -1,51 +1,77 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command `dualdist`: one small file a sub-command, loaded only when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from dualdist.cli.helping import add_help, add_list
 from dualdist.errors import DualdistError
+from dualdist.unwinding import shows_all
 from dualdist.version import __version__
 
-DEBUG = "DUALDIST_DEBUG"
+# Set by the shell when somebody has pressed Tab, with the line as far as it was typed.
+COMPLETING, TYPED = "_ARGCOMPLETE", "COMP_LINE"
 
-# Each module has configure(parser) and run(args) -> exit code.
+# Each module has EXAMPLES, COMMON, configure(parser) and run(args) -> exit code. One whose parser has sub-commands
+# itself gives help by itself, and has no COMMON.
 COMMANDS = {
-    "doctor": ("dualdist.cli.doctor", "say what this process is in the job, and which backends it can use"),
+    "doctor": ("dualdist.cli.doctor", "say what would not work here, why, and what to type"),
+    "info": ("dualdist.cli.info", "say in one line which backend this process would get"),
     "run": ("dualdist.cli.run", "run a program on several ranks, by any launcher"),
-    "compare": ("dualdist.cli.compare", "say which backend is the fastest here, by training the same on each"),
-    "bench": ("dualdist.cli.bench", "measure steps, allreduces and start-up beside the raw libraries"),
-    "install-horovod": ("dualdist.cli.install_horovod", "download, adapt, build, install and verify Horovod"),
+    "compare": ("dualdist.cli.compare", "say which backend is the fastest here"),
+    "bench": ("dualdist.cli.bench", "measure beside the raw libraries"),
+    "install-horovod": ("dualdist.cli.install_horovod", "build and install Horovod"),
 }
+EXAMPLES = ("dualdist run -np 2 train.py", "dualdist doctor --run -np 2", "dualdist install-horovod --dry-run")
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser in which only the chosen sub-command's options are filled in, so that --help stays quick."""
-    parser = argparse.ArgumentParser(prog="dualdist", description="One PyTorch script, three communication backends.")
+    about = "One PyTorch script, three communication backends."
+    parser = argparse.ArgumentParser(prog="dualdist", description=about, add_help=False)
+    add_list(parser, {name: summary for name, (_, summary) in COMMANDS.items()}, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"dualdist {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        told = summary[0].upper() + summary[1:] + "."
+        subparser = subparsers.add_parser(name, help=summary, description=told, add_help=False)
         if name == chosen:
-            importlib.import_module(module).configure(subparser)
+            command = importlib.import_module(module)
+            command.configure(subparser)
+            if hasattr(command, "COMMON"):
+                add_help(subparser, command.COMMON, command.EXAMPLES)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit code is 0 for success, 1 for an error of ours, 2 for wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    chosen = next((word for word in arguments if word in COMMANDS), None)
-    parsed = build_parser(chosen).parse_args(arguments)
+    typed = os.environ.get(TYPED, "").split() if COMPLETING in os.environ else arguments
+    parser = build_parser(next((word for word in typed if word in COMMANDS), None))
+    if COMPLETING in os.environ:
+        _complete(parser)
+    parsed = parser.parse_args(arguments)
+    module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
-        return int(importlib.import_module(COMMANDS[parsed.command][0]).run(parsed))
+        return int(module.run(parsed))
     except DualdistError as error:
-        if os.environ.get(DEBUG):
+        if shows_all(os.environ):
             raise
         print(f"dualdist {parsed.command}: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
         return 130
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Tell the shell what may follow, and end; without argcomplete nothing."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(parser)

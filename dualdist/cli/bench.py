@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dualdist.cli.bench_help import HELP, WHATS
+from dualdist.cli.helping import add_help, add_list, completes
 from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_step
 from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
 from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
-from dualdist.compare.report import check_json, record, show, write_json
+from dualdist.compare.report import check_file, record, show, write_json
 from dualdist.compare.scaling import Link
 from dualdist.errors import UsageError
 from dualdist.launchers.run import look
@@ -28,8 +29,9 @@ Done = list[tuple[Planned, list[dict[str, Any]]]]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""
+    add_list(parser, WHATS, tuple(example for _, examples in HELP.values() for example in examples[:1]))
     parts = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    step = _part(parts, "step", "one training step, beside DDP, raw Horovod and no communication at all")
+    step = _part(parts, "step")
     add = step.add_argument
     add(
         "--model",
@@ -45,13 +47,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=int, default=IMAGE_SIZE, metavar="N", help=f"for the ResNets (default: {IMAGE_SIZE})")
     add("--block-s", type=float, default=0.4, metavar="S", help="seconds that a timing should take (default: 0.4)")
     add("--no-memory", action="store_true", help="leave out the jobs of one contender that measure peak memory")
-    allreduce = _part(parts, "allreduce", "latency and bandwidth of dd.allreduce, beside the library below it")
+    allreduce = _part(parts, "allreduce")
     add = allreduce.add_argument
     add("--max-bytes", type=_size, default=256 << 20, metavar="N", help="the largest tensor, as 25M (default: 256M)")
     add("--sizes", metavar="N,N,...", help="these sizes in bytes alone, as 8,64K,25M")
     add("--block-s", type=float, default=0.03, metavar="S", help="seconds that a timing should take (default: 0.03)")
-    _part(parts, "startup", "from import to a first collective in fresh processes, beside the library below", rounds=7)
-    scale = _part(parts, "scale", "an alpha-beta model of allreduce, and what it predicts for many ranks", rounds=7)
+    startup = _part(parts, "startup", rounds=7)
+    scale = _part(parts, "scale", rounds=7)
     add = scale.add_argument
     add("--measure-up-to", type=int, default=8, metavar="N", help="launch no more ranks than these (default: 8)")
     add("--max-bytes", type=_size, default=16 << 20, metavar="N", help="the sweep's largest tensor (default: 16M)")
@@ -62,11 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--model", default="resnet18", metavar="NAME", help="whose step is measured on one rank (default: resnet18)")
     add("--compute-ms", type=float, metavar="MS", help="a step without communication, with --bytes instead of a model")
     add("--bytes", type=_size, metavar="N", help="the gradients of that step, as 100M")
+    for name, part in (("step", step), ("allreduce", allreduce), ("startup", startup), ("scale", scale)):
+        add_help(part, *HELP[name])
+        completes(part, {"launcher": CHOICES, "model": tuple(MODELS)})
 
 
-def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.ArgumentParser:
+def _part(parts: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
+    summary = WHATS[name]
     part: argparse.ArgumentParser = parts.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", add_help=False
     )
     add = part.add_argument
     if name == "scale":
@@ -103,7 +109,7 @@ def _part(parts: Any, name: str, summary: str, rounds: int = 15) -> argparse.Arg
 
 def run(args: argparse.Namespace) -> int:
     """Launch the jobs, and print or write what they found."""
-    check_json(args.json)
+    check_file("--json", args.json)
     for name in ("rounds", "launches"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
@@ -267,16 +273,17 @@ def _folder(keep: str | None) -> Iterator[Path]:
     """Where the ranks leave their reports: new, so that no old report is taken for one of theirs."""
     if keep is not None:
         folder = Path(keep).resolve()
-        if folder.exists() and any(folder.iterdir()):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_empty = not any(folder.iterdir())
+        except OSError as error:
+            raise UsageError(f"--keep {keep}: cannot be used ({error.strerror}); name a new or empty folder") from error
+        if not is_empty:
             raise UsageError(f"--keep {keep}: expected a new or empty folder, and something is in it")
-        folder.mkdir(parents=True, exist_ok=True)
         yield folder
         return
-    made = tempfile.mkdtemp(prefix="dualdist-bench-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="dualdist-bench-", ignore_cleanup_errors=True) as made:
         yield Path(made)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _size(text: str) -> int:

@@ -9,6 +9,15 @@ import sys
 
 from dualdist.horovod_build.options import HOROVOD_VERSION, Options
 
+EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
+COMMON = {
+    "gpu": "build with NCCL for GPUs; needs nvcc and a CUDA torch",
+    "without_mpi": "build with Gloo alone",
+    "jobs": "compile N files at a time",
+    "force": "build anew, whatever is installed or in the cache",
+    "dry_run": "print the steps and do nothing",
+}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dualdist.cli import schedule
+from dualdist.cli.helping import completes
 from dualdist.cli.run_request import from_arguments
 from dualdist.errors import UsageError
 from dualdist.launchers import LAUNCHERS, Command
@@ -17,8 +19,29 @@ from dualdist.launchers.endings import describe
 from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.planning import default_launcher
 from dualdist.launchers.starting import Report, run_job
+from dualdist.requeue import REQUEUE
+from dualdist.schedulers import SCHEDULERS
 
 FACE = ("-m", "dualdist.hvd")
+EXAMPLES = (
+    "dualdist run -np 2 train.py",
+    "dualdist run -np 4 --launcher mpirun --backend mpi train.py --epochs 3",
+    "dualdist run -H hosta:2,hostb:2 --tag-output train.py",
+    "dualdist run --config job.yaml --scheduler slurm --write job.sh",
+)
+COMMON = {
+    "ranks": "how many ranks",
+    "launcher": "torchrun, horovodrun, mpirun, srun, spawn, ...",
+    "backend": "what moves their tensors",
+    "hosts": "hosts, reached by ssh, and how many ranks each takes",
+    "config": "a job file; options go before it",
+    "env": "a variable for every rank; again for more",
+    "tag_output": "begin each line with its rank",
+    "timeout": "end the job after so many seconds",
+    "scheduler": "print a job script: slurm, pbs, lsf, kubernetes, ...",
+    "dry_run": "print what would run and start nothing",
+    "json": "write how the job went",
+}
 BACKENDS = ("native", "horovod", "mpi", "auto")
 TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 
@@ -45,8 +68,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where("--hostfile", metavar="FILE", help="the same from a file: `a slots=2` or `a:2` on each line")
     where("--network-interface", metavar="IF", help="the interface by which the hosts reach each other")
     add("--config", metavar="JOB.yaml", help="a job file; options of the command line go before it")
-    add("--env", action="append", default=[], metavar="K=V", help="a variable for every rank; may come several times")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K[=V]",
+        help="a variable for every rank, without a value that of this shell; may come several times",
+    )
     add("--max-restarts", type=int, metavar="N", help="start all ranks anew when one has failed (default: 0 times)")
+    add(
+        "--min-ranks",
+        type=int,
+        metavar="N",
+        help="go on with so few, in the same processes, while lost ranks are started again (horovodrun's elastic mode)",
+    )
     add("--timeout", type=float, metavar="S", help="end the job after so many seconds, with exit code 124")
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rank-N.log on its host")
     add("--tag-output", action="store_true", help="begin each line with its rank, [3], or [3 host] on several hosts")
@@ -60,12 +95,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("-m", dest="is_module", action="store_true", help="the program is a module, as for python -m")
     schedule.configure(parser)
     add("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
-    parser.epilog = "Exit code: that of the rank that failed first, 128 + N where the signal N ended it."
+    parser.epilog = "Exit code: the first failed rank's, 128 + N for signal N; 75 if told to stop."
+    completes(parser, {"launcher": tuple(LAUNCHERS), "scheduler": tuple(SCHEDULERS)})
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end, or print its command line; its exit code."""
-    request = from_arguments(args)
+    request = from_arguments(args, os.environ)
     is_elsewhere = args.scheduler is not None
     words = program(
         request.words, is_module=request.is_module, as_horovod=request.as_horovod, is_elsewhere=is_elsewhere
@@ -76,7 +112,11 @@ def run(args: argparse.Namespace) -> int:
     launcher = request.launcher
     if launcher is None:
         launcher, reason = default_launcher(
-            {**os.environ, **request.env}, request.backend, request.transport, has_hosts=bool(request.hosts)
+            {**os.environ, **request.env},
+            request.backend,
+            request.transport,
+            has_hosts=bool(request.hosts),
+            keeps_ranks=request.min_ranks is not None,
         )
         print(f"dualdist run: {launcher} starts {request.ranks} rank(s), as {reason}", file=sys.stderr)
     request.require_possible(launcher)
@@ -97,6 +137,10 @@ def tell(report: Report) -> None:
     assert outcome is not None
     if outcome.why:
         print(f"dualdist run: {outcome.why}", file=sys.stderr)
+    elif outcome.code == REQUEUE:
+        print("dualdist run: the job stopped as it was told to, and goes on when it is started again", file=sys.stderr)
+    elif outcome.told and outcome.code:
+        print(f"dualdist run: the job was ended by {signal.Signals(outcome.told).name}", file=sys.stderr)
     elif outcome.failure is not None:
         print(f"dualdist run: {describe(outcome.failure, has_hosts=report.is_spread)}", file=sys.stderr)
     elif outcome.code:
@@ -116,8 +160,9 @@ def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsew
 
 def line(built: Command) -> str:
     """The command as one would type it in a shell, with the variables that it needs."""
-    variables = [f"{name}={value}" for name, value in built.env.items()]
-    return shlex.join([*(["env", *variables] if variables else []), *built.argv])
+    changes = [*["-i"] * built.is_alone, *(f"--unset={name}" for name in built.without)]
+    changes += [f"{name}={value}" for name, value in built.env.items()]
+    return shlex.join([*(["env", *changes] if changes else []), *built.argv])
 
 
 def lines(commands: Sequence[Command]) -> Iterator[str]:

@@ -25,7 +25,8 @@ from dualdist.launchers.starting import Settings
 class Request:
     """A job as it was asked for. `words` is the program and its arguments; `hosts` is empty for this host.
 
-    `ranks_asked` is None where nobody said how many; `resources` are for a scheduler.
+    `ranks_asked` is None where nobody said how many; `resources` are for a scheduler. Of the variables in `env`,
+    `handed_on` were given by their names alone.
     """
 
     words: tuple[str, ...]
@@ -39,11 +40,13 @@ class Request:
     interface: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    min_ranks: int | None = None
     timeout_s: float | None = None
     log_dir: str | None = None
     tag_output: bool = False
     ranks_asked: int | None = None
     resources: Mapping[str, Any] = field(default_factory=dict)
+    handed_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -54,7 +57,7 @@ class Request:
     def require_possible(self, launcher: str) -> None:
         """UsageError where what was asked for cannot go together."""
         record = read_record()
-        choice = Choice(known(launcher), self.backend, self.transport, self.ranks, has_hosts=bool(self.hosts))
+        choice = Choice(known(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks)
         for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
             raise UsageError(found.message)
 
@@ -69,6 +72,7 @@ class Request:
             None,
             self.interface,
             self.max_restarts,
+            self.min_ranks,
         )
 
     def settings(self, args: argparse.Namespace) -> Settings:
@@ -81,7 +85,7 @@ class Request:
         )
 
 
-def from_arguments(args: argparse.Namespace) -> Request:
+def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     """The request of a command line; what it leaves open, the job file may say."""
     asked = _of_file(Path(args.config)) if args.config is not None else {}
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
@@ -95,6 +99,7 @@ def from_arguments(args: argparse.Namespace) -> Request:
         "transport": args.transport,
         "interface": args.network_interface,
         "max_restarts": args.max_restarts,
+        "min_ranks": args.min_ranks,
         "timeout_s": args.timeout,
         "log_dir": args.log_dir,
         "as_horovod": args.as_horovod or None,
@@ -103,7 +108,8 @@ def from_arguments(args: argparse.Namespace) -> Request:
         "ranks": args.ranks,
     }
     asked.update({name: value for name, value in given.items() if value is not None})
-    asked["env"] = {**asked.get("env", {}), **_variables(args.env)}
+    asked["env"] = {**asked.get("env", {}), **_variables(args.env, environ)}
+    asked["handed_on"] = tuple(word for word in args.env if "=" not in word)
     asked["ranks_asked"] = asked.get("ranks")
     hosts = asked.get("hosts", ())
     asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
@@ -130,6 +136,7 @@ def _of_file(path: Path) -> dict[str, Any]:
         "timeout_s": job.timeout,
         "log_dir": job.log_dir,
         "ranks": job.ranks,
+        "min_ranks": job.min_ranks,
         "hosts": _hosts(",".join(job.hosts) or None, job.hostfile),
     }
     found = {name: value for name, value in said.items() if value is not None}
@@ -148,11 +155,13 @@ def _hosts(listed: str | None, file: str | None) -> tuple[Host, ...] | None:
     return host_lists.read(Path(file)) if file is not None else None
 
 
-def _variables(words: list[str]) -> dict[str, str]:
+def _variables(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not VARIABLE.fullmatch(name):
+        if not VARIABLE.fullmatch(name):
             raise UsageError(f"--env {word}: expected a variable's name and its value, as in --env NCCL_DEBUG=INFO")
-        found[name] = value
+        if not equals and name not in environ:
+            raise UsageError(f"--env {name}: it is not set here; set it, or give a value, as in --env NCCL_DEBUG=INFO")
+        found[name] = value if equals else environ[name]
     return found

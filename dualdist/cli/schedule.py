@@ -17,11 +17,14 @@ from dualdist.schedulers.asking import requested
 from dualdist.schedulers.submit import submit
 
 # Words of `resources:` in a job file, which are the options' names too.
-COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task")
+COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "requeue")
 WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup")
 ONLY_WITH = (*COUNTS, *WORDS, "write", "submit")
 # What only `dualdist run` itself can do for ranks: as options and job files call it, and as a Request does.
-OURS = {"max_restarts": "max_restarts", "timeout": "timeout_s", "log_dir": "log_dir", "tag_output": "tag_output"}
+OURS = {
+    **{name: name for name in ("max_restarts", "min_ranks", "log_dir", "tag_output")},
+    "timeout": "timeout_s",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="of one node, as 64G")
     add("--memory-per-task", metavar="SIZE", help="of one rank, as 8G")
     add("--time", metavar="[D-]H:MM:SS", help="after which the scheduler ends the job")
+    add("--requeue", type=int, metavar="S", help="tell it to stop S seconds before, and queue it again when it has")
     add("--partition", "--queue", dest="queue", metavar="NAME", help="where the job waits")
     add("--account", metavar="NAME", help="who pays")
     add("--container", metavar="IMAGE", help="for Apptainer, or Kubernetes' own")
@@ -70,6 +74,7 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
         backend=request.backend,
         transport=request.transport,
         env={**interface_variables(request.interface), **request.env},
+        handed_on=request.handed_on,
     )
     text = script(args.scheduler, asked)
     if args.write is not None and not args.dry_run:

@@ -24,6 +24,7 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     return topology(
         told,
         launcher="torchrun" if present(environ, TORCHRUNS) else "env",
+        names=NAMES,
         source=f"{', '.join(present(environ, NAMES.given()))} (set without a launcher's mark)",
         master=require_master(environ, told.size, NAMES.size),
     )

@@ -21,6 +21,9 @@ CROSS = replace(NAMES, rank="HOROVOD_CROSS_RANK", size="HOROVOD_CROSS_SIZE", loc
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 PLACE = (*NAMES.given(), *CROSS.given())
+# Set by its elastic driver, for which two names of one host are two hosts: local ranks are what the ranks find.
+ELASTIC = "HOROVOD_ELASTIC"
+ANYWHERE = replace(NAMES, local_rank=None, local_size=None)
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
@@ -32,6 +35,6 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     # Note [cross rank]: it counts only the hosts that have this local rank, so on unequal hosts it is no node's index,
     # and no rank can see whether the others' hosts equal its own. So the node is inferred, on every rank alike.
     read(environ, CROSS)
-    return topology(
-        read(environ, NAMES), launcher="horovodrun", source=f"{', '.join(PLACE)} (horovodrun)", meeting="horovod"
-    )
+    names = ANYWHERE if environ.get(ELASTIC) == "1" else NAMES
+    source = f"{', '.join(PLACE)} (horovodrun)"
+    return topology(read(environ, names), launcher="horovodrun", source=source, meeting="horovod", names=names)

@@ -21,6 +21,7 @@ class Master:
     address: str
     port: int
     agent: bool = False
+    names: tuple[str, str] = MASTER
 
     @property
     def is_loopback(self) -> bool:
@@ -40,7 +41,7 @@ def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> 
     assert port is not None
     if not 0 < port < 65536:
         raise TopologyError(f"{names[1]}={port}: a port is between 1 and 65535; set {names[1]} to a free one")
-    return Master(address, port, agent=text(environ, AGENT_STORE) == "True")
+    return Master(address, port, text(environ, AGENT_STORE) == "True", names)
 
 
 def require_master(

@@ -19,6 +19,7 @@ def rank_of_mpi(environ: Mapping[str, str], names: Names, launcher: str) -> Topo
         launcher=launcher,
         source=f"{', '.join(present(environ, names.given()))} ({names.launcher})",
         master=read_master(environ),
+        names=names,
         meeting="mpi",
         mpi=True,
     )

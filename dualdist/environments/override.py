@@ -36,6 +36,7 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     return topology(
         told,
         launcher=text(environ, LAUNCHER) or "override",
+        names=NAMES,
         source=", ".join(present(environ, NAMES.given())),
         master=require_master(environ, told.size, NAMES.size, names),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dualdist.environments.master import Master
-from dualdist.environments.variables import Told
+from dualdist.environments.variables import Names, Told
 from dualdist.topology import Meeting, Topology
 
 
@@ -15,8 +17,12 @@ def topology(
     master: Master | None = None,
     meeting: Meeting = "none",
     mpi: bool = False,
+    names: Names | None = None,
 ) -> Topology:
-    """The rank's Topology; `meeting` is how the ranks meet where no address of rank 0 is given."""
+    """The rank's Topology; `meeting` is how the ranks meet where no address of rank 0 is given.
+
+    `names` are the variables that told it.
+    """
     local_rank, local_size = _local(told, one_host=master is not None and master.is_loopback)
     node, nodes = _node(told, local_rank, local_size)
     guesses = {"local_rank": told.local_rank, "local_size": told.local_size, "node": told.node, "nodes": told.nodes}
@@ -43,7 +49,16 @@ def topology(
         meeting=meeting,
         mpi=mpi,
         inferred=inferred,
+        origins=tuple(_origins(told, names, master)),
     )
+
+
+def _origins(told: Told, names: Names | None, master: Master | None) -> Iterator[tuple[str, str]]:
+    for part, name in names.by_field().items() if names is not None else ():
+        if name is not None and getattr(told, part) is not None:
+            yield part, name
+    if master is not None:
+        yield from zip(("address", "port"), master.names, strict=True)
 
 
 def _local(told: Told, *, one_host: bool) -> tuple[int, int]:

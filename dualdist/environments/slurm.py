@@ -45,9 +45,11 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     told = read(environ, NAMES)
     assert told.node is not None
     told = replace(told, local_size=_tasks_on(environ, told.node))
-    check(told, replace(NAMES, local_size=f"{TASKS_PER_NODE}[{told.node}]"))
+    names = replace(NAMES, local_size=f"{TASKS_PER_NODE}[{told.node}]")
+    check(told, names)
     return topology(
         told,
+        names=names,
         launcher="srun",
         source=f"{', '.join(NEEDED)} (srun)",
         master=read_master(environ),
@@ -75,6 +77,12 @@ def is_step(environ: Mapping[str, str]) -> bool:
     node = integer(environ, NODE)
     leftover = text(environ, NODE_TASKS) == "0" and text(environ, TASKS_PER_NODE) and node is not None
     return not leftover or _tasks_on(environ, node or 0) == 1
+
+
+def is_shell(environ: Mapping[str, str]) -> bool:
+    """Whether this is the step in which salloc runs a shell."""
+    value = next((text(environ, name) for name in present(environ, STEP_IDS)), None) or ""
+    return STEP_ID.fullmatch(value) is not None and int(value) >= FIRST_UNREAL_STEP
 
 
 def started_with_pmix(environ: Mapping[str, str]) -> bool:

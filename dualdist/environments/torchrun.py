@@ -31,6 +31,7 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     return topology(
         read(environ, NAMES),
         launcher="torchrun",
+        names=NAMES,
         source=f"{', '.join(present(environ, NAMES.given()))} (torchrun)",
         master=read_master(environ),
     )

@@ -12,6 +12,7 @@ RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 OVERRIDE = "DUALDIST_RANK and DUALDIST_SIZE"
 INTEGER = re.compile(r"[0-9]{1,9}")
 SHOWN = 40
+FIELDS = ("rank", "size", "local_rank", "local_size", "node", "nodes")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,11 @@ class Names:
 
     def given(self) -> list[str]:
         """The variables that there are."""
-        names = (self.rank, self.size, self.local_rank, self.local_size, self.node, self.nodes)
-        return [name for name in names if name is not None]
+        return [name for name in self.by_field().values() if name is not None]
+
+    def by_field(self) -> dict[str, str | None]:
+        """The variable of each field of a Topology, None where there is none."""
+        return {part: getattr(self, part) for part in FIELDS}
 
 
 @dataclass(frozen=True)

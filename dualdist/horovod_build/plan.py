@@ -222,6 +222,8 @@ def _openmpi_variables() -> tuple[tuple[str, str], ...]:
         ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
         ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
         ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+        # Where neither of the first two is installed Open MPI 4 ends at once, though nothing is started elsewhere.
+        ("OMPI_MCA_plm_rsh_agent", "ssh:rsh:false"),
         ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -17,7 +16,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from dualdist.asked import ask_torch
 from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
+from dualdist.limits import memory_limit, usable_cores
 
 # Import names and package names of what Horovod needs to build and to run beside torch.
 NEEDED = {
@@ -36,14 +37,6 @@ GB_PER_JOB = 1.5
 CXX_STANDARDS = (17, 20, 23)
 ARCH_FLAGS = ("f16c", "avx", "fma")
 
-ASK_TORCH = """
-import json, os, torch
-print(json.dumps({
-    "version": torch.__version__, "git": torch.version.git_version, "cxx11_abi": torch.compiled_with_cxx11_abi(),
-    "cuda": torch.version.cuda, "hip": torch.version.hip,
-    "headers": os.path.join(os.path.dirname(torch.__file__), "include"),
-}))
-"""
 # The headers that refuse an older C++, as `#if ... __cplusplus < 201703L`.
 GUARDING_HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 
@@ -130,13 +123,11 @@ def library_dirs(link_line: str) -> tuple[str, ...]:
 
 
 def _torch(environ: Mapping[str, str]) -> tuple[Torch | None, str]:
-    code, output = _run([sys.executable, "-c", ASK_TORCH], environ, timeout_s=120)
-    try:
-        data = json.loads(output.strip().splitlines()[-1])
-        headers = Path(data.pop("headers"))
-    except (IndexError, ValueError, AttributeError, KeyError):
-        return None, (output.strip().splitlines() or [f"exit code {code}"])[-1]
-    return Torch(**data, cxx_standard=demanded_standard(headers)), ""
+    said = ask_torch(environ)
+    if isinstance(said, str):
+        return None, said
+    standard = demanded_standard(Path(said.headers))
+    return Torch(said.version, said.git, said.cxx11_abi, said.cuda, said.hip, standard), ""
 
 
 def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
@@ -222,12 +213,13 @@ def _arch_flags() -> tuple[str, ...]:
 
 
 def _jobs() -> int:
-    processors = len(os.sched_getaffinity(0))
+    processors = usable_cores()
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
     except OSError:
         found = None
     memory_gb = int(found[1]) / 1e6 if found else GB_PER_JOB * processors
+    memory_gb = min(memory_gb, (memory_limit() or sys.maxsize) / 1e9)
     return max(1, min(processors, int(memory_gb / GB_PER_JOB)))
 
 

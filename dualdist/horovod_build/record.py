@@ -14,6 +14,8 @@ from dualdist.horovod_names import real_horovod
 RECORD_NAME = "dualdist_build.json"
 # Horovod's own build leaves the torch version there, also where somebody else built it.
 METADATA_NAME = "metadata.json"
+# Of the fields that are no texts.
+KINDS: dict[str, type] = {"cxx11_abi": bool, "gloo": bool, "mpi": bool, "patches": tuple}
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,16 @@ def to_json(record: BuildRecord) -> str:
 
 def from_json(text: str) -> BuildRecord:
     """The record of a file's text; fields of a later dualdist are passed over. ValueError or TypeError if damaged."""
-    data = json.loads(text)
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists stand too deep in one another") from error
     known = {field.name: data[field.name] for field in fields(BuildRecord) if field.name in data}
     if known.get("patches") is not None:
         known["patches"] = tuple(known["patches"])
+    wrong = [name for name, value in known.items() if not isinstance(value, (KINDS.get(name, str), type(None)))]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: expected other kinds of values")
     return BuildRecord(**known)
 
 
@@ -75,6 +83,6 @@ def _foreign_record(folder: Path) -> BuildRecord | None:
         return None
     try:
         torch_version = json.loads((folder / METADATA_NAME).read_text()).get("pytorch")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         torch_version = None
     return BuildRecord(horovod=version, torch=torch_version)

@@ -171,6 +171,6 @@ def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tupl
     for found in impossible_resources(resources):
         yield ("resources", found.setting), found.message
     has_hosts = bool(job.hosts or job.hostfile)
-    choice = Choice(job.launcher, job.backend, job.transport, job.ranks, has_hosts=has_hosts)
+    choice = Choice(job.launcher, job.backend, job.transport, job.ranks, has_hosts, job.min_ranks)
     for found in impossible(choice, horovod_has_mpi=horovod_has_mpi):
         yield (found.setting,), found.message

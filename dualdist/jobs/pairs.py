@@ -8,6 +8,8 @@ from typing import Any
 
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
+# The launcher that goes on with fewer ranks.
+KEEPING = "horovodrun"
 # What carries each backend's tensors.
 CARRIERS = {"native": ("gloo", "shm", "nccl"), "horovod": ("gloo", "mpi", "nccl"), "mpi": ("mpi",)}
 REBUILD = "build one with MPI by dualdist install-horovod --force"
@@ -25,6 +27,7 @@ class Choice:
     transport: str | None = None
     ranks: int | None = None
     has_hosts: bool = False
+    min_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ def impossible(choice: Choice, *, horovod_has_mpi: bool | None) -> Iterator[Impo
         yield Impossible("transport", f"expected one of {valid} for the backend {backend}, not {transport}")
     if horovod_has_mpi is False and backend == "horovod":
         yield from _without_mpi(launcher, transport)
+    if choice.min_ranks is not None and launcher not in (None, KEEPING):
+        why = f"only {KEEPING} keeps ranks when others are lost, not {launcher}: choose it, or max_restarts"
+        yield Impossible("min_ranks", why)
     if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
         yield Impossible("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
 

@@ -49,7 +49,8 @@ class Resources(_Part):
     """What a scheduler is asked for; each is left to the scheduler where it is None.
 
     `memory` is one node's, as "64G"; GPUs and memory can be asked for per task instead. `time` is
-    "[days-]hours:minutes:seconds"; `setup` are lines of shell before the job, such as `module load openmpi`;
+    "[days-]hours:minutes:seconds", and `requeue` how many seconds before it is up the job is told to stop, to be queued
+    again; `setup` are lines of shell before the job, such as `module load openmpi`;
     `container` is an image.
     """
 
@@ -65,6 +66,7 @@ class Resources(_Part):
     queue: Word | None = None
     account: Word | None = None
     job_name: Annotated[str, _as(words.job_name)] | None = None
+    requeue: Count | None = None
     setup: Annotated[tuple[str, ...], BeforeValidator(_block), Field(strict=False)] = ()
     container: Word | None = None
 
@@ -73,7 +75,8 @@ class JobFile(_Part):
     """A job file that has passed its checks.
 
     `program` is a script and `module` a module, one of which runs with `args`; `ranks`, also written `np`, is the
-    number of ranks, None for one a slot of the hosts. `timeout` and `max_restarts` are as for `dualdist run`.
+    number of ranks, None for one a slot of the hosts. `timeout`, `max_restarts` and `min_ranks` are as for
+    `dualdist run`.
     """
 
     program: Text | None = None
@@ -81,6 +84,7 @@ class JobFile(_Part):
     args: tuple[str, ...] = Field(default=(), strict=False)
     as_horovod: bool = False
     ranks: Count | None = None
+    min_ranks: Count | None = None
     launcher: LauncherName | None = None
     backend: BackendName | None = None
     transport: TransportName | None = None

@@ -19,6 +19,8 @@ LAUNCHERS = {
     "spawn": ("spawn", "commands"),
 }
 
+STARTERS = tuple(name for name in LAUNCHERS if name != "python")  # of several ranks
+
 
 def commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
     """The commands that together are the job; LaunchError where the site lacks what the launcher needs."""
@@ -41,4 +43,4 @@ def command(launcher: str, job: Job, site: Site) -> Command:
     return built
 
 
-__all__ = ["LAUNCHERS", "Command", "Host", "Job", "Meeting", "Site", "command", "commands", "known"]
+__all__ = ["LAUNCHERS", "STARTERS", "Command", "Host", "Job", "Meeting", "Site", "command", "commands", "known"]

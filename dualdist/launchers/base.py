@@ -49,7 +49,7 @@ class Job:
     `program` is what follows `python`: a script and its arguments, or "-m", a module and its arguments. `env` is set
     for every rank, on top of what they inherit. `hosts` are filled one after the other. `nodes`, of a scheduler's
     allocation, is None where the scheduler shall choose. `interface` is the network interface that the ranks use on
-    every host.
+    every host. With `min_ranks` so few go on, in the same processes, when others are lost, which are started again.
     """
 
     program: tuple[str, ...]
@@ -61,6 +61,7 @@ class Job:
     nodes: int | None = 1
     interface: str | None = None
     max_restarts: int = 0
+    min_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -69,6 +70,8 @@ class Job:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
         if why := too_few_slots(self.ranks, self.hosts):
             raise UsageError(why)
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
+            raise UsageError(f"min_ranks={self.min_ranks}: expected 1 to {self.ranks}, the number of ranks")
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""
@@ -99,7 +102,9 @@ class Site:
 
     `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
     where the job runs, on every host; `meeting` is None where nobody has looked for one. `networks` are the interfaces
-    by which the hosts reach each other, where they have others, too.
+    by which the hosts reach each other, where they have others, too. `has_ssh`: Open MPI has a program to start
+    something elsewhere. `needs` are the caller's variables without which launchers do not work, `secrets` the names of
+    those that hold secrets.
     """
 
     python: str
@@ -110,6 +115,9 @@ class Site:
     folder: str = "."
     meeting: Meeting | None = None
     networks: tuple[str, ...] = ()
+    has_ssh: bool = True
+    needs: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
 
     def tool(self, name: str) -> str:
         if name not in self.tools:
@@ -125,10 +133,18 @@ class Site:
 class Command:
     """One command line, and the variables it needs on top of the caller's, on the host where it runs (None: here).
 
-    `prefix` matches what the launcher puts in front of every line that a rank prints.
+    `prefix` matches what the launcher puts in front of every line that a rank prints. `is_alone`: of the caller's
+    variables the command gets none, as it would hand them all on; and none of those named `without`.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     host: str | None = None
     prefix: str = ""
+    is_alone: bool = False
+    without: tuple[str, ...] = ()
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """All its variables, where `environ` are the caller's."""
+        kept = {} if self.is_alone else {name: environ[name] for name in environ if name not in self.without}
+        return {**kept, **self.env}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualdist.launchers.tracebacks import is_consequence
+from dualdist.requeue import REQUEUE
 
 # The exit code of a job whose first failing rank was lost: as if by SIGKILL.
 LOST = 137
@@ -46,6 +47,15 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
         key=lambda end: (is_consequence(end.text), end.code is None and not end.text, end.at_s),
         default=None,
     )
+
+
+def has_stopped(ends: Sequence[RankEnd]) -> bool:
+    """Whether the job stopped in its last round because it was told to, and can go on: then any rank says so.
+
+    A rank says so when all have saved; what became of the others in the meantime does not matter.
+    """
+    last = max((end.round for end in ends), default=0)
+    return any(end.code == REQUEUE for end in ends if end.round == last)
 
 
 def exit_code(launchers: Sequence[int], failure: RankEnd | None, *, may_restart: bool) -> int:

@@ -10,7 +10,8 @@ from dualdist.errors import UsageError
 from dualdist.launchers.base import Host
 
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
-WORD = re.compile(r"(?P<name>[^\s:,=\[\]]+)(?::(?P<slots>[0-9]{1,9}))?")
+# A name goes to ssh and to launchers that call a shell: it has nothing that means something to one.
+WORD = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::(?P<slots>[0-9]{1,9}))?")
 LINE = re.compile(WORD.pattern + r"(?:\s+(?P<rest>.*))?")
 SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]{1,9})(?:\s|$)")
 
@@ -59,6 +60,4 @@ def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 def _host(name: str, slots: str | None, where: str = "") -> Host:
     if slots is not None and int(slots) < 1:
         raise UsageError(f"{where}host {name!r} has {slots} slots: expected 1 or more")
-    if name.startswith("-"):
-        raise UsageError(f"{where}{name!r} is no name of a host")
     return Host(name, int(slots or 1))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+
+from dualdist.requeue import SIGNALS
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -26,9 +28,16 @@ def termination_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def notices(hear: Callable[[int], None]) -> Iterator[None]:
+    """What tells a job to stop does not end the block: hear() is called with the signal's number, wherever that is."""
+    with _handled(list(SIGNALS), lambda number, frame: hear(number)):
+        yield
+
+
+@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """No signal that asks the program to end interrupts the block: it is ending already."""
-    with _handled([*ENDING, signal.SIGINT], signal.SIG_IGN):
+    with _handled([*ENDING, *SIGNALS, signal.SIGINT], signal.SIG_IGN):
         yield
 
 
@@ -37,7 +46,7 @@ def _handled(numbers: list[signal.Signals], handler: signal._HANDLER) -> Iterato
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = [(number, signal.signal(number, handler)) for number in numbers]
+    before = [(number, signal.signal(number, handler)) for number in dict.fromkeys(numbers)]
     try:
         yield
     finally:

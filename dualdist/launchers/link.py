@@ -1,4 +1,7 @@
-"""The line from each rank to `dualdist run`: a rank tells of its end on it, and ends when it is cut."""
+"""The line from each rank to `dualdist run`: a rank tells of its end on it, and ends when it is cut.
+
+After the greeting each byte to the rank is the number of a signal for its program.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ class Address:
 
     @staticmethod
     def loads(text: str) -> Address:
+        """ValueError for what dumps() did not write."""
         token, port, addresses = text.split(":", 2)
+        if not 0 < int(port) < 65536:
+            raise ValueError(f"port {port}")
         return Address(tuple(addresses.split(",")), int(port), token)
 
 
@@ -94,7 +100,7 @@ def loads(kind: type[Message], line: bytes) -> Message | None:
     """None for what is no such message."""
     try:
         return kind(**json.loads(line))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 
@@ -119,11 +125,12 @@ def connect(address: Address, hello: Hello) -> socket.socket:
             continue
         try:
             connection.sendall(dumps(hello))
-            if connection.recv(len(WELCOME)) == WELCOME:
+            answer = connection.recv(len(WELCOME))
+            if answer == WELCOME:
                 connection.setblocking(False)
                 keep_alive(connection)
                 return connection
-            errors.append(f"{name}: another program answers")
+            errors.append(f"{name}: {'another program answers' if answer else 'the job is over'}")
         except OSError as error:
             errors.append(f"{name}: {error.strerror or error}")
         connection.close()

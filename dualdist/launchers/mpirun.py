@@ -15,6 +15,9 @@ OPENMPI_BY_SLOT = {
     "openmpi4": ("--oversubscribe", "--map-by", "slot", "--bind-to", "none"),
     "openmpi5": ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
 }
+# The program by which Open MPI 4 starts something on another host. Without one it ends at once, also where it would
+# start nothing elsewhere, as in many a container.
+AGENT = "OMPI_MCA_plm_rsh_agent"
 # By which interface the daemons talk, before the ranks do.
 OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--prtemca", "prte_if_include")}
 
@@ -29,7 +32,12 @@ def commands(job: Job, site: Site) -> tuple[Command, ...]:
         raise LaunchError(
             f"{mpirun} belongs to neither Open MPI nor MPICH nor Intel MPI: put one of theirs first on PATH"
         )
-    return (Command((mpirun, *flags, site.python, *job.program), variables),)
+    return (Command((mpirun, *flags, site.python, *job.program), {**variables, **agent(site)}),)
+
+
+def agent(site: Site) -> dict[str, str]:
+    """The variable with which mpirun starts on one host that has no ssh."""
+    return {AGENT: "false"} if site.mpi == "openmpi4" and not site.has_ssh else {}
 
 
 def _of_openmpi(job: Job, site: Site) -> list[str]:
@@ -54,6 +62,6 @@ def _of_mpich(job: Job) -> list[str]:
         flags += ["-hosts", ",".join(map(str, job.hosts))]
     if job.interface is not None:
         flags += ["-iface", job.interface]
-    for name, value in job.variables().items():
-        flags += ["-genv", name, value]
-    return flags
+    # Left alone, it hands all variables that it has to all hosts.
+    names = ",".join(job.variables())
+    return [*flags, *(("-genvlist", names) if names else ("-genvnone",))]

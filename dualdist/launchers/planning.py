@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dualdist.jobs.words import VARIABLE
 from dualdist.launchers.base import BACKEND, TRANSPORT
 from dualdist.launchers.link import LINK
 from dualdist.launchers.processes import MARK
+from dualdist.redaction import is_secret
 
 SLURM_JOB = "SLURM_JOB_ID"
 SLURM_NODES = "SLURM_JOB_NUM_NODES"
@@ -23,12 +25,25 @@ FORWARDED_PREFIXES = (
     *("NCCL_", "GLOO_", "HOROVOD_", "UCX_", "FI_"),
 )
 OURS = (LINK, MARK)
+# What a launcher itself needs of the variables here, where it hands on all that it has.
+OWN_NAMES = (
+    *("HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TZ", "TMPDIR"),
+    *("PATH", "SSH_AUTH_SOCK", "SSH_AGENT_PID"),
+)
+OWN_PREFIXES = ("LC_", "XDG_", "PYTHON", "CUDA_", "OMPI_", "OPAL_", "PMIX_", "PRTE_")
 
 
 def default_launcher(
-    environ: Mapping[str, str], backend: str | None, transport: str | None = None, *, has_hosts: bool = False
+    environ: Mapping[str, str],
+    backend: str | None,
+    transport: str | None = None,
+    *,
+    has_hosts: bool = False,
+    keeps_ranks: bool = False,
 ) -> tuple[str, str]:
     """The launcher where none was named, and why this one."""
+    if keeps_ranks:
+        return "horovodrun", "no --launcher was named and only this one goes on with fewer ranks"
     backend, transport = backend or environ.get(BACKEND) or None, transport or environ.get(TRANSPORT)
     for setting, value in (("backend", backend), ("transport", transport)):
         if value == "mpi":
@@ -69,10 +84,25 @@ def variables(
     return {**kept, **ours, **interface_variables(interface), **given}
 
 
+def needed_here(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without which a launcher cannot work on this host, for one that would hand on all of them."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in OWN_NAMES or name.startswith(OWN_PREFIXES)) and VARIABLE.fullmatch(name) and not is_secret(name)
+    }
+
+
+def secrets(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the variables that hold secrets."""
+    return tuple(sorted(filter(is_secret, environ)))
+
+
 def interface_variables(interface: str | None) -> dict[str, str]:
     """By which the libraries of all backends take this network interface."""
     return {} if interface is None else dict.fromkeys(INTERFACES, interface)
 
 
 def _is_forwarded(name: str) -> bool:
-    return name not in OURS and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    is_a_jobs = name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    return is_a_jobs and name not in OURS and not is_secret(name) and VARIABLE.fullmatch(name) is not None

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-from dualdist.network import interfaces, reason
+from dualdist.limits import usable_cores
+from dualdist.meeting.network import interfaces, reason
 from dualdist.version import __version__
 
 REACH_S = 5.0
@@ -47,12 +48,11 @@ def look(port: int = 0, addresses: Sequence[str] = ()) -> Facts:
     with socket.create_server(("", 0)) as free:
         own_port = free.getsockname()[1]
     client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name, own = socket.gethostname().split(".")[0], interfaces()
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda address: _unreachable(address, port, own), addresses)
         unreachable = {address: why for address, why in zip(addresses, reasons, strict=True) if why}
-    return Facts(name, cores, own, own_port, client, server, __version__, unreachable)
+    return Facts(name, usable_cores(), own, own_port, client, server, __version__, unreachable)
 
 
 def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:

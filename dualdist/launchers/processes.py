@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from dualdist.redaction import hidden_in
+
 # Marks every process of a job, by inheritance: launchers put ranks into sessions and process groups of their own.
 MARK = "DUALDIST_JOB"
 POLL_S = 0.05
@@ -65,7 +67,8 @@ def describe(processes: Iterable[int]) -> str:
     for pid in processes:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            commands.append(f"{pid} ({b' '.join(words).decode(errors='replace').strip()[:120]})")
+            line = " ".join(hidden_in(word.decode(errors="replace") for word in words))
+            commands.append(f"{pid} ({line.strip()[:120]})")
     return "still running: " + (", ".join(commands) or "nothing that could be seen")
 
 

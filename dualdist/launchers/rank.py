@@ -175,16 +175,21 @@ class Rank:
             self._selector.unregister(relay.source)
 
     def _on_signal(self) -> None:
-        for number in self._sockets[1].recv(64):
+        self._pass_on(self._sockets[1].recv(64))
+
+    def _pass_on(self, numbers: bytes) -> None:
+        """Each byte is a signal's number."""
+        for number in numbers:
             if number in PASSED_ON:
                 self._told = self._told or number in ENDING
                 processes.send([self._child.pid], signal.Signals(number))
 
     def _on_line(self) -> None:
-        """The line is cut: the job is over. Nothing is ever said on it."""
+        """What is said on the line are signals for the child. It is cut when the job is over."""
         assert self._line is not None
         try:
-            if self._line.recv(64):
+            if numbers := self._line.recv(64):
+                self._pass_on(numbers)
                 return
         except BlockingIOError:
             return
@@ -224,9 +229,12 @@ def main() -> int:
         number = detect(os.environ).rank
     line = None
     if link.LINK in os.environ:
-        hello = link.Address.loads(os.environ[link.LINK])
         try:
-            line = link.connect(hello, link.Hello(hello.token, number, host, _round()))
+            address = link.Address.loads(os.environ[link.LINK])
+            line = link.connect(address, link.Hello(address.token, number, host, _round()))
+        except ValueError:
+            print(f"{link.LINK} is not what dualdist run writes: unset what is left over", file=sys.stderr)
+            return 1
         except link.LinkError as error:
             print(f"dualdist run: rank {number} on {host} cannot reach dualdist run ({error})", file=sys.stderr)
             if error.is_gone:
@@ -262,7 +270,8 @@ def _name(number: int | None) -> str:
 
 
 def _round() -> int:
-    return sum(int(os.environ.get(name) or 0) for name in ROUNDS)
+    counts = [os.environ.get(name, "") for name in ROUNDS]
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _opened(folder: Path, name: str) -> int:

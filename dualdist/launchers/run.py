@@ -19,6 +19,8 @@ from dualdist.errors import LaunchError
 from dualdist.launchers import processes
 from dualdist.launchers.base import INSTALL, Command, Mpi, Site
 from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.mpirun import AGENT
+from dualdist.redaction import hidden_in
 
 # Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
 GRACE_S = 5.0
@@ -40,7 +42,9 @@ def look() -> Site:
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
         mpi = mpi_of(run(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output)
-    return Site(sys.executable, tools, path, mpi, is_root=os.geteuid() == 0, folder=str(Path.cwd()))
+    has_ssh = AGENT in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
+    is_root, folder = os.geteuid() == 0, str(Path.cwd())
+    return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
 
 
 def mpi_of(version: str) -> Mpi:
@@ -63,14 +67,16 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env, **marking},
+                env={**command.environment(os.environ), **marking},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if capture else None,
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(f"{what} could not be started ({error}): {shlex.join(command.argv)}") from error
+            raise LaunchError(
+                f"{what} could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
+            ) from error
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -78,7 +84,7 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
             _end(process, mark)
             raise LaunchError(
                 f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
-                f"command: {shlex.join(command.argv)}\n{_read(output)}"
+                f"command: {shlex.join(hidden_in(command.argv))}\n{_read(output)}"
             ) from error
         finally:
             left = _end(process, mark)

@@ -9,9 +9,10 @@ from dualdist.launchers.base import Command, Site
 
 # Never ask for a password: nobody may be there to type it. A host that is silent for 20 s has been lost.
 OPTIONS = (
-    *("-n", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
+HEARS_NOTHING = "-n"  # else what a person types goes to a rank
 KEEPER = ("-m", "dualdist.launchers.keeper")
 PROBE = ("-m", "dualdist.launchers.probe")
 # Exit codes of the remote side before python runs; ssh's own is 255, a missing command's 127.
@@ -40,15 +41,21 @@ def over(command: Command, site: Site, *, link_port: int | None = None) -> Comma
         return command
     inner = (site.python, *KEEPER, *command.argv)
     back = ("-R", f"127.0.0.1:{link_port}:127.0.0.1:{link_port}") if link_port is not None else ()
-    return Command(("ssh", *OPTIONS, *back, command.host, remote(inner, command.env, site.folder)))
+    return Command(("ssh", HEARS_NOTHING, *OPTIONS, *back, command.host, remote(inner, command.env, site.folder)))
 
 
 def probe(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
     """The argv that has a host tell of itself; exits by one of the codes above where it cannot."""
+    ssh, *words = asking(host, site, env, (*PROBE, *target))
+    return [ssh, HEARS_NOTHING, *words]
+
+
+def asking(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
+    """The argv that has a host's python run what these words say, and gives it our standard input."""
     checks = (
         f"cd {shlex.quote(site.folder)} || exit {NO_FOLDER}; test -x {shlex.quote(site.python)} || exit {NO_PYTHON}; "
     )
-    line = shlex.join([*_env(env), site.python, *PROBE, *target])
+    line = shlex.join([*_env(env), site.python, *words])
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]
 
 

@@ -15,6 +15,8 @@ from dualdist.launchers.base import Command, Job, Meeting, Site
 from dualdist.launchers.link import LINK
 from dualdist.launchers.run import look
 from dualdist.launchers.supervise import Listener, Outcome, Supervisor
+from dualdist.redaction import hidden
+from dualdist.requeue import REQUEUE
 
 LOOPBACK = "127.0.0.1"
 ROUND = "DUALDIST_RUN_ROUND"
@@ -77,12 +79,17 @@ class _Plan:
             ssh.over(command, self.site, link_port=port) for command in commands(self.launcher, job, self.site)
         )
 
+    def shown(self) -> tuple[Command, ...]:
+        """The commands without the values of secrets, as people may see them."""
+        site = replace(self.site, needs=hidden(self.site.needs))
+        return replace(self, site=site, job=replace(self.job, env=hidden(self.job.env))).commands()
+
 
 def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> Report:
     """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
     plan = _planned(job, launcher, settings, environ)
     if settings.is_dry:
-        return Report(launcher, plan.commands(), plan.is_spread)
+        return Report(launcher, plan.shown(), plan.is_spread)
     with ExitStack() as stack:
         # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
         is_local = _is_all_here(job, launcher)
@@ -93,7 +100,7 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
 
 def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
-    site, here = look(), probe.look()
+    site, here = replace(look(), secrets=planning.secrets(environ)), probe.look()
     back = tuple(here.networks().values())
     if _is_all_here(job, launcher):
         reach.check_interface(here.hostname, here, job.interface)
@@ -101,7 +108,8 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
         forwarded = planning.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
         reached = reach.look([host for host, _ in job.filled()], job.interface, site, forwarded)
         job, back = replace(job, hosts=reached.hosts), reached.back
-        site = replace(site, meeting=reached.meeting, networks=reached.networks)
+        needs = planning.needed_here(environ)
+        site = replace(site, meeting=reached.meeting, networks=reached.networks, needs=needs)
         each = [planning.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)]
     else:
         site = replace(site, meeting=Meeting(LOOPBACK, _free_port()))
@@ -117,6 +125,8 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
     output = rank.Settings(job.program, settings.tag_output, is_spread, settings.log_dir)
     is_launchers = launcher in RESTARTING and not job.hosts
     inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
+    if job.min_ranks is not None:
+        inner = sys.maxsize  # a lost rank is the launcher's business
     job = replace(job, program=rank.words(output), env=env, max_restarts=inner)
     return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
 
@@ -130,14 +140,13 @@ def _rounds(plan: _Plan, listener: Listener) -> Report:
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
         stdout = 2 if plan.settings.is_stdout_ours else None
         outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
-        if outcome.code == 0 or outcome.why or attempt == plan.restarts:
+        if outcome.code == 0 or outcome.why or outcome.told or attempt == plan.restarts:
             break
         who = outcome.failure.who(has_hosts=plan.is_spread) if outcome.failure is not None else plan.launcher
-        print(
-            f"dualdist run: {who} failed; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr
-        )
+        what = "a rank was told to stop" if outcome.code == REQUEUE else f"{who} failed"
+        print(f"dualdist run: {what}; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
-    return Report(plan.launcher, current.commands(), plan.is_spread, outcome, attempt)
+    return Report(plan.launcher, current.shown(), plan.is_spread, outcome, attempt)
 
 
 def _is_all_here(job: Job, launcher: str) -> bool:

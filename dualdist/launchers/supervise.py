@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shlex
@@ -18,37 +19,53 @@ from dualdist.errors import LaunchError
 from dualdist.launchers import endings, link, processes
 from dualdist.launchers.base import Command
 from dualdist.launchers.endings import RankEnd
-from dualdist.launchers.interrupts import undisturbed
+from dualdist.launchers.interrupts import notices, undisturbed
 from dualdist.launchers.relay import Relay
+from dualdist.redaction import hidden_in
+from dualdist.requeue import NOTICE, REQUEUE
 
 # Seconds that the others get to end by themselves after a failure.
 GRACE_S = 3.0
+# Seconds that a job gets to stop when it was told to, and between looks for the file that tells it.
+NOTICE_S = 120.0
+LOOK_S = 1.0
 # Seconds in which launchers and ranks must have ended when told to: more than a rank gives its program.
 END_S = 8.0
 TICK_S = 0.1
+# Seconds in which whoever connects must have said who it is.
+HELLO_S = 5.0
 # Seconds in which a rank that printed a traceback and was lost is taken to have been lost by it.
 FAILING_S = 5.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `why` says what ended it where that was neither a rank nor a launcher."""
+    """How a job ended. `why` says what ended it where that was neither a rank nor a launcher.
+
+    `told` is the number of the signal by which the job was told to stop, or 0.
+    """
 
     code: int
     seconds: float
     failure: RankEnd | None = None
     why: str = ""
+    told: int = 0
 
 
 @dataclass
 class _Line:
-    """A rank's line to us, and what has arrived of its next message."""
+    """A rank's line to us, and what has arrived of its next message; a stranger's, as long as it has not said hello."""
 
+    opened_at: float
     hello: link.Hello | None = None
     data: bytes = b""
     has_ended: bool = False
     failing: str = ""
     failing_at: float = 0.0
+
+    @property
+    def is_rank(self) -> bool:
+        return self.hello is not None and not self.hello.is_keeper
 
 
 @dataclass
@@ -87,6 +104,9 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mark, self._marking = processes.marked(self.environ)
         self._has_cut = False
+        self._told = self._ended_before = 0  # by which signal the job was told to stop, and after how many ends
+        self._to_tell: list[int] = []
+        self._looked_at = time.monotonic()
 
     def run(self, timeout_s: float | None) -> Outcome:
         """Start all, and return when all have ended, on every host. LaunchError where a command cannot be started."""
@@ -94,17 +114,25 @@ class Supervisor:
         self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
         why = ""
         try:
-            for command in self.commands:
-                self._start(command)
-            why = self._watch(began + timeout_s if timeout_s is not None else None)
+            with notices(self._to_tell.append):
+                for command in self.commands:
+                    self._start(command)
+                why = self._watch(began, timeout_s)
             if why:
-                why = f"{why} after {timeout_s:g} s; {processes.describe(processes.members(self._mark))}"
+                why = f"{why}; {processes.describe(processes.members(self._mark))}"
         finally:
             self._end()
+        return self._outcome(time.monotonic() - began, why)
+
+    def _outcome(self, seconds: float, why: str) -> Outcome:
         codes = [process.returncode for process in self._processes]
         failure = endings.first_failure(self.ends)
+        if not why and endings.has_stopped(self.ends):
+            return Outcome(REQUEUE, seconds, told=self._told)
+        if self._told and any([*codes, failure, why]):
+            return Outcome(128 + self._told, seconds, why=why, told=self._told)
         code = 124 if why else endings.exit_code(codes, failure, may_restart=self.restarts > 0)
-        return Outcome(code, time.monotonic() - began, failure if code and not why else None, why)
+        return Outcome(code, seconds, failure if code and not why else None, why, self._told)
 
     def _start(self, command: Command) -> None:
         relayed = bool(command.prefix)
@@ -112,13 +140,15 @@ class Supervisor:
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**self.environ, **command.env, **self._marking},
+                env={**command.environment(self.environ), **self._marking},
                 stdout=output,
                 stderr=subprocess.PIPE if relayed else None,
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(f"the job could not be started ({error}): {shlex.join(command.argv)}") from error
+            raise LaunchError(
+                f"the job could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
+            ) from error
         self._processes.append(process)
         for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
             if source is not None:
@@ -127,25 +157,52 @@ class Supervisor:
                 self._relays.append(relay)
                 self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
 
-    def _watch(self, deadline: float | None) -> str:
+    def _watch(self, began: float, timeout_s: float | None) -> str:
         """Until all commands have ended, or a failed job has had its time; says so where the job's time was up."""
-        failed_at: float | None = None
+        over_at = told_at = math.inf
         while any(process.poll() is None for process in self._processes):
             self._step(TICK_S)
             now = time.monotonic()
-            if failed_at is None and self._has_failed():
-                failed_at = now
-            if failed_at is not None and now > failed_at + GRACE_S:
+            if self._tell():
+                told_at = min(told_at, now)
+            if self._has_failed() or (self._told and self._have_all_ended()):
+                over_at = min(over_at, now)
+            if now > over_at + GRACE_S:
                 return ""
-            if deadline is not None and now > deadline:
-                return "the job was not done"
+            if now > told_at + NOTICE_S:
+                return f"the job did not stop within {NOTICE_S:g} s of {signal.Signals(self._told).name}"
+            if timeout_s is not None and now > began + timeout_s:
+                return f"the job was not done after {timeout_s:g} s"
         return ""
 
     def _has_failed(self) -> bool:
         """Whether nothing that is still to come can make the job succeed."""
-        return any(process.poll() for process in self._processes) or any(
-            end.has_failed and end.round >= self.restarts for end in self.ends
-        )
+        if any(process.poll() for process in self._processes):
+            return True
+        if self._told:
+            return any(end.has_failed for end in self.ends[self._ended_before :])
+        return any(end.has_failed and end.round >= self.restarts for end in self.ends)
+
+    def _have_all_ended(self) -> bool:
+        """Whether no rank that has reported is left."""
+        return bool(self.ends) and not any(line.is_rank and not line.has_ended for line in self._lines.values())
+
+    def _tell(self) -> bool:
+        """Pass on what tells the job to stop, if anything has come."""
+        notice = self.environ.get(NOTICE)
+        if not self._told and notice and time.monotonic() > self._looked_at + LOOK_S:
+            self._looked_at = time.monotonic()
+            if os.path.exists(notice):
+                self._to_tell.append(signal.SIGTERM)
+        numbers = bytes(self._to_tell)
+        self._to_tell.clear()
+        for connection, line in self._lines.items() if numbers else ():
+            if line.is_rank:
+                with contextlib.suppress(OSError):
+                    connection.sendall(numbers)
+        if numbers and not self._told:
+            self._told, self._ended_before = numbers[0], len(self.ends)
+        return bool(numbers)
 
     def _end(self) -> None:
         """Nothing of the job is left, here or elsewhere: launchers are asked to end, and every rank's line is cut."""
@@ -158,7 +215,7 @@ class Supervisor:
             for connection in self._lines:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
-            self._until(lambda: not self._lines and not self._running(), END_S)
+            self._until(lambda: not self._has_ranks() and not self._running(), END_S)
             left = processes.killed(self._mark, 1.0, self._running)
             if left and not any(process.poll() for process in self._processes):
                 print(f"dualdist run: what the job left behind was ended; {processes.describe(left)}", file=sys.stderr)
@@ -168,6 +225,9 @@ class Supervisor:
             for connection in self._lines:
                 connection.close()
             self._selector.close()
+
+    def _has_ranks(self) -> bool:
+        return any(line.hello is not None for line in self._lines.values())
 
     def _running(self) -> list[int]:
         return [process.pid for process in self._processes if process.poll() is None]
@@ -180,6 +240,7 @@ class Supervisor:
     def _step(self, wait_s: float) -> None:
         for key, _ in self._selector.select(wait_s):
             key.data()
+        self._drop_strangers(HELLO_S)
 
     def _pump(self, relay: Relay) -> None:
         source = relay.source
@@ -188,14 +249,25 @@ class Supervisor:
             self._selector.unregister(source)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self.listener.server.accept()
-            connection.setblocking(False)
-            self._lines[connection] = _Line()
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+        except OSError:  # it has gone again, or we have no more files
+            self._drop_strangers(0)
+            return
+        connection.setblocking(False)
+        self._lines[connection] = _Line(time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
+
+    def _drop_strangers(self, age_s: float) -> None:
+        """Nobody holds a line, or the job's end, by saying nothing for so long."""
+        opened = time.monotonic() - age_s
+        for connection in [each for each, line in self._lines.items() if not line.hello and line.opened_at <= opened]:
+            self._drop(connection)
 
     def _hear(self, connection: socket.socket) -> None:
-        line = self._lines[connection]
+        line = self._lines.get(connection)
+        if line is None:  # dropped a moment ago
+            return
         try:
             data = connection.recv(1 << 16)
         except BlockingIOError:
@@ -215,11 +287,11 @@ class Supervisor:
         """A rank says who it is, then how it ended; whoever says anything else is no rank of ours."""
         if line.hello is None:
             line.hello = link.loads(link.Hello, message)
-            if line.hello is None or line.hello.token != self.listener.address.token or self._has_cut:
+            if line.hello is None or line.hello.token != self.listener.address.token or self._is_over(line.hello):
                 line.hello = None
                 return False
             with contextlib.suppress(OSError):
-                connection.sendall(link.WELCOME)
+                connection.sendall(link.WELCOME + bytes([self._told] * bool(self._told and line.is_rank)))
                 link.keep_alive(connection)
             return True
         if failing := link.loads(link.Failing, message):
@@ -235,6 +307,10 @@ class Supervisor:
             RankEnd(line.hello.rank, line.hello.host, ended.code, at_s, line.hello.round, told, ended.text)
         )
         return True
+
+    def _is_over(self, hello: link.Hello) -> bool:
+        """Whether the job needs the rank no more: one that the launcher starts anew when all were told to stop."""
+        return self._has_cut or (bool(self._told) and any(end.round < hello.round for end in self.ends))
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

@@ -18,6 +18,9 @@ CONSEQUENCES = re.compile(
     r"|Connection (?:closed|reset) by peer|Connection was likely closed"
 )
 
+# As a traceback ends: with the exception and its message, which torchrun's own (ChildFailedError) does not have.
+EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: ")
+
 
 def has_header(text: str) -> bool:
     """Whether a traceback begins in these lines."""
@@ -40,9 +43,18 @@ def reason(text: str) -> str:
     return "\n".join(lines[start : _end(lines, fatal[-1])]).strip()
 
 
+def exception_in(text: str) -> str | None:
+    """The line that names the exception by which ranks failed, of all that they and their launcher printed."""
+    lines = [RANK.sub("", line.strip()) for line in text.splitlines()]
+    found = [line for line in lines if EXCEPTION.match(line)]
+    causes = [line for line in found if not is_consequence(line)]
+    return next(reversed(causes or found), None)
+
+
 def is_consequence(text: str) -> bool:
-    """Whether the exception tells of another rank's end."""
-    return any(CONSEQUENCES.search(line) for line in text.splitlines()[-3:])
+    """Whether the exception tells of another rank's end; below it the stack of that rank may stand."""
+    told = [line for line in text.splitlines() if not line[:1].isspace()]
+    return any(CONSEQUENCES.search(line) for line in told[-3:])
 
 
 def _before(lines: list[str], n: int) -> str:
