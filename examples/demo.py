@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from common.help import parser as parser_of
 from dualdist.errors import DualdistError, LaunchError
 from dualdist.launchers import Job, Site, command
 from dualdist.launchers.run import look, run
@@ -143,12 +144,12 @@ def verdict(
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("demo.py", description="Train on both backends under every launcher and compare.")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--model", default="resnet18", help="as for train.py (default: resnet18)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="how many each run has")
+    parser.add_argument("--steps", type=int, default=50, help="steps that each run trains")
+    parser.add_argument("--model", default="resnet18", help="as for train.py")
     parser.add_argument("--only", action="append", metavar="NAME", help="of " + ", ".join(each.name for each in RUNS))
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take (default: 300)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     options = parser.parse_args()
     if options.ranks < 2:
         parser.error(f"--ranks {options.ranks}: expected 2 or more")

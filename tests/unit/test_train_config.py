@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
-@pytest.fixture(scope="module")
-def train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "examples" / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class Train(NamedTuple):
+    FLAGS: dict[str, Any]
+    parse: Callable[[list[str]], Namespace]
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Train:
+    """The options as train.py takes them."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    options = importlib.import_module("common.options")
+    return Train(options.FLAGS, lambda argv: options.parse(argv, "train.py", None))
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def refusal(train: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refusal(train: Train, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """What train.py says when it refuses these flags: its last line on stderr."""
     with pytest.raises(SystemExit) as caught:
         train.parse(["--model=mlp", *argv])
@@ -36,35 +41,35 @@ def refusal(train: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -
     return line
 
 
-def test_defaults_hold_where_nothing_is_given(train: ModuleType) -> None:
+def test_defaults_hold_where_nothing_is_given(train: Train) -> None:
     options = train.parse([])
     assert (options.model, options.dataset, options.threads, options.backend) == ("resnet18", "digits", 1, None)
 
 
-def test_file_wins_over_defaults_and_flags_win_over_the_file(train: ModuleType, config: Path) -> None:
+def test_file_wins_over_defaults_and_flags_win_over_the_file(train: Train, config: Path) -> None:
     config.write_text("model: mlp\nepochs: 7\nlr: 0.5\nbatch-size: 8\n")
     options = train.parse(["--lr", "0.25", "--config", str(config), "--epochs", "2"])
     assert (options.model, options.epochs, options.lr, options.batch_size) == ("mlp", 2, 0.25, 8)
 
 
-def test_flag_with_the_default_value_wins_over_the_file(train: ModuleType, config: Path) -> None:
+def test_flag_with_the_default_value_wins_over_the_file(train: Train, config: Path) -> None:
     config.write_text("model: mlp\nepochs: 7\ndownload: true\n")
     options = train.parse(["--config", str(config), "--epochs", "3", "--no-download"])
     assert (options.epochs, options.download) == (3, False)
 
 
-def test_keys_may_be_written_with_underscores(train: ModuleType, config: Path) -> None:
+def test_keys_may_be_written_with_underscores(train: Train, config: Path) -> None:
     config.write_text("model: mlp\nbatch_size: 8\nweight_decay: 0\n")
     options = train.parse(["--config", str(config)])
     assert (options.batch_size, options.weight_decay) == (8, 0.0)
 
 
-def test_exponents_that_yaml_takes_for_text_are_numbers(train: ModuleType, config: Path) -> None:
+def test_exponents_that_yaml_takes_for_text_are_numbers(train: Train, config: Path) -> None:
     config.write_text("model: mlp\nlr: 1e-3\n")
     assert train.parse(["--config", str(config)]).lr == 0.001
 
 
-def test_every_flag_is_a_key(train: ModuleType, config: Path) -> None:
+def test_every_flag_is_a_key(train: Train, config: Path) -> None:
     values = {"bool": "true", "int": "9", "float": "0.5"}
     special = {"model": "mlp", "backend": "native", "dataset": "fake", "device": "cpu"}
     lines = []
@@ -76,7 +81,7 @@ def test_every_flag_is_a_key(train: ModuleType, config: Path) -> None:
     assert (options.download, options.max_steps, options.momentum, options.summary) == (True, 9, 0.5, "some text")
 
 
-def test_empty_file_changes_nothing(train: ModuleType, config: Path) -> None:
+def test_empty_file_changes_nothing(train: Train, config: Path) -> None:
     config.write_text("# nothing yet\n")
     assert train.parse(["--model=mlp", "--config", str(config)]).epochs == 3
 
@@ -106,7 +111,7 @@ def test_empty_file_changes_nothing(train: ModuleType, config: Path) -> None:
     ],
 )
 def test_wrong_file_is_refused_by_file_and_key(
-    train: ModuleType, config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    train: Train, config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
     config.write_text(text)
     line = refusal(train, capsys, "--config", str(config))
@@ -115,7 +120,7 @@ def test_wrong_file_is_refused_by_file_and_key(
     assert words in line
 
 
-def test_missing_file_is_refused_by_name(train: ModuleType, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_refused_by_name(train: Train, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such file" in refusal(train, capsys, "--config", str(config))
 
 
@@ -129,14 +134,15 @@ def test_missing_file_is_refused_by_name(train: ModuleType, config: Path, capsys
         (["--model", "resnet19"], "--model resnet19: unknown; did you mean 'resnet1"),
         (["--model", "inception_v3"], "--model inception_v3: unknown"),
         (["--dataset", "cifar10", "--data", "nowhere"], "--data nowhere: holds no folder cifar-10-batches-py"),
+        (["--dataset", "mnist", "--data", "nowhere"], "--data nowhere: holds no folder MNIST/raw"),
     ],
 )
 def test_wrong_flag_is_refused_with_one_line(
-    train: ModuleType, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+    train: Train, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
     assert words in refusal(train, capsys, *argv)
 
 
-def test_data_folder_that_holds_cifar10_is_accepted(train: ModuleType, tmp_path: Path) -> None:
+def test_data_folder_that_holds_cifar10_is_accepted(train: Train, tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
     assert train.parse(["--model=mlp", "--dataset=cifar10", f"--data={tmp_path}"]).data == str(tmp_path)

@@ -1,0 +1,305 @@
+"""The examples, started as their README says, on settings that take seconds."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.base_env import ROOT
+from harness.jobs import Launch
+from launch.test_demo import DEMO
+
+EXAMPLES = ROOT / "examples"
+README = (EXAMPLES / "README.md").read_text()
+HOROVOD = {"DUALDIST_BACKEND": "horovod"}
+# Of the README's table: the program, the command, and what it prints, where the columns have that.
+ROW = r"^\| \[([\w.]+)\]\(\1\) \|[^|]*\| (?:`([^`|]+)`|[^`|]+) \| (?:`([^`|]+)`|[^`|]+) \|$"
+ROWS = re.findall(ROW, README, re.MULTILINE)
+# A number with decimals.
+DECIMAL = r"(\d+\.\d+)"
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for opening, text in fenced if opening == language]
+
+
+def told() -> dict[str, list[str]]:
+    """The README's command lines, in its table and in its blocks, by the program that they start."""
+    found: dict[str, list[str]] = {}
+    for line in [*(command for _, command, _ in ROWS if command), *"".join(blocks("")).splitlines()]:
+        found.setdefault(re.findall(r"examples/([\w.]+)", line)[0], []).append(line)
+    return found
+
+
+COMMANDS = told()
+
+
+def commands(program: str) -> list[list[str]]:
+    """What the README says to type, in a folder of the test's."""
+    return [
+        [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line)]
+        for line in COMMANDS.pop(program)
+    ]
+
+
+(TRY,) = commands("demo.py")
+(ALONE,) = commands("single_process.py")
+(TRAIN,) = commands("train.py")
+(COLLECTIVES,) = commands("collectives.py")
+(SPAWN,) = commands("spawn.py")
+(DATA_PARALLEL,) = commands("data_parallel.py")
+(MODEL_PARALLEL,) = commands("model_parallel.py")
+(CIFAR10,) = commands("cifar10.py")
+(IMAGENET,) = commands("imagenet.py")
+(GPT,) = commands("mingpt.py")
+(KILLED,) = commands("fault_tolerance.py")
+SCRIPT, SCRIPT_ON_HOROVOD, SCRIPT_ALONE = commands("horovod_script.py")
+MEETINGS = commands("rendezvous.py")
+(NOTEBOOK,) = commands("notebook.ipynb")
+
+
+def prints_as_told(program: str, text: str) -> None:
+    """A line of it is that which the README shows, but for the numbers."""
+    (line,) = (words for name, _, words in ROWS if name == program)
+    parts = re.split(r"[0-9a-f]{16}|\d[\d.]*", line)
+    assert len(parts) > 1, f"{program}: the README shows no line with a number"
+    pattern = r"([0-9a-f]{16}|\d[\d.]*)".join(map(re.escape, parts))
+    assert re.search(f"^{pattern}$", text, re.MULTILINE), f"{line!r} is not like a line of\n{text}"
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """What the pattern's group holds wherever it matches; at least once."""
+    found = [float(number) for number in re.findall(pattern, text)]
+    assert found, f"{pattern!r} is not in\n{text}"
+    return found
+
+
+def falls(values: Sequence[float]) -> bool:
+    return len(values) > 1 and values[-1] < values[0]
+
+
+def test_every_example_stands_in_the_readme_and_every_command_is_run_here() -> None:
+    assert {program for program, *_ in ROWS} == {
+        path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")
+    }
+    assert not COMMANDS
+    assert [Path(word).name for word in TRY] == ["python", Path(DEMO[1]).name]  # which test_demo.py runs
+
+
+def test_the_readme_shows_the_difference_between_one_process_and_many() -> None:
+    alone, together = (
+        (EXAMPLES / name).read_text().partition("from __future__")[2].splitlines(keepends=True)
+        for name in ("single_process.py", "train.py")
+    )
+    lines = list(difflib.unified_diff(alone, together, "single_process.py", "train.py", n=1))
+    shown = [line if not line.startswith("@@") else "@@\n" for line in lines]
+    assert "".join(shown) == blocks("diff")[0]
+
+
+def test_help_fits_a_screen_and_has_an_example(launch: Launch) -> None:
+    """All in one process, as most of each would be the import of torch."""
+    programs = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name != "horovod_script.py"]
+    code = (
+        "import contextlib, runpy, sys\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "for name in sys.argv[1:]:\n"
+        "    print('#', name)\n"
+        f"    sys.argv = [{str(EXAMPLES)!r} + '/' + name, '--help']\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    outcome = launch([sys.executable, "-c", code, *programs], env={"COLUMNS": "120"})
+    helps = dict(text.split("\n", 1) for text in outcome.stdout.split("# ") if text)
+    assert list(helps) == programs
+    for name, text in helps.items():
+        assert f"examples/{name}" in text, text
+        assert len(text.splitlines()) <= 50, text
+        assert max(map(len, text.splitlines())) <= 120, text
+
+
+def test_train_py_on_two_ranks_is_single_process_py_on_the_whole_batch(launch: Launch) -> None:
+    short = ("--model=mlp", "--epochs=2", "--max-steps=60", "--clip=1")
+    alone = launch([*ALONE, *short, "--batch-size=32", "--summary=one.json", "--plot=one.png"])
+    together = launch([*TRAIN, *short, "--batch-size=16", "--summary=two.json"])
+    prints_as_told("single_process.py", alone.stdout)
+    prints_as_told("train.py", together.stdout)
+    one, two = (json.loads((launch.directory / name).read_text()) for name in ("one.json", "two.json"))
+    assert (one["ranks"], two["ranks"], one["steps"], two["steps"]) == (1, 2, 60, 60)
+    # Sums of 32 floats in another order, over 60 steps: the loss agrees to about 1e-6.
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    # 360 images, of which one may lie on the border.
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=1.5 / 360)
+    assert one["accuracy"] > 0.8
+    assert (launch.directory / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_collectives_prints_what_the_readme_shows(launch: Launch) -> None:
+    assert launch(COLLECTIVES).stdout == blocks("text")[0]
+
+
+def test_spawned_ranks_train_together(launch: Launch) -> None:
+    text = launch([*SPAWN, "--epochs=1"], env=HOROVOD).stdout
+    prints_as_told("spawn.py", text)
+    first, second = re.findall(rf"^rank (\d): the loss went from {DECIMAL} to {DECIMAL}$", text, re.MULTILINE)
+    assert (first[0], second[0]) == ("0", "1")
+    assert first[1:] == second[1:]
+    assert float(first[2]) < 0.5 * float(first[1])
+
+
+def test_ranks_started_by_hand_meet(launch: Launch, free_ports: list[int]) -> None:
+    """By tcp, file and env, all at once."""
+    ports = dict(zip(("29400", "29401"), map(str, free_ports), strict=True))
+    with ExitStack() as stack:
+        jobs = []
+        for words in MEETINGS:
+            text = " ".join(words).removesuffix(" &").replace("file:///tmp", launch.directory.as_uri())
+            words = re.sub("29400|29401", lambda found: ports[found[0]], text).split()
+            variables = [word for word in words[: words.index("python")] if "=" in word]
+            env = dict(variable.split("=") for variable in variables)
+            jobs.append(stack.enter_context(launch.start(words[len(variables) :], env=env)))
+        outcomes = [job.wait(100) for job in jobs]
+    assert len(outcomes) == 6
+    for number, outcome in enumerate(outcomes):
+        way = ("tcp://", "file://", "env://")[number // 2]
+        words = f"rank {number % 2} of 2 met the others by {way}.*: all ranks add up to 1\n"
+        assert re.fullmatch(words, outcome.stdout), str(outcome)
+    prints_as_told("rendezvous.py", outcomes[-1].stdout)
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Two on which nobody listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def test_the_notebook_says_again_what_it_said(launch: Launch) -> None:
+    """Its cells run in a kernel of Jupyter's, and print what is kept in it, but for the last digits of losses."""
+    kept, again = Path(NOTEBOOK[-1]), launch.directory / "notebook.ipynb"
+    shutil.copy(kept, again)
+    paths = {"PYTHONPATH": f"{launch.env['PYTHONPATH']}:{EXAMPLES}", "IPYTHONDIR": str(launch.directory)}
+    launch([*NOTEBOOK[:-1], str(again)], env=paths)
+    shown, found = (printed(json.loads(path.read_text())) for path in (kept, again))
+    assert re.sub(DECIMAL, "#", found) == re.sub(DECIMAL, "#", shown)
+    assert "True" in found
+    losses = numbers(DECIMAL, found)
+    assert len(losses) == 8
+    assert falls(losses[:4])
+    assert losses[:4] == losses[4:]
+
+
+def printed(notebook: dict[str, Any]) -> str:
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    return "".join("".join(output.get("text") or output["data"]["text/plain"]) + "\n" for output in outputs)
+
+
+def test_data_parallel_trains_the_same_and_is_timed(launch: Launch) -> None:
+    text = launch([*DATA_PARALLEL, "--steps=2", "--rounds=1", "--batch-size=8"]).stdout
+    prints_as_told("data_parallel.py", text)
+    assert "16 images a step, on 2 CPU threads" in text
+    there, here = numbers(rf"loss {DECIMAL}", text)
+    assert here == pytest.approx(there, abs=2e-4)
+    slow, fast = numbers(r"(\d+) images/s", text)
+    (ratio,) = numbers(rf"dualdist is {DECIMAL} times as fast", text)
+    assert ratio == pytest.approx(fast / slow, rel=0.02)
+
+
+def test_two_stages_on_two_ranks_train_as_on_one(launch: Launch) -> None:
+    """The steps of one rank see the batches of both."""
+    together = launch([*MODEL_PARALLEL, "--epochs=2"], env=HOROVOD).stdout
+    prints_as_told("model_parallel.py", together)
+    two = numbers(rf"loss {DECIMAL} on 2 ranks", together)
+    alone = launch([sys.executable, MODEL_PARALLEL[-1], "--epochs=2", "--batch-size=64"]).stdout
+    assert two == pytest.approx(numbers(rf"loss {DECIMAL} on 1 ranks", alone), abs=2e-4)
+    assert falls(two)
+
+
+def test_cifar10_is_timed_beside_one_process_and_goes_on_from_its_snapshot(launch: Launch) -> None:
+    """On one rank, too."""
+    short = ("--limit=64", "--batch-size=8", "--lr=0.01", "--snapshots=kept")
+    text = launch([*CIFAR10, *short, "--epochs=2"]).stdout
+    prints_as_told("cifar10.py", text)
+    assert len(numbers(r"one process, without dualdist: (\d+) images/s", text)) == 1
+    speeds, ratios = numbers(r"(\d+) images/s on 2 ranks", text), numbers(rf"{DECIMAL} times one process", text)
+    assert speeds[0] / ratios[0] == pytest.approx(speeds[1] / ratios[1], rel=0.05)
+    more = launch([sys.executable, CIFAR10[-1], *short, "--epochs=3"]).stdout
+    assert re.search(rf"^epoch 3/3: loss {DECIMAL}, .* images/s on 1 ranks, ", more, re.MULTILINE), more
+    assert "epoch 2/3" not in more
+    assert falls(numbers(rf"loss {DECIMAL}", text + more))
+
+
+def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
+    """With another number of epochs, on another backend; and another run begins with what was learned."""
+    short = ("--image-size=32", "--limit=48", "--batch-size=16", "--checkpoints=run", "--seed=1", "--lr=0.032")
+    first = launch([*IMAGENET, *short, "--epochs=1"]).stdout
+    assert re.match(rf"epoch 1/1: loss {DECIMAL}, .* lr 0.00200\nevery", first), first
+    again = launch([*IMAGENET, *short, "--epochs=3"], env=HOROVOD).stdout
+    half_and_none = r"epoch 2/3: .* lr 0.00100\nepoch 3/3: .* lr 0.00000\nevery"
+    goes_on = rf"goes on with epoch 2, best so far {DECIMAL}\n{half_and_none}"
+    assert re.match(goes_on, again), again
+    prints_as_told("imagenet.py", again)
+    assert falls(numbers(rf"loss {DECIMAL}", first + again))
+    newest = max((launch.directory / "run").glob("*.pt"))
+    alone = [sys.executable, next(word for word in IMAGENET if word.endswith(".py")), f"--weights={newest}"]
+    last = launch([*alone, "--image-size=32", "--limit=300", "--epochs=0", "--plot"]).stdout
+    assert last == again.splitlines(keepends=True)[-1]
+
+
+def test_mingpt_learns_and_its_curves_are_kept(launch: Launch) -> None:
+    text = launch([*GPT, "--steps=12", "--write=40"]).stdout
+    prints_as_told("mingpt.py", text)
+    losses = numbers(rf"step \d+/12: loss {DECIMAL}", text)
+    assert falls(losses)
+    agreed = re.search(r"^every rank has the parameters [0-9a-f]{16}\n", text, re.MULTILINE)
+    assert agreed, text
+    assert len(text[agreed.end() :]) == 42  # the first character, what follows, and the end of the line
+    assert (launch.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert kept_curve(launch.directory / "runs") == pytest.approx(losses, abs=1e-4)
+
+
+def kept_curve(folder: Path) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.value for event in events.Scalars("loss")]
+
+
+def test_a_killed_rank_costs_nothing_but_time(launch: Launch) -> None:
+    """The parameters are to the bit those of a run that nobody disturbed, on another backend."""
+    killed = launch([*KILLED, "--epochs=1"]).stdout.splitlines()
+    assert killed[:3] == [
+        "2 ranks begin with step 0, at image 0 of epoch 0",
+        "rank 1 is killed at step 25",
+        "2 ranks begin with step 20, at image 640 of epoch 0",
+    ]
+    undisturbed = ["--epochs=1", "--checkpoints=other"]
+    calm = launch([*KILLED[: KILLED.index("--kill")], *undisturbed], env=HOROVOD).stdout.splitlines()
+    assert calm[0] == killed[0]
+    assert calm[1:] == killed[3:]
+    prints_as_told("fault_tolerance.py", calm[1])
+    assert "done after step 45: " in calm[1]
+
+
+def test_a_horovod_script_trains_the_same_on_both_backends_and_on_horovod_alone(launch: Launch) -> None:
+    native, below, alone = (
+        launch([*argv, "--epochs=2"]).stdout.splitlines() for argv in (SCRIPT, SCRIPT_ON_HOROVOD, SCRIPT_ALONE)
+    )
+    assert len(native) == 2
+    prints_as_told("horovod_script.py", native[-1])
+    assert falls(numbers(rf"loss {DECIMAL}", "\n".join(native)))
+    assert below == native
+    # horovodrun prefixes what its ranks print, and a line's end on its own where that comes apart from the line.
+    assert re.findall(r"epoch \d+/\d+: loss [\d.]+", "\n".join(alone)) == native

@@ -1,0 +1,131 @@
+"""The examples' data sets: the real ones where they lie on the disk, and the one that comes with scikit-learn."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import pickle
+import struct
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+IMAGES = 6
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for variable in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # which scikit-learn sets when it is imported
+        monkeypatch.setenv(variable, "")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("common.data")
+
+
+def test_digits_are_split_alike_every_time_and_no_image_is_in_both(data: ModuleType) -> None:
+    (train, validation), (again, _) = data.digits(size=16), data.digits(size=16)
+    assert (len(train), len(validation)) == (1437, 360)
+    assert train.indices == again.indices
+    assert not set(train.indices) & set(validation.indices)
+    image, label = train[0]
+    assert image.shape == (3, 16, 16)
+    assert 0 <= label < 10
+
+
+def test_digits_are_those_of_scikit_learn(data: ModuleType) -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    dataset = data.digits(channels=1)[0].dataset
+    torch.testing.assert_close(dataset.tensors[0].flatten(1), (torch.tensor(pixels).float() / 16 - 0.3) / 0.4)
+    assert dataset.tensors[1].tolist() == labels.tolist()
+
+
+def test_a_limit_takes_so_many_of_each(data: ModuleType) -> None:
+    train, validation = data.limited(data.digits(), 100)
+    assert (len(train), len(validation)) == (100, 100)
+    assert [len(part) for part in data.limited(data.digits(), None)] == [1437, 360]
+
+
+def test_cifar10_is_read_where_it_lies(data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in CIFAR-10's format, whose checksums stand for those of the real ones."""
+    folder = tmp_path / data.FOLDERS["cifar10"]
+    folder.mkdir()
+    kind = data.load_torchvision().datasets.CIFAR10
+
+    def written(name: str, content: dict[str, object]) -> str:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    names = [name for name, _ in (*kind.train_list, *kind.test_list)]
+    pixels = np.full((IMAGES, 3 * 32 * 32), 255, dtype=np.uint8)
+    sums = {name: written(name, {"data": pixels, "labels": list(range(IMAGES))}) for name in names}
+    meta = written(kind.meta["filename"], {kind.meta["key"]: list("abcdefghij")})
+    monkeypatch.setattr(kind, "train_list", [[name, sums[name]] for name, _ in kind.train_list])
+    monkeypatch.setattr(kind, "test_list", [[name, sums[name]] for name, _ in kind.test_list])
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": meta})
+    train, validation = data.cifar10(str(tmp_path))
+    assert (len(train), len(validation)) == (5 * IMAGES, IMAGES)
+    image, label = validation[3]
+    assert (image.shape, label) == ((3, 32, 32), 3)
+    assert image[:, 0, 0].tolist() == pytest.approx([(1 - 0.491) / 0.247, (1 - 0.482) / 0.243, (1 - 0.447) / 0.262])
+
+
+def test_mnist_is_read_where_it_lies(data: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / data.FOLDERS["mnist"]
+    folder.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        images = struct.pack(">4i", 2051, IMAGES, 28, 28) + bytes(IMAGES * 28 * 28)
+        labels = struct.pack(">2i", 2049, IMAGES) + bytes(range(IMAGES))
+        for name, content in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            (folder / name).write_bytes(content)
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+    train, validation = data.mnist(str(tmp_path), size=32)
+    assert (len(train), len(validation)) == (IMAGES, IMAGES)
+    image, label = train[2]
+    assert (image.shape, label) == ((3, 32, 32), 2)
+
+
+def test_imagenet_is_read_where_it_lies(data: ModuleType, tmp_path: Path) -> None:
+    imagenet = importlib.import_module("imagenet")
+    for part in ("train", "val"):
+        for kind in ("cat", "dog"):
+            folder = tmp_path / part / kind
+            folder.mkdir(parents=True)
+            Image.new("RGB", (80, 60)).save(folder / "first.jpeg")
+    train, validation = imagenet.load_data(Namespace(data=str(tmp_path), image_size=56, limit=None))
+    for part in (train, validation):
+        assert [label for _, label in part] == [0, 1]
+        assert part[0][0].shape == (3, 56, 56)
+        assert part[0][0].dtype == torch.float32
+
+
+def test_a_download_that_fails_ends_with_a_line(data: ModuleType, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise OSError("no route to host")
+
+    with pytest.raises(SystemExit, match=r"error: could not download MNIST to here: no route to host"):
+        data.once_a_node(fails, "download MNIST to here")
+
+
+def test_a_set_that_fills_no_batch_ends_with_a_line(data: ModuleType) -> None:
+    train, _ = data.limited(data.digits(), 7)
+    loaders = [torch.utils.data.DataLoader(train, count, drop_last=True) for count in (7, 8)]
+    assert data.not_empty(loaders[0]) is loaders[0]
+    with pytest.raises(SystemExit, match="error: 7 samples do not fill a batch of 8 on each of 1 ranks"):
+        data.not_empty(loaders[1])
+
+
+def test_the_learning_rate_warms_up_and_ends_at_zero(data: ModuleType) -> None:
+    factor = importlib.import_module("imagenet").schedule(warmup=4, steps=12)
+    assert [factor(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factor(8) == pytest.approx(0.5)
+    assert factor(12) == pytest.approx(0.0)
+    never_down = importlib.import_module("imagenet").schedule(warmup=12, steps=12)
+    assert [never_down(step) for step in (0, 11, 12)] == pytest.approx([1 / 12, 1, 1])
