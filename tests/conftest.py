@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from harness import mpi
+from harness import effort as efforts
+from harness import hosts, mpi
+from harness import slurm as slurm_cluster
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
 from harness.installed import lack
 from harness.jobs import Launch
 from harness.leaks import Snapshot
+
+LEFT_S = 5.0
+"""How long what ran on the hosts may outlive `dualdist run`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in efforts.summary(config):
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def effort(request: pytest.FixtureRequest) -> efforts.Effort:
+    """effort(short, long) is how often to try, and effort.count(what, times) goes into the summary."""
+    return efforts.Effort(request.config)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,3 +88,44 @@ def mpich(base_env: Mapping[str, str]) -> mpi.MPICH:
     if mpiexec is None:
         lack("mpiexec.mpich", "mpich")
     return mpi.MPICH(mpiexec)
+
+
+@pytest.fixture(scope="session")
+def _cluster(
+    base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
+) -> Iterator[slurm_cluster.Slurm]:
+    if lacking := slurm_cluster.missing(base_env["PATH"]):
+        lack(", ".join(lacking), slurm_cluster.PACKAGES)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm"), base_env) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_cluster: slurm_cluster.Slurm) -> Iterator[slurm_cluster.Slurm]:
+    """The session's cluster, idle; a job still in its queue after the test is cancelled and fails it."""
+    yield _cluster
+    left = _cluster.cancel_all()
+    assert not left, f"jobs left in the queue: {left}"
+
+
+@pytest.fixture(scope="session")
+def _two_hosts(
+    base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
+) -> Iterator[hosts.Hosts]:
+    if lacking := hosts.missing(base_env["PATH"]):
+        lack(", ".join(lacking), hosts.PACKAGES)
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    with hosts.two_hosts(tmp_path_factory.mktemp("hosts"), base_env) as up:
+        yield up
+
+
+@pytest.fixture
+def two_hosts(_two_hosts: hosts.Hosts) -> Iterator[hosts.Hosts]:
+    """The session's hosts, idle; a rank or a launcher that is still there a little after the test fails it."""
+    yield _two_hosts
+    deadline = time.monotonic() + LEFT_S
+    ours = ("dualdist", "_program.py", "/faults/")
+    while (left := [line for word in ours for line in _two_hosts.processes(word)]) and time.monotonic() < deadline:
+        time.sleep(hosts.POLL_S)
+    assert not left, f"left on the hosts: {left}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import pytest
+from faults.cells import Cell, trained
 from harness.jobs import Launch, Outcome
 
 
@@ -25,3 +27,24 @@ def refuses(launch: Launch) -> Refuses:
         return outcome
 
     return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    """On loopback; somebody else may take it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def unhurt(tmp_path_factory: pytest.TempPathFactory, base_env: dict[str, str]) -> Callable[[], str]:
+    """The parameters of the run that nobody hurts, alike in every cell with two ranks."""
+    found: list[str] = []
+
+    def parameters() -> str:
+        if not found:
+            launch = Launch(base_env, tmp_path_factory.mktemp("unhurt"))
+            found.extend(trained(launch, Cell("mpirun", "native", "shm")))
+        return found[0]
+
+    return parameters

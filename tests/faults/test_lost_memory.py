@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from typing import Any
 
 import pytest
 from faults.conftest import Refuses
-from faults.test_bad_input import LIMIT_S, RANK
-from faults.test_lost_ranks import LAUNCHERS
-from harness.installed import lack
+from faults.memory import with_little_memory
+from faults.ranks import LAUNCHERS, LIMIT_S, RANK
 from harness.jobs import REPORT_DIR, Launch, Outcome, collect
 from harness.tiny_rank import __file__ as TINY_RANK
-
-SMALL = """
-mount -t tmpfs -o size={size} tmpfs /dev/shm || exit 99
-"$@"
-code=$?
-echo "left in memory: $(ls -A /dev/shm | wc -l) names, $(df --output=used /dev/shm | tail -1) KiB"
-exit $code
-"""
-
-
-def with_little_memory(size: str, argv: list[str]) -> list[str]:
-    """The command, for which /dev/shm is as small as in a container."""
-    if shutil.which("unshare") is None:
-        lack("unshare", "util-linux")
-    if os.geteuid() != 0:
-        pytest.skip("a /dev/shm of its own needs root")
-    return ["unshare", "--mount", "sh", "-c", SMALL.format(size=size), "sh", *argv]
 
 
 def run(launch: Launch, argv: list[str]) -> tuple[list[dict[str, Any]], Outcome]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults.conftest import Refuses
-from faults.test_bad_input import LIMIT_S, RANK, assert_says
+from faults.ranks import LIMIT_S, RANK, assert_says
 from harness.jobs import Launch
 
 CELLS = {

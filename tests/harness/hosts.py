@@ -17,7 +17,9 @@ from pathlib import Path
 
 from harness.jobs import Job
 
-PROGRAMS = ("ip", "sshd", "ssh-keygen", "unshare")
+PROGRAMS = ("ip", "tc", "sshd", "ssh-keygen", "unshare")
+# tc-tbf(8): a link that carries so much, and loses what it cannot keep for so long.
+SLOW = ("tbf", "rate", "256kbit", "burst", "4kb", "latency", "200ms")
 PACKAGES = "iproute2 openssh-server"
 NAMES = ("hosta", "hostb")
 ADDRESSES = ("10.231.78.1", "10.231.78.2")
@@ -66,6 +68,10 @@ class Hosts:
                     found.append(f"{space} {pid} {line}")
         return found
 
+    def ip(self, space: str, *words: str) -> None:
+        """What `ip` does in a namespace."""
+        _ip("-n", space, *words)
+
     def cut_off(self, host: int) -> None:
         """The host does not answer any more, as if its cable were pulled."""
         _ip("-n", self.spaces[host], "link", "set", "eth0", "down")
@@ -73,6 +79,16 @@ class Hosts:
     def connect(self, host: int) -> None:
         """The host is reached again."""
         _ip("-n", self.spaces[host], "link", "set", "eth0", "up")
+
+    @contextmanager
+    def slowed(self, host: int) -> Iterator[None]:
+        """A block in which little of what the host sends gets through, and late."""
+        link = ("-n", self.spaces[host], "qdisc")
+        subprocess.run(["tc", *link, "add", "dev", "eth0", "root", *SLOW], check=True, capture_output=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["tc", *link, "del", "dev", "eth0", "root"], check=True, capture_output=True)
 
 
 def missing(path: str) -> list[str]:

@@ -39,7 +39,7 @@ SlurmdUser={user}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={directory}/munge/socket
+AuthInfo=socket={directory}/munge/socket,cred_expire={credential_s}
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
@@ -117,14 +117,17 @@ def missing(path: str) -> list[str]:
 
 
 @contextmanager
-def cluster(directory: Path, base_env: Mapping[str, str]) -> Iterator[Slurm]:
-    """A cluster that is up inside the block and gone after it."""
+def cluster(directory: Path, base_env: Mapping[str, str], *, credential_s: int = 120) -> Iterator[Slurm]:
+    """A cluster that is up inside the block and gone after it.
+
+    A job that is queued again waits until its credential, which lasts so long, is out of date.
+    """
     for attempt in range(1, PORT_TRIES + 1):
         with ExitStack() as daemons:
             home = directory / f"try-{attempt}"
             home.mkdir()
             try:
-                slurm = _start(home, base_env, daemons)
+                slurm = _start(home, base_env, daemons, credential_s)
             except ClusterError:  # another program may have taken one of the free ports in between
                 if attempt == PORT_TRIES:
                     raise
@@ -133,12 +136,12 @@ def cluster(directory: Path, base_env: Mapping[str, str]) -> Iterator[Slurm]:
             return
 
 
-def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm:
+def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack, credential_s: int) -> Slurm:
     munge = home / "munge"
     munge.mkdir(mode=0o700)
     for name in ("state", "conf", *(f"spool-{node}" for node in NODES)):
         (home / name).mkdir()
-    confs = _write_confs(home)
+    confs = _write_confs(home, credential_s)
     env = {**base_env, "SLURM_CONF": str(home / "conf" / "slurm.conf"), **_open_mpi_on_one_host()}
     slurm = Slurm(env, home)
     jobs: dict[str, Job] = {}
@@ -164,13 +167,18 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack) -> Slurm
     return slurm
 
 
-def _write_confs(home: Path) -> dict[str, Path]:
+def _write_confs(home: Path, credential_s: int) -> dict[str, Path]:
     """Each node's slurm.conf. They are alike; the mpi.conf beside each keeps the nodes' PMIx sockets apart."""
     host = socket.gethostname().split(".")[0]
     controller, *ports = _free_ports(1 + len(NODES))
     node_lines = [NODE_CONF.format(name=n, host=host, port=p, cpus=CPUS) for n, p in zip(NODES, ports, strict=True)]
     text = SLURM_CONF.format(
-        host=host, port=controller, user=pwd.getpwuid(os.getuid()).pw_name, directory=home, nodes="\n".join(node_lines)
+        host=host,
+        port=controller,
+        user=pwd.getpwuid(os.getuid()).pw_name,
+        directory=home,
+        credential_s=credential_s,
+        nodes="\n".join(node_lines),
     )
     (home / "conf" / "slurm.conf").write_text(text)
     for number in range(2):

@@ -1,0 +1,130 @@
+"""Whatever the environment says: a rank joins its job, or ends in time with one of our errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from harness.base_env import base_env
+from harness.effort import Effort
+from harness.jobs import Launch
+from hypothesis import strategies as st
+
+import dualdist as dd
+from dualdist import choices, recording
+from dualdist.backends import native
+from dualdist.doctor import diagnose, to_json
+from dualdist.errors import DualdistError
+from dualdist.meeting import rendezvous
+
+RECORDS = json.loads((Path(__file__).parents[1] / "unit" / "launcher_env.json").read_text())
+TIMEOUT_S = 0.2
+HANGS_S = 30
+# Imported by init(), here once for all children.
+LOADED = (choices, native, recording, rendezvous)
+NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+# Of jobs whose other ranks are not there. Those in which MPI was started are MPI's own to refuse.
+BASES = [
+    {},
+    {"RANK": "1", "WORLD_SIZE": "2", **NOBODY},
+    {"RANK": "0", "WORLD_SIZE": "1"},
+    {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_RENDEZVOUS": "file:///tmp/dualdist-nobody-is-here"},
+    {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_ADDRESS": "127.0.0.1", "DUALDIST_PORT": "9"},
+    *({**RECORDS[name][-1]["env"], **NOBODY} for name in ("torchrun", "slurm_srun-none_N2x2", "horovodrun_gloo_more")),
+]
+NAMES = sorted(
+    {name for env in BASES for name in env}
+    | {"DUALDIST_RENDEZVOUS", "DUALDIST_RENDEZVOUS_DIR", "DUALDIST_BACKEND", "DUALDIST_TRANSPORT", "DUALDIST_LAUNCHER"}
+    | {"DUALDIST_LOCAL_RANK", "DUALDIST_LOCAL_SIZE", "DUALDIST_NODE", "DUALDIST_NODES", "XDG_CONFIG_HOME", "HOME"}
+    | {"DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS", "TORCHELASTIC_RESTART_COUNT"}
+    | {"DUALDIST_RUN", "DUALDIST_RUN_ROUND", "GLOO_SOCKET_IFNAME", "SLURM_SUBMIT_DIR", "HOROVOD_GLOO_IFACE"}
+)
+VALUES = st.one_of(
+    st.sampled_from(["0", "1", "2", "3", "", "native", "horovod", "gloo", "shm", "nccl", "65536", "4294967290", "-1"]),
+    st.sampled_from(
+        ["file:///tmp/none/at/all", "file:///dev/null", "file:///", "tcp://127.0.0.1:9", "tcp://[::1", "x"]
+    ),
+    st.sampled_from(["localhost", "256.1.1.1", "é", "\udcff", "a" * 300, "a..b", ".", "%", "2(x2),1", "t:1:127.0.0.1"]),
+    st.text("0123456789x(),.-+_ a\u0663", max_size=6),
+)
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> dict[str, str]:
+    env = {**draw(st.sampled_from(BASES)), **draw(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))}
+    for name in draw(st.lists(st.sampled_from(NAMES), max_size=2)):
+        env.pop(name, None)
+    return env
+
+
+def joined(env: Mapping[str, str]) -> str:
+    """What dd.init() made of the environment, in a process of its own: "", one of our errors, or whatever it was."""
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(HANGS_S)
+        os.environ.clear()
+        os.environ.update(env)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        said = ""
+        try:
+            dd.init(timeout_s=TIMEOUT_S)
+            dd.shutdown()
+        except DualdistError as error:
+            said = f"{type(error).__name__}: {error}"
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(sender, (said or " ").encode(errors="replace")[:4000])
+        os._exit(0)
+    os.close(sender)
+    with open(receiver, errors="replace") as told:
+        said = told.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return said.strip() if said and status == 0 else f"the process ended by {status}, and said {said!r}"
+
+
+def test_any_environment_is_joined_or_refused(effort: Effort) -> None:
+    clean = {name: value for name, value in base_env(os.environ).items() if name != "LD_PRELOAD"}
+    assert joined(clean) == ""
+
+    def check(env: Mapping[str, str]) -> None:
+        said = joined(clean | env)
+        assert not said or said.partition(":")[0].endswith("Error"), said
+        assert "Traceback" not in said
+
+    effort.fuzz("environments of dd.init()", environments(), check, 60)
+
+
+def test_the_doctor_answers_in_any_environment(effort: Effort) -> None:
+    effort.fuzz("environments of dualdist doctor", environments(), lambda env: json.dumps(to_json(diagnose(env))), 12)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a..b", "\udcff", "1 2", ""])
+@pytest.mark.parametrize("base", [1, 4, 7])
+def test_what_is_no_name_of_a_host_is_named(name: str, base: int) -> None:
+    """Python knows that before it asks any name service, and raises errors of another kind."""
+    clean, env = base_env(os.environ), BASES[base]
+    variables = {each: name for each in env if each.endswith(("ADDR", "ADDRESS"))}
+    said = joined({**clean, **env, **variables})
+    assert said.startswith(("RendezvousError: ", "TopologyError: ")), said
+
+
+@pytest.mark.parametrize("change", [{}, {"DUALDIST_RECORD_WARMUP": "x", "DUALDIST_RECORD_STEPS": "1"}])
+def test_what_a_comparison_left_behind_is_named(tmp_path: Path, change: Mapping[str, str]) -> None:
+    said = joined({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
+    assert said.startswith("UsageError: DUALDIST_RECORD is set, but"), said
+
+
+@pytest.mark.parametrize("said", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
+def test_a_rank_whose_way_back_is_garbled_says_so(launch: Launch, said: str) -> None:
+    argv = [sys.executable, "-m", "dualdist.launchers.rank", "-c", "print('it ran')"]
+    rounds = {"TORCHELASTIC_RESTART_COUNT": "x", "DUALDIST_RUN_ROUND": "-"}
+    outcome = launch(argv, env={"DUALDIST_RUN": said, **rounds}, check=False)
+    assert "Traceback" not in outcome.stderr, str(outcome)
+    assert outcome.rc == 1

@@ -1,0 +1,312 @@
+"""Whatever files and command lines say: what they mean, or one of our errors, never a traceback of something else."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.base_env import ROOT
+from harness.effort import Effort
+from hypothesis import strategies as st
+
+from dualdist import choices
+from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress, read_newest
+from dualdist.checkpoints.writing import write
+from dualdist.choices import Conditions, Saved
+from dualdist.cli import build_parser, main
+from dualdist.compare import folder as comparison
+from dualdist.compare import launches
+from dualdist.errors import CheckpointError, RendezvousError, UsageError
+from dualdist.horovod_build.record import BuildRecord, from_json
+from dualdist.jobs.loading import loads
+from dualdist.jobs.schema import JobFile, Resources
+from dualdist.launchers import hosts, link
+from dualdist.meeting.network import Invitation
+from dualdist.schedulers import SCHEDULERS
+
+JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
+KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
+WORDS = st.one_of(
+    st.sampled_from(
+        ["1", "0", "-1", "2", "1e400", "4.5", "9" * 30, "true", "null", "~", "''", "a:2,b:2", "64G", "x y"]
+    ),
+    st.sampled_from(
+        ["torchrun", "mpirun", "native", "mpi", "horovod", "gloo", "2:00:00", "$(id)", "{", "[", "*a", "&a"]
+    ),
+    st.sampled_from(
+        ["!!python/object/apply:os.system [id]", "!!binary aGk=", "<<: *a", "? [1]", "- - -", "|", ">", "%"]
+    ),
+    st.text("abc:2,-/\\'\"{}[]#&*!|>%@`\t\n \0é\u2028\U0001f600", max_size=8),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10)
+    | st.floats()
+    | st.sampled_from(["", "a", "2", "native", "x" * 300]),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["a", "schema"]), inside, max_size=2),
+    max_leaves=5,
+)
+DEEP = "[" * 100_000
+
+
+@st.composite
+def damaged(draw: st.DrawFn, texts: Sequence[str], words: st.SearchStrategy[str] = WORDS) -> str:
+    """A text of which some pieces are gone, twice there, or something else."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.sampled_from([0, 1, 2, 5, 20, 1000])))
+        piece = draw(st.sampled_from(["", text[start:end] * 2]) | words)
+        text = text[:start] + piece + text[end:]
+    return text
+
+
+@st.composite
+def altered(draw: st.DrawFn, document: Any) -> str:
+    """JSON in which one value is another one, or gone; or which is damaged as a text."""
+    value = json.loads(json.dumps(document))
+    place, key = {"": value}, ""
+    while isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
+        place = place[key]
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+    top = {"": value} if key == "" else None
+    if draw(st.booleans()) and key != "":
+        del place[key]
+    else:
+        (top or place)[key] = draw(VALUES)
+    text = json.dumps(value if top is None else top[""])
+    return draw(st.one_of(st.just(text), damaged([text]), st.sampled_from(["", DEEP, "\ufeff{}", "nan"])))
+
+
+YAMLS = st.one_of(
+    damaged(JOBS),
+    st.lists(st.tuples(st.sampled_from(KEYS), WORDS), max_size=5).map(lambda lines: "\n".join(map(": ".join, lines))),
+    st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=4).map(lambda pairs: json.dumps(dict(pairs))),
+    st.text(max_size=20),
+    st.sampled_from(
+        [DEEP, "a: " * 5000, "&a [*a, *a]", "x: &a [1]\n" + "y: &b [*a,*a]\n", "\ufeffranks: 2", "--- 1\n--- 2"]
+    ),
+)
+
+
+def error_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
+    """What the error says where the call raises one of these; "" where it raises none."""
+    try:
+        call()
+    except kinds as error:
+        return str(error) or "no word"
+    return ""
+
+
+def test_a_job_file_is_a_job_or_sentences_with_file_and_line(effort: Effort) -> None:
+    def check(text: str) -> None:
+        said = error_of(lambda: loads(text, "job.yaml"), UsageError)
+        assert all(re.match(r"job\.yaml:[0-9]+: .", line) for line in said.splitlines()), said
+
+    effort.fuzz("job files", YAMLS, check, 400)
+
+
+def said_by(words: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code, output and error output of the command; any exception but argparse's way out leaves this."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words)
+        except SystemExit as error:
+            code = int(error.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_answered(words: Sequence[str]) -> None:
+    code, out, err = said_by(words)
+    assert code in (0, 1, 2)
+    if code == 1:
+        assert err.startswith(f"dualdist {words[0]}: ") or "passes over" in err, err
+    if code == 2:
+        assert "error: " in err
+    assert (code == 0) == bool(out)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which one is, and no program to be found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_a_job_script_of_any_job_file_is_written_or_refused(nowhere: Path, effort: Effort) -> None:
+    def check(given: tuple[str, str]) -> None:
+        Path("job.yaml").write_text(given[0], errors="surrogatepass")
+        assert_answered(["run", "--config", "job.yaml", "--scheduler", given[1], "--dry-run", "train.py"])
+
+    effort.fuzz("job scripts", st.tuples(YAMLS, st.sampled_from(list(SCHEDULERS))), check, 60)
+
+
+OPTIONS = (
+    *("-np", "--ranks", "--launcher", "--backend", "--transport", "-H", "--hosts", "--hostfile", "--network-interface"),
+    *("--config", "--env", "--max-restarts", "--timeout", "--log-dir", "--tag-output", "--as-horovod", "--json", "-m"),
+    *(
+        "--scheduler",
+        "--nodes",
+        "--tasks-per-node",
+        "--gpus-per-node",
+        "--gpus-per-task",
+        "--cpus-per-task",
+        "--memory",
+    ),
+    *("--time", "--partition", "--account", "--container", "--setup", "--job-name", "--", "train.py"),
+)
+
+
+def test_any_command_line_is_answered(nowhere: Path, effort: Effort) -> None:
+    Path("train.py").touch()
+    spoken = WORDS.map(lambda word: word.replace("\0", ""))  # which no command line can have
+    words = st.lists(st.sampled_from(OPTIONS) | st.sampled_from([*SCHEDULERS]) | spoken, max_size=8)
+    effort.fuzz(
+        "command lines", words, lambda given: assert_answered(["run", "--scheduler", "slurm", "--dry-run", *given])
+    )
+
+
+def options_of(command: str) -> list[str]:
+    """All of the command and of what is below it."""
+
+    def below(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            yield from (option for option in action.option_strings if option not in ("-h", "--help"))
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from below(parser)
+
+    parsers = next(each for each in build_parser(command)._actions if isinstance(each, argparse._SubParsersAction))
+    return list(below(parsers.choices[command]))
+
+
+@pytest.mark.parametrize("words", ["doctor", "compare --dry-run", "bench step --dry-run", "bench scale --dry-run"])
+def test_any_options_of_other_commands_are_answered(nowhere: Path, words: str, effort: Effort) -> None:
+    Path("file").touch()
+    options = [option for option in options_of(words.split()[0]) if option != "--save-choice"]
+    some = st.sampled_from(
+        ["file", "/", "/proc/nowhere/x", "1,2,4", "nan", "inf", "10m", "resnet18", "native:shm", "cpu"]
+    )
+    spoken = st.text(max_size=3).map(lambda word: word.replace("\0", "")) | some
+    given = st.lists(st.tuples(st.sampled_from(options), spoken), max_size=4)
+
+    def check(pairs: list[tuple[str, str]]) -> None:
+        code, _, _ = said_by([*words.split(), *(word for pair in pairs for word in pair)])
+        assert code in (0, 1, 2)
+
+    for option in options:
+        for value in ("file", "/proc/nowhere/x"):
+            check([(option, value)])
+    effort.fuzz(f"command lines of {words.split()[0]}", given, check, 20)
+
+
+def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
+    lines = st.lists(damaged(["a slots=2", "b:3", "c", "# d", "e slots = 4 max-slots=8", "10.0.0.1:2"]), max_size=4)
+    path = tmp_path / "hosts"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        said = error_of(lambda: hosts.read(path), UsageError)
+        assert str(path) in said if said else all(host.name and host.slots > 0 for host in hosts.read(path))
+
+    effort.fuzz("host files", st.binary(max_size=20) | lines.map(lambda them: "\n".join(them).encode()), check)
+    effort.fuzz("lists of hosts", damaged(["a:2,b:2"]), lambda text: error_of(lambda: hosts.parse(text), UsageError))
+
+
+SAVED = Saved(Conditions("a", 2, "cpu", "torchrun", False, 2, 1), "native", "shm", "2026-01-01", "1.3x faster")
+
+
+def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
+    path = tmp_path / "choices.json"
+
+    def check(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        if not error_of(lambda: choices.load(path), UsageError):
+            assert all(str(saved) for saved in choices.load(path))
+        path.write_bytes(text.encode(errors="surrogatepass")[:-1] + b"\xff")
+        error_of(lambda: choices.load(path), UsageError)
+
+    effort.fuzz("files of saved choices", altered({"schema": choices.SCHEMA, "choices": [asdict(SAVED)]}), check)
+
+
+def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: Path, effort: Effort) -> None:
+    path = tmp_path / "launch.json"
+    launches.write(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
+    whole = json.loads(path.read_text())
+
+    def claim() -> None:
+        with comparison.claimed(tmp_path, {"ranks": 2}):
+            pass
+
+    def check(text: str) -> None:
+        for data in (text.encode(errors="surrogatepass"), text.encode(errors="surrogatepass") + b"\xff"):
+            path.write_bytes(data)
+            error_of(lambda: launches.read(path), UsageError)
+            (tmp_path / comparison.CONDITIONS).write_bytes(data)
+            error_of(claim, UsageError)
+
+    effort.fuzz("files of comparisons", altered(whole) | altered({"ranks": 2}), check)
+
+
+def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, effort: Effort) -> None:
+    def save(step: int) -> Path:
+        return write(tmp_path, {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}}, None, Progress())
+
+    def step_found() -> int:
+        found = read_newest(tmp_path, Progress())
+        assert found is not None
+        return int(found.content[EXTRA]["step"])
+
+    good = save(1)
+    names = st.sampled_from(["checkpoint-{}.pt", ".checkpoint-{}.x.draft", "checkpoint-{}.pt.tmp", "{}"])
+    numbers = st.sampled_from(["00000002", "99999999", "9" * 200, "9" * 241, "2", "٠٠٠٠٠٠٠٩", "-0000001", "0000000a"])
+
+    def check(given: list[tuple[str, str, bytes]]) -> None:
+        for pattern, number, data in given:
+            path = tmp_path / pattern.format(number)
+            with contextlib.suppress(OSError):  # a name too long
+                path.write_bytes(data)
+        assert step_found() == 1
+        said = error_of(lambda: save(2), CheckpointError)
+        assert step_found() == (1 if said else 2)
+        for path in tmp_path.iterdir():
+            if path != good:
+                path.unlink()
+
+    files = st.lists(st.tuples(names, numbers, st.binary(max_size=9)), max_size=4)
+    effort.fuzz("folders of checkpoints", files, check, 60)
+
+
+def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> None:
+    def check(text: str) -> None:
+        if not error_of(lambda: Invitation.loads(text), RendezvousError):
+            assert 0 < Invitation.loads(text).port < 65536
+
+    lists = altered(["host", ["10.0.0.1", "10.0.0.2"], 4711])
+    effort.fuzz("invitations", lists | altered({"a": 1, "b": 2, "3": 3}), check)
+    for message in (link.Hello("t", 0, "h", 0), link.Ended(1, 0.0, False, "x"), link.Failing("x")):
+        heard = partial(link.loads, type(message))
+        texts = altered(asdict(message))
+        effort.fuzz("messages to dualdist run", texts, lambda text, heard=heard: heard(text.encode(errors="replace")))
+
+
+def test_the_record_of_a_build_is_one_or_is_passed_over(effort: Effort) -> None:
+    def check(text: str) -> None:
+        if not error_of(lambda: from_json(text), ValueError, TypeError):
+            from_json(text).fits("2.13.0+cpu")
+
+    effort.fuzz("records of a build", altered(asdict(BuildRecord("0.28.1", torch="2.13.0+cpu"))), check)

@@ -1,0 +1,278 @@
+"""Checkpoints whose writer dies at any byte, on a disk that fills at any byte, and that change at any place."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from harness.effort import Effort
+
+from dualdist.checkpoints import writing as checkpoint_writing
+from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress, read, read_newest, seal
+from dualdist.checkpoints.writing import write
+from dualdist.errors import CheckpointError
+
+DRAWS = random.Random(11)
+
+
+def content(step: int) -> dict[str, Any]:
+    return {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((1000,), float(step))}}
+
+
+def step_found(folder: Path) -> int:
+    """That of the newest good checkpoint, of which all is there; nothing was refused."""
+    found = read_newest(folder, Progress())
+    assert found is not None
+    assert not found.refused
+    step = int(found.content[EXTRA]["step"])
+    assert found.content["model"]["weight"].unique().tolist() == [step]
+    return step
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """How a process ended that did the work: its exit code, or minus the number of the signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at_line(number: int, work: Callable[[], object]) -> None:
+    """Does the work up to the n-th line that the module which writes goes through."""
+    lines = iter(range(1, number))
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != checkpoint_writing.__file__:
+            return None
+        if event == "line" and next(lines, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return look
+
+    sys.settrace(look)
+    work()
+
+
+def killed_at_byte(number: int, work: Callable[[], object]) -> None:
+    """Does the work until a file has so many bytes: the kernel ends who writes more, with those on the disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+    work()
+
+
+def test_a_writer_killed_at_any_byte_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
+    size = write(tmp_path, content(0), None, Progress()).stat().st_size
+    times = effort(60, 1500)
+    for step in range(1, times + 1):
+        before, nbytes = step_found(tmp_path), DRAWS.randrange(size)
+        dying = partial(killed_at_byte, nbytes, partial(write, tmp_path, content(step), 2, Progress()))
+        assert in_a_child(dying) == -signal.SIGXFSZ
+        (draft,) = tmp_path.glob(checkpoint_writing.DRAFTS)
+        assert draft.stat().st_size == nbytes
+        assert step_found(tmp_path) == before
+        if step % 10 == 0:
+            write(tmp_path, content(step), 2, Progress())
+            assert step_found(tmp_path) == step
+            assert not list(tmp_path.glob(checkpoint_writing.DRAFTS))
+    effort.count("writers killed at a random byte", times)
+
+
+def test_a_writer_killed_at_any_line_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
+    """Between the bytes, the rename and the removal of old files, too."""
+    for step in (1, 2, 3):
+        write(tmp_path, content(step), None, Progress())
+    line, step, codes = 0, 3, set()
+    while 0 not in codes:
+        line += effort(7, 1)
+        before = step_found(tmp_path)
+        work = partial(write, tmp_path, content(step + 1), 2, Progress())
+        codes.add(in_a_child(partial(killed_at_line, line, work)))
+        now = step_found(tmp_path)
+        assert now in (before, step + 1), line
+        assert len(list(tmp_path.glob("*.pt"))) >= 2
+        step = max(step, now)
+        effort.count("writers killed at a line")
+    assert codes == {0, -signal.SIGKILL}
+    assert line > 100
+    assert step_found(tmp_path) == step
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=12", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount).returncode:
+        pytest.skip("a file system in memory is mounted by root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(small_disk: Path, effort: Effort) -> None:
+    """Of its bytes, or of the number of its files."""
+    folder, ballast = small_disk / "run", small_disk / "ballast"
+    write(folder, content(0), None, Progress())
+    refused, times = 0, effort(60, 600)
+    for step in range(1, times + 1):
+        before = step_found(folder)
+        if step % 5 == 0:
+            others = [small_disk / f"file-{number}" for number in range(20)]
+            with contextlib.suppress(OSError):
+                for other in others:
+                    other.touch()
+        else:
+            others = [ballast]
+            with contextlib.suppress(OSError), ballast.open("wb", 0) as file:
+                file.write(bytes(DRAWS.randrange(1 << 18)))
+        error = error_of(partial(write, folder, content(step), 2, Progress()))
+        assert not error or "No space left on device" in error
+        refused += bool(error)
+        assert step_found(folder) == (before if error else step)
+        assert set(folder.iterdir()) == set(folder.glob("*.pt")), "no draft is left"
+        for other in others:
+            other.unlink(missing_ok=True)
+    assert times / 10 < refused < times
+    effort.count("saves to a disk that was full", refused)
+
+
+class Malicious:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def archive_with(members: list[tuple[str, bytes]]) -> bytes:
+    """A good checkpoint's archive, to which these members are added, or of which they take the place."""
+    good = zipfile.ZipFile(io.BytesIO(saved(content(1))))
+    top = good.namelist()[0].partition("/")[0]
+    given = dict(members)
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
+        warnings.simplefilter("ignore")  # of two members of one name
+        for name in good.namelist():
+            inside = name.partition("/")[2]
+            archive.writestr(name, given.get(f"={inside}", good.read(name)))
+        for inside, data in members:
+            if not inside.startswith("="):
+                archive.writestr(f"{top}/{inside}", data)
+    return file.getvalue()
+
+
+def tar_of(pickled: bytes) -> bytes:
+    """torch's format before 0.1.10, which is a tar archive of three pickles and the tensors."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in ("sys_info", "storages", "tensors", "pickle"):
+            member = tarfile.TarInfo(name)
+            member.size = len(pickled)
+            archive.addfile(member, io.BytesIO(pickled))
+    return file.getvalue()
+
+
+def safetensors_of(pickled: bytes) -> bytes:
+    """huggingface.co/docs/safetensors: the header's length, the header as JSON, the tensors' bytes."""
+    tensor = {"dtype": "U8", "shape": [len(pickled)], "data_offsets": [0, len(pickled)]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "weight": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + pickled
+
+
+FORGERIES: dict[str, Callable[[Malicious], bytes]] = {
+    "pickle": pickle.dumps,
+    "archive of torch": lambda evil: saved({"model": evil}),
+    "archive of torch, of an older protocol": lambda evil: saved({"model": evil}, pickle_protocol=0),
+    "torch before 1.6": lambda evil: saved({"model": evil}, _use_new_zipfile_serialization=False),
+    "torch before 0.1.10": lambda evil: tar_of(pickle.dumps(evil)),
+    "tar": lambda evil: tar_of(pickle.dumps(evil, protocol=0)),
+    "safetensors": lambda evil: safetensors_of(pickle.dumps(evil)),
+    "safetensors in an archive": lambda evil: archive_with([("model.safetensors", safetensors_of(pickle.dumps(evil)))]),
+    "pickle before an archive": lambda evil: pickle.dumps(evil) + saved(content(1)),
+    "pickle behind an archive": lambda evil: saved(content(1)) + pickle.dumps(evil),
+    "archive with another pickle": lambda evil: archive_with([("=data.pkl", pickle.dumps(evil))]),
+    "archive with a second pickle of that name": lambda evil: archive_with([("data.pkl", pickle.dumps(evil))]),
+    "archive with constants": lambda evil: archive_with([("constants.pkl", pickle.dumps(evil))]),
+    "archive with a pickled version": lambda evil: archive_with([("=version", pickle.dumps(evil))]),
+    "archive with a pickle as a tensor": lambda evil: archive_with([("=data/0", pickle.dumps(evil))]),
+    "archive with code": lambda evil: archive_with([("code/__torch__.py", b"import os"), ("model.json", b"{}")]),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> None:
+    """Not even where a stranger has given it a checksum that fits. What is harmless in it may be loaded."""
+    trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
+    forged = FORGERIES[kind](Malicious(trap))
+    digest = hashlib.sha256(forged[:-2] + b"\0\0").hexdigest()
+    for data in (forged, forged[:-2] + seal(digest)):
+        path.write_bytes(data)
+        error = error_of(partial(read, path, Progress()))
+        assert "add_safe_globals" not in error, "torch's advice to run it all the same"
+        assert path.name in error or set(read(path, Progress())) == {ABOUT, EXTRA, "model"}
+        assert not trap.exists()
+        effort.count("files with code in them")
+    pickle.loads(pickle.dumps(Malicious(trap)))
+    assert trap.exists(), "the trap works"
+
+
+def test_whatever_stranger_seals_is_read_or_refused(tmp_path: Path, effort: Effort) -> None:
+    """No crash, no hang, and no other error. In a child, as torch reads archives in C++."""
+    path = tmp_path / "checkpoint-00000001.pt"
+    good, times = saved(content(1)), effort(300, 10_000)
+
+    def work() -> None:
+        for _ in range(times):
+            altered = bytearray(good)
+            for _ in range(DRAWS.choice([1, 1, 3, 30])):
+                near_the_end = len(altered) - 1 - DRAWS.randrange(900)  # where the archive lists its members
+                altered[DRAWS.choice([DRAWS.randrange(len(altered)), near_the_end])] = DRAWS.randrange(256)
+            altered = altered[: DRAWS.choice([len(altered)] * 9 + [DRAWS.randrange(len(altered))])]
+            digest = hashlib.sha256(altered[:-2] + b"\0\0").hexdigest()
+            path.write_bytes(altered[:-2] + seal(digest))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                error_of(partial(read, path, Progress()))
+
+    assert in_a_child(work) == 0
+    effort.count("files altered and sealed anew", times)
