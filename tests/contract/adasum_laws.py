@@ -77,8 +77,9 @@ def steps_are_combined_by_adasum() -> None:
     """For every rank count that is a power of two; others are refused."""
     hvd.init()
     if dd.size() not in PAIRS:
-        raises(UsageError, lambda: by_dd(op="adasum")(sgd(net()), net()), "power of two")
-        raises(NotImplementedError, lambda: by_hvd(op=hvd.Adasum)(sgd(net()), net()), "power of two")
+        model = net()
+        raises(UsageError, lambda: by_dd(op="adasum")(sgd(model), model), "power of two")
+        raises(NotImplementedError, lambda: by_hvd(op=hvd.Adasum)(sgd(model), model), "power of two")
         return
     for make in (sgd, nesterov):
         assert_steps_are_combined(by_hvd(op=hvd.Adasum), make)

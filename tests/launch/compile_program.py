@@ -224,6 +224,16 @@ def other_operations_run_between_graphs() -> None:
 
 
 @check
+def scatter_and_gather_run_between_graphs() -> None:
+    everybody, size = torch.stack(of_everybody()), dd.size()
+    step = compiled(lambda x: (dd.scatter(torch.cat([x * 2] * size)) / 2, dd.gather(x * 1) + 1))
+    for _ in range(3):
+        dealt, collected = step(mine())
+        assert torch.equal(dealt, everybody[0])
+        assert torch.equal(collected, everybody.flatten()[: everybody.numel() * (dd.rank() == 0)] + 1)
+
+
+@check
 def gradients_flow_through_operations_between_graphs() -> None:
     x = mine().requires_grad_()
     compiled(lambda x: (dd.allgather(x * 3) * torch.arange(4.0 * dd.size())).sum())(x).backward()

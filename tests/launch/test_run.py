@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import psutil
 import pytest
 from harness import mpi, problem
 from harness.jobs import Job, Launch
 from harness.slurm import Slurm
+from launch.running import (
+    LAUNCHERS,
+    PROGRAM,
+    RUN,
+    TINY_RANK,
+    WAIT_S,
+    last_words,
+    lines,
+    run_with_mpich,
+    start,
+    wait_for,
+)
 
-PROGRAM = str(Path(__file__).with_name("run_program.py"))
-TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
-RUN = (sys.executable, "-m", "dualdist", "run")
-LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
-WAIT_S = 60.0
 # MPI_Abort has all ranks killed at once, and what is around them.
 MPICH_ABORTED = "dualdist run: rank 1 failed first, and was ended before it could say by which code:"
 
 
-def lines(text: str) -> list[str]:
-    return sorted(line for line in text.splitlines() if re.search(r"(out|err) \d", line))
-
-
-def last_words(stderr: str) -> list[str]:
-    """What `dualdist run` said at the very end."""
-    return stderr[stderr.rindex("dualdist run: ") :].splitlines()
-
-
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"no {paths}"
-        time.sleep(0.02)
-
-
 def descendants(job: Job) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True)
-
-
-def start(launch: Launch, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Job:
-    """As launch.start(), but for so long nobody else ends what argv leaves behind."""
-    return Job(argv, env={**launch.env, **(env or {})}, cwd=launch.directory, grace_s=WAIT_S)
 
 
 def find(job: Job, *words: str) -> psutil.Process:
@@ -88,19 +70,6 @@ def test_stdin_reaches_a_rank(launch: Launch) -> None:
     (launch.directory / "data").write_text("some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
     assert "some data\n" in launch(line).stdout
-
-
-def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[str, str]]:
-    """`dualdist run` and its variables, of an interpreter that has MPICH's mpirun beside it."""
-    folder = launch.directory / "bin"
-    folder.mkdir()
-    python = folder / "python3"
-    python.symlink_to(Path(sys.executable).resolve())
-    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {mpich.mpiexec} "$@"\n')
-    (folder / "mpirun").chmod(0o755)
-    packages = next(path for path in sys.path if path.endswith("site-packages"))
-    run = [str(python), "-m", "dualdist", "run", "--launcher", "mpirun", "--tag-output"]
-    return run, {"PYTHONPATH": f"{launch.env['PYTHONPATH']}:{packages}"}
 
 
 def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich: mpi.MPICH) -> None:
@@ -208,6 +177,40 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
     assert outcome.rc == {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL}[what], str(outcome)
     if what == "launcher":
         assert "no rank said why" in last_words(outcome.stderr)[-1]
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said"),
+    [
+        ("", 143, "dualdist run: the job was ended by SIGTERM"),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", 0, None),
+        (
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))",
+            75,
+            "the job stopped as it was told to",
+        ),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 143, "dualdist run: the job was ended by SIGTERM"),
+    ],
+    ids=["ends", "finishes", "stops", "fails"],
+)
+def test_termination_reaches_the_ranks_and_how_they_take_it_counts(
+    launch: Launch, way: str, code: int, said: str | None
+) -> None:
+    """The launcher hears nothing of it, and none of the ranks is started again."""
+    script = launch.directory / "script.py"
+    script.write_text(
+        f"import os, pathlib, signal, sys, time\n{way}\n"
+        "pathlib.Path(f'up-{os.environ[\"DUALDIST_RANK\"]}').touch(exist_ok=False)\ntime.sleep(600)\n"
+    )
+    words = ["-np", "2", "--launcher", "spawn", "--max-restarts", "2", str(script)]
+    with launch.start([*RUN, *words]) as job:
+        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
+        find(job, "-m dualdist run").send_signal(signal.SIGTERM)
+        outcome = job.wait(20)
+    assert outcome.rc == code, str(outcome)
+    assert not outcome.left
+    assert (said is None) == (outcome.stderr == ""), str(outcome)
+    assert said is None or said in last_words(outcome.stderr)[0]
 
 
 def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness import mpi, problem
 from harness.hosts import ADDRESSES, APART, Hosts
 from harness.jobs import REPORT_DIR, Launch, Outcome, collect
-from launch.test_run import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, start, wait_for
+from launch.running import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, start, wait_for
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "spawn")
 TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=17")

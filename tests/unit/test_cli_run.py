@@ -133,6 +133,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         (("--timeout", "nan", "x.py"), 1, "--timeout nan: expected seconds above 0"),
         (("--network-interface", "eth7", "x.py"), 1, "has no network interface 'eth7' with an address; it has lo"),
         (("--env", "A B=1", "x.py"), 1, "--env A B=1: expected a variable's name"),
+        (("--env", "NOWHERE", "x.py"), 1, "--env NOWHERE: it is not set here; set it, or give a value"),
         ((), 1, "no program"),
     ],
 )

@@ -18,18 +18,26 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MEASURED = {"compare/raw.py", "compare/fresh/start.py"}
 # What only some files may name, nested imports included.
 RESERVED = {
-    "torch.distributed": {"backends/native.py", "backends/native_store.py", *MEASURED},
-    "horovod": {"backends/horovod.py", "horovod_build/trial.py", *MEASURED},
-    "mpi4py": {"mpi_world.py", "horovod_build/probe.py", *MEASURED},
+    "torch.distributed": {"backends/native.py", "backends/native_start.py", "backends/native_store.py", *MEASURED},
+    "horovod": {
+        *("backends/horovod.py", "backends/horovod_driver.py", "backends/horovod_start.py"),
+        *("horovod_build/trial.py", *MEASURED),
+    },
+    "mpi4py": {"meeting/mpi_world.py", "horovod_build/probe.py", *MEASURED},
 }
 # Modules that must stay quick and usable where torch is broken.
 WITHOUT_TORCH = (
     "dualdist",
     "dualdist.launchers",
+    "dualdist.asked",
     "dualdist.doctor",
+    "dualdist.doctor.cells",
+    "dualdist.doctor.peer",
+    "dualdist.doctor.hosts",
     "dualdist.cli",
     "dualdist.cli.bench",
     "dualdist.cli.compare",
+    "dualdist.cli.doctor",
     "dualdist.horovod_build",
 )
 

@@ -7,13 +7,14 @@ import os
 import pytest
 
 from dualdist.launchers import link, planning, rank
-from dualdist.launchers.endings import RankEnd, describe, exit_code, first_failure
+from dualdist.launchers.endings import RankEnd, describe, exit_code, first_failure, has_stopped
 from dualdist.launchers.relay import Relay
 from dualdist.launchers.tracebacks import is_consequence, reason
 
 VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
 KEY_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nKeyError: 1'
 CHAIN = f"{KEY_ERROR}\n\nThe above exception was the direct cause of the following exception:\n\n{VALUE_ERROR}"
+STACK = "".join(f'\n    File "train.py", line {number}, in f\n      g()' for number in range(3))
 LOST = "Traceback (most recent call last):\n  ...\ndualdist.errors.RankLostError: rank 1 ended"
 
 
@@ -49,6 +50,7 @@ def test_the_traceback_that_ended_a_rank_is_found(text: str, expected: str) -> N
         ("RankLostError: rank 1 ended", True),
         ("horovod.common.exceptions.HorovodInternalError: x", True),
         ("RuntimeError: [gloo/transport/tcp/pair.cc:554] Connection closed by peer [127.0.0.1]:1", True),
+        (f"dualdist.errors.CollectiveTimeoutError: barrier 'b': late\n  Stack of rank 1:{STACK}", True),
         ("ValueError: x", False),
         ("MyRankLostErrorLike: x", False),
     ],
@@ -89,6 +91,22 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
 def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
     found = first_failure(ends)
     assert (None if found is None else found.rank) == first
+
+
+@pytest.mark.parametrize(
+    ("ends", "stopped"),
+    [
+        ([ended(0, 75, 1.0), ended(1, 75, 1.1)], True),
+        ([ended(0, 75, 1.0, was_told=True), ended(1, -15, 1.1)], True),
+        ([ended(0, 75, 1.0), ended(1, 0, 2.0, round=1), ended(0, 0, 2.0, round=1)], False),
+        ([ended(0, 1, 1.0), ended(1, 75, 2.0, round=1)], True),
+        ([ended(0, -15, 1.0, was_told=True)], False),
+        ([], False),
+    ],
+    ids=["all", "one, and another was ended", "in an earlier round", "in the last round", "only ended", "nobody"],
+)
+def test_a_job_has_stopped_where_a_rank_says_so_in_the_last_round(ends: list[RankEnd], stopped: bool) -> None:
+    assert has_stopped(ends) is stopped
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import LAUNCHERS, Host, Job, Meeting, Site, command, commands, ssh
 from dualdist.launchers.base import Mpi
+from dualdist.launchers.horovodrun import own_names
 from dualdist.launchers.run import mpi_of
 
 TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
@@ -39,7 +41,7 @@ GOLDEN = [
     (
         "mpirun",
         site("mpich", is_root=True),
-        "/v/bin/mpirun -np 2 -genv OMP_NUM_THREADS 1 -genv DUALDIST_BACKEND native /v/bin/python",
+        "/v/bin/mpirun -np 2 -genvlist OMP_NUM_THREADS,DUALDIST_BACKEND /v/bin/python",
     ),
     ("srun", site(), "/v/bin/srun --kill-on-bad-exit=1 --nodes=1 --ntasks=2 /v/bin/python"),
 ]
@@ -83,6 +85,14 @@ def test_transport_travels_beside_the_backend() -> None:
 def test_srun_starts_mpi_where_mpi_is_the_transport() -> None:
     argv = command("srun", Job(("train.py",), 2, "horovod", "mpi"), site()).argv
     assert argv[4:6] == ("--mpi=pmix", "/v/bin/python")
+
+
+@pytest.mark.parametrize(("launcher", "helped"), [("mpirun", True), ("horovodrun-mpi", True), ("horovodrun", False)])
+def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) -> None:
+    """Left alone it ends with 'plm_rsh_agent: ssh : rsh ... could not be found'."""
+    assert "OMPI_MCA_plm_rsh_agent" not in command(launcher, JOB, site()).env
+    without = replace(site(), has_ssh=False)
+    assert command(launcher, JOB, without).env.get("OMPI_MCA_plm_rsh_agent") == ("false" if helped else None)
 
 
 def test_horovodrun_over_open_mpi_5_is_refused_with_a_way_out() -> None:
@@ -165,7 +175,7 @@ GOLDEN_HOSTS = [
         "mpirun",
         "mpich",
         True,
-        "/v/bin/mpirun -np 3 -hosts a:2,b:2 -iface eth0 -genv DUALDIST_BACKEND native /v/bin/python train.py",
+        "/v/bin/mpirun -np 3 -hosts a:2,b:2 -iface eth0 -genvlist DUALDIST_BACKEND /v/bin/python train.py",
     ),
     (
         "horovodrun",
@@ -189,6 +199,16 @@ GOLDEN_HOSTS = [
 )
 def test_command_line_on_hosts_is_what_a_person_would_type(launcher: str, mpi: Mpi, is_root: bool, line: str) -> None:
     assert " ".join(command(launcher, ON_HOSTS, site(mpi, is_root=is_root)).argv) == line
+
+
+def test_horovodrun_is_given_no_folder_that_it_does_not_quote() -> None:
+    """It tells the shells of other hosts to go there."""
+    here = Job(("train.py",), 2)
+    for folder in ("/my work", "/$(id)", "/it's"):
+        odd = replace(site(), folder=folder)
+        with pytest.raises(LaunchError, match="start the job in a folder whose name has no blanks"):
+            command("horovodrun", ON_HOSTS, odd)
+        assert command("horovodrun", here, odd)
 
 
 def test_horovodruns_mpirun_is_told_where_its_daemon_is() -> None:
@@ -242,6 +262,36 @@ def test_srun_leaves_the_nodes_to_slurm_where_asked_to() -> None:
 
 def test_torchrun_restarts_its_ranks_itself() -> None:
     assert "--max-restarts=2" in command("torchrun", Job(("train.py",), 2, max_restarts=2), site()).argv
+
+
+def test_horovodrun_keeps_ranks_on_hosts_of_their_own_names() -> None:
+    """It would use no more a host whose rank was lost, and wait for a second one to find an interface."""
+    here = command("horovodrun", Job(("train.py",), 3, min_ranks=2), site()).argv
+    hosts = "localhost:1,Localhost:1,lOcalhost:1"
+    elastic = "--min-np 2 --max-np 3 --blacklist-cooldown-range 1 60"
+    assert " ".join(here) == (
+        f"/v/bin/horovodrun --gloo -np 3 {elastic} -H {hosts} --network-interfaces lo /v/bin/python train.py"
+    )
+    there = command("horovodrun", Job(("train.py",), 3, hosts=HOSTS, interface="eth0", min_ranks=1), site()).argv
+    elastic = "--min-np 1 --max-np 3 --blacklist-cooldown-range 1 60"
+    assert " ".join(there) == (
+        f"/v/bin/horovodrun --gloo -np 3 {elastic} --network-interfaces eth0 -H a:2,b:2 --disable-cache "
+        "/v/bin/python train.py"
+    )
+
+
+@pytest.mark.parametrize("min_ranks", [0, 3])
+def test_impossible_numbers_of_ranks_to_keep_are_refused(min_ranks: int) -> None:
+    with pytest.raises(UsageError, match=f"min_ranks={min_ranks}: expected 1 to 2, the number of ranks"):
+        Job(("train.py",), 2, min_ranks=min_ranks)
+
+
+def test_names_of_this_host_are_different_and_come_to_an_end() -> None:
+    names = own_names(512)
+    assert len({*names}) == 512
+    assert {name.lower() for name in names} == {"localhost"}
+    with pytest.raises(LaunchError, match="513 ranks on this host"):
+        own_names(513)
 
 
 def test_more_ranks_than_slots_are_refused() -> None:

@@ -207,6 +207,36 @@ def test_a_loader_of_ones_own_gets_the_next_epoch_after_one_that_was_over() -> N
     assert sampler.epoch == 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_ones_own_that_drops_a_batch_does_not_wait_for_it_for_ever(workers: int) -> None:
+    """Nobody tells the sampler that no batch will come of the last two samples; it does not lose them silently."""
+    sampler = sampler_of(22)
+    plain = DataLoader(range(22), 4, sampler=sampler, drop_last=True, num_workers=workers)  # type: ignore[arg-type]
+
+    def epoch() -> int:
+        count = 0
+        for batch in plain:
+            sampler.record(len(batch))
+            count += 1
+        return count
+
+    assert epoch() == 5
+    assert [epoch(), epoch()] == [0, 0]
+    with pytest.raises(UsageError, match=r"2 samples .* of epoch 0 .*drop_last=True.*sampler\.finish\(\)"):
+        epoch()
+    sampler.finish()
+    assert (epoch(), sampler.epoch, sampler.position) == (5, 1, 20)
+
+
+def test_who_only_looks_at_a_batch_loses_none() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict(sampler.state_dict() | {"position": 16})
+    plain = DataLoader(range(COUNT), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    looked = next(iter(plain)).tolist()
+    assert batches(plain) == [looked]
+    assert [len(batches(DataLoader(range(COUNT), 4, sampler=sampler_of()))) for _ in range(4)] == [5] * 4  # type: ignore[arg-type]
+
+
 def test_an_iteration_ends_the_ones_before() -> None:
     loader = loader_of(sampler_of())
     first = iter(loader)

@@ -1,0 +1,306 @@
+"""The laws of what goes wrong in a training: ranks that drift apart or are slow, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from contract.oracle import digest, law, law_alone, loss_of, net, raises
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import DriftError, MismatchError, NonFiniteError
+
+# In a job of one rank, which cannot differ from anybody, the wrong rank is none.
+WRONG = 1
+
+
+def is_wrong() -> bool:
+    return dd.rank() == WRONG
+
+
+@law
+def models_of_the_same_bits_are_consistent() -> None:
+    model = net()
+    dd.check_consistency(model)
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+        model[0].bias.fill_(-math.inf)
+    dd.check_consistency(model.state_dict())
+    dd.check_consistency(list(model.named_parameters()))
+    dd.check_consistency(nn.Identity())
+    dd.check_consistency({"none": None, "empty": torch.empty(0, 3), "scalar": torch.tensor(True)})
+    dtypes = (torch.bool, torch.uint8, torch.bfloat16, torch.complex64, torch.int64, torch.float8_e4m3fn)
+    kept = {str(dtype): torch.arange(7).to(dtype)[1:] for dtype in dtypes}
+    dd.check_consistency(kept)
+    for name in kept:
+        moved = dict(kept)
+        if is_wrong():
+            moved[name] = kept[name].clone()
+            moved[name].view(torch.uint8)[-1] ^= 1
+        differs(lambda found=moved: dd.check_consistency(found), f"the first is {name}")
+
+
+def differs(call: Callable[[], object], *words: str) -> None:
+    """DriftError with the words on every rank; a rank alone differs from nobody."""
+    if dd.size() == 1:
+        call()
+    else:
+        raises(DriftError, call, *words)
+
+
+@law
+def the_first_parameter_that_differs_is_named_with_ranks_and_distance() -> None:
+    model = net()
+    others = "rank 0" if dd.size() == 2 else "ranks 0, 2, 3"
+    with torch.no_grad():
+        if is_wrong():
+            model[2].weight[3, 5] += 0.5
+            model[2].bias[:2] += 0.25
+    words = ("2 of 7 tensors differ", "2.weight float32(16, 16)", f"rank 1 differs from {others} in 1 elements, by 0.5")
+    differs(lambda: dd.check_consistency(model), *words)
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+        if is_wrong():
+            model[2].weight[0, 1:3] = math.inf
+    words = ("2.weight", "in 3 elements, by 0.5 at most, holding 1 NaN and 2 infinite", "holding 1 NaN")
+    differs(lambda: dd.check_consistency(model), *words)
+    dd.broadcast_parameters(model)
+    dd.check_consistency(model)
+
+
+@law
+def buffers_are_compared_where_that_is_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    dd.broadcast_parameters(model)
+    model[1].running_mean.fill_(dd.rank())
+    dd.check_consistency(model)
+    differs(lambda: dd.check_consistency(model, buffers=True), "1.running_mean float32(3,)")
+    differs(lambda: dd.check_consistency(model.state_dict()), "1.running_mean float32(3,)")
+
+
+@law
+def models_of_other_shapes_are_an_error_on_every_rank() -> None:
+    if dd.size() > 1:
+        raises(MismatchError, lambda: dd.check_consistency(nn.Linear(3, 3 + dd.rank() % 2)), "rank 1", "(4, 3)")
+        optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+        raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, check_every=1 + dd.rank()), "check_every=2")
+
+
+def wrapped(model: nn.Module, every: int = 1, **options: object) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return dd.wrap_optimizer(optimizer, model.named_parameters(), check_every=every, **options)  # type: ignore[arg-type]
+
+
+def spoil(model: nn.Module, value: float) -> None:
+    """The next gradient of the middle layer is this, on the wrong rank; in a job of one, on that one."""
+    parameter = model[2].bias  # type: ignore[index]
+
+    def spoilt(grad: torch.Tensor) -> torch.Tensor:
+        hook.remove()
+        changed = grad.clone()
+        changed[0] = value
+        return changed
+
+    if is_wrong() or dd.size() == 1:
+        hook = parameter.register_hook(spoilt)
+
+
+@law
+def no_step_is_taken_with_gradients_that_are_not_finite() -> None:
+    where = "rank 1" if dd.size() > 1 else "rank 0"
+    for options in ({}, {"accumulate": 2, "compression": "bf16"}, {"op": "adasum"}):
+        model = net()
+        optimizer = wrapped(model, **options)
+        for value, word in ((math.nan, "NaN"), (-math.inf, "infinite")):
+            step = Steps(model, optimizer, int(options.get("accumulate", 1)))  # type: ignore[call-overload]
+            step()
+            before, states = digest(model), str(optimizer.state_dict())
+            spoil(model, value)
+            raises(NonFiniteError, step, f"2.bias ({word} on {where})", "has not been taken")
+            assert digest(model) == before
+            assert str(optimizer.state_dict()) == states
+            optimizer.zero_grad()
+            step()
+            assert digest(model) != before
+
+
+@law
+def a_sum_that_is_too_large_for_the_wire_is_nobodys_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], compression="fp16", check_every=1)
+    (weight.sum() * 60_000).backward()
+    if dd.size() == 1:
+        optimizer.step()
+    else:
+        raises(NonFiniteError, optimizer.step, "w (finite on every rank, but not together)")
+        assert weight.tolist() == [1.0, 1.0]
+
+
+class Steps:
+    """Trains on this rank's batches."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._accumulate = accumulate
+        self._count = 0
+
+    def __call__(self) -> None:
+        self._optimizer.zero_grad()
+        for _ in range(self._accumulate):
+            self._count += 1
+            loss_of(self._model, dd.rank(), self._count).backward()
+        self._optimizer.step()
+
+
+@law
+def what_a_program_puts_right_or_a_loss_scaler_passes_over_is_no_error() -> None:
+    model = net()
+    optimizer = wrapped(model)
+    before = digest(model)
+    spoil(model, math.inf)
+    loss_of(model, dd.rank()).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+    optimizer.step()
+    assert digest(model) != before
+    for fused in (False, True):
+        model = net()
+        optimizer = dd.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused), check_every=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = digest(model)
+        for value, scale in ((math.inf, 4.0), (1.0, 4.0)):
+            optimizer.zero_grad()
+            spoil(model, value)
+            scaler.scale(loss_of(model, dd.rank())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == scale
+            assert (digest(model) == before) == math.isinf(value)
+
+
+@law
+def parameters_that_drift_apart_are_found_within_the_steps_asked_for() -> None:
+    model = net()
+    optimizer = wrapped(model, every=2)
+    step = Steps(model, optimizer)
+    step()
+    if is_wrong():
+        with torch.no_grad():
+            model[4].bias[1] += 1e-3
+    step()
+    before = digest(model)
+    differs(step, "before step 3", "4.bias float32(2,)", "rank 1 differs")
+    if dd.size() > 1:
+        assert digest(model) == before
+        dd.broadcast_parameters(model)
+        step()
+    dd.check_consistency(model)
+
+
+@law
+def ranks_that_begin_differently_are_told_before_the_first_step() -> None:
+    model = net(seed=dd.rank())
+    differs(Steps(model, wrapped(model, every=100)), "before step 1", "0.weight")
+
+
+@law
+def a_closures_gradients_are_checked_too() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), max_iter=2), check_every=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, dd.rank())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    before = digest(model)
+    spoil(model, math.nan)
+    raises(NonFiniteError, lambda: optimizer.step(closure), "(NaN on rank")
+    assert digest(model) == before
+    optimizer.step(closure)
+    if is_wrong():
+        with torch.no_grad():
+            model[0].bias += 1.0
+    differs(lambda: optimizer.step(closure), "before step 3", "rank 1 differs")
+
+
+@law_alone
+def sparse_gradients_and_ranks_that_have_joined_are_checked_too() -> None:
+    table, weight = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
+    dd.broadcast_parameters(table)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([*table.parameters(), weight], lr=0.1), check_every=1)
+    last = dd.size() - 1
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        (table(torch.tensor([dd.rank() % 4])).sum() * factor + weight.sum()).backward()
+        optimizer.step()
+
+    step(1.0)
+    raises(NonFiniteError, lambda: step(math.nan if dd.rank() == last else 1.0), f"(NaN on rank {last})")
+    if dd.rank() == last:  # goes on alone, and parameters are not compared while others have joined
+        step(1.0)
+        raises(NonFiniteError, lambda: step(math.inf), f"(infinite on rank {last})")
+        step(2.0)
+    assert dd.join() == last
+    dd.broadcast_parameters([("table", table.weight), ("weight", weight)], root=last)
+    step(1.0)
+
+
+@law
+def a_rank_that_is_slow_is_named_with_how_much() -> None:
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    dd.slow_ranks()
+    for turn, slow in enumerate((dd.size() - 1, 0)):
+        pause_s = 0.04 if dd.rank() == slow and dd.size() > 1 else 0.0
+        for step in range(3):
+            time.sleep(pause_s)
+            optimizer.zero_grad()
+            loss_of(model, dd.rank(), step).backward()
+            optimizer.step()
+            time.sleep(pause_s)
+            dd.allreduce(torch.ones(1), name="quick" if turn else None)
+            dd.allreduce(torch.ones(1), async_op=True).wait()
+        found = dd.slow_ranks()
+        assert (found.rounds, found.operations >= 6) == (3, True), found
+        assert dd.allgather_object(str(found)) == [str(found)] * dd.size()
+        if dd.size() > 1:
+            place = found.ranks.index(slow)
+            assert found.slowest == slow, found
+            assert found.was_last[place] >= 5, found
+            # Of the 0.24 s that it slept; on a busy machine everybody is late now and then.
+            assert 0.2 < found.caused_s[place] < 2.0, found
+            assert found.waited_for_s[place][place] == 0.0
+            assert f"waited for rank {slow} most" in str(found)
+
+
+@law_alone
+def who_has_joined_is_not_slow() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
+    dd.slow_ranks()
+    last = dd.size() - 1
+    for _ in range(4):
+        if dd.rank() < last:
+            break
+        weight.sum().backward()
+        optimizer.step()
+        dd.allreduce(torch.ones(1))
+    assert dd.join() == last
+    if dd.rank() == 0:
+        time.sleep(0.1)
+    weight.sum().backward()
+    optimizer.step()
+    found = dd.slow_ranks()
+    assert (found.rounds, found.operations >= 4) == (5, True), found
+    if dd.size() > 1:
+        assert found.slowest == 0, found
+        assert found.waited_for_s[last][0] > 0.09, found

@@ -1,0 +1,166 @@
+"""The laws of what scripts do besides training: metrics, lines of one rank, and the timeline of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from contract.oracle import law, law_alone, loss_of, net, raises, ranks
+from harness import trace_format
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import UsageError
+
+STEPS = 3
+
+
+@law
+def a_metric_is_the_mean_over_all_ranks_samples() -> None:
+    metric = dd.Metric("loss")
+    assert math.isnan(metric.value())
+    assert math.isnan(metric.local)
+    metric.update(float(dd.rank()), count=dd.rank() + 1)
+    metric.update(torch.tensor([10.0], requires_grad=True), count=0 if dd.rank() else 2)
+    total = sum(rank * (rank + 1) for rank in ranks()) + 20.0
+    count = sum(rank + 1 for rank in ranks()) + 2
+    assert metric.value() == metric.value() == total / count
+    expected = 20 / 3 if dd.rank() == 0 else float(dd.rank())
+    assert metric.local == expected
+    metric.reset()
+    if dd.rank() == dd.size() - 1:  # the others have seen nothing
+        metric.update(3)
+    assert metric.value() == 3.0
+    raises(UsageError, lambda: metric.update(torch.ones(2)), "one number")
+    raises(UsageError, lambda: metric.update(1.0, count=-1), "count=-1")
+    raises(UsageError, lambda: metric.update(1.0, count=math.nan), "count=nan")
+    raises(UsageError, lambda: metric.update("3"), "a value of str")  # type: ignore[arg-type]
+    if dd.rank() == 0:
+        metric.update(math.nan)
+    assert math.isnan(metric.value()), "one rank's NaN is seen on all"
+
+
+@law
+def a_metric_keeps_sums_that_float32_would_lose() -> None:
+    metric = dd.Metric()
+    for _ in range(10):
+        metric.update(torch.tensor(float(2**24) + 2), count=2**24)
+        metric.update(np.float32(1.0))  # type: ignore[arg-type]
+    exact = 10 * (2**24 + 2) * 2**24 + 10
+    assert metric.value() == exact / (10 * 2**24 + 10)
+
+
+@law
+def lines_are_printed_by_one_rank_or_by_all() -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        dd.print("a", 1, sep="-")
+        dd.print("last", rank=dd.size() - 1, end="!")
+        dd.print("x\ny", rank=None)
+    first = "a-1\n" if dd.rank() == 0 else ""
+    last = "last!" if dd.rank() == dd.size() - 1 else ""
+    assert said.getvalue() == f"{first}{last}[{dd.rank()}] x\n[{dd.rank()}] y\n"
+    raises(UsageError, lambda: dd.print("x", rank=dd.size()), f"0 to {dd.size() - 1}")
+
+
+@law
+def one_line_says_what_a_rank_runs_on() -> None:
+    told = dd.info()
+    assert "\n" not in told
+    assert f"rank {dd.rank()} of {dd.size()}" in told
+    assert f"{dd.backend()} over {dd.transport()}, started by {dd.launcher()}" in told
+
+
+@law_alone
+def a_timeline_shows_all_ranks_computing_and_communicating() -> None:
+    """One file, written by rank 0; the ranks' times fit together, and every step is there on every rank."""
+    backend = dd.backend() if dd.backend() != "single" else "auto"
+    transport = dd.transport()
+    folder = Path(dd.broadcast_object(tempfile.mkdtemp() if dd.rank() == 0 else ""))
+    rank, size = dd.rank(), dd.size()
+    dd.shutdown()
+    os.environ["DUALDIST_TIMELINE"] = str(folder / "trace.json")
+    try:
+        dd.init(backend, timeout_s=40)
+        assert dd.transport() == transport
+        train()
+        dd.shutdown()
+        (path,) = folder.iterdir() if rank == 0 else [folder / "trace.json"]
+        check(trace_format.load(path) if rank == 0 else [], size)
+        os.environ["DUALDIST_TIMELINE"] = str(folder / "no" / "trace.json")
+        raises(UsageError, lambda: dd.init(backend, timeout_s=40), "there is no folder")
+        assert not dd.is_initialized()
+        os.environ["DUALDIST_TIMELINE"] = str(folder / "trace.json")
+        dd.init(backend, timeout_s=40)
+        dd.barrier()
+        dd.shutdown()
+        if rank == 0:
+            assert len(list(folder.iterdir())) == 2, "a later session has a file of its own"
+            for each in folder.iterdir():
+                each.unlink()
+            folder.rmdir()
+    finally:
+        del os.environ["DUALDIST_TIMELINE"]
+
+
+def train() -> None:
+    """Three steps, and operations of the world and of a group."""
+    model = net()
+    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    some = dd.new_group([0])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, dd.rank(), step).backward()
+        optimizer.step()
+        dd.allreduce(torch.ones(4), name=f"metric {step}")
+        if some.is_member:
+            dd.allreduce(torch.ones(1), name=f"own {step}", group=some)
+    with torch.no_grad():
+        nn.Linear(1, 1)(torch.ones(1))
+
+
+def check(events: list[dict[str, Any]], size: int) -> None:
+    """What must be in the trace, found without dualdist's own words for tracks."""
+    spans: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        if event["ph"] == "X":
+            spans[event["pid"]][event["name"].partition(" gradients.")[0]].append(event)
+    if not events:
+        return
+    titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(titles) == sorted(spans) == list(range(size))
+    for rank, own in spans.items():
+        assert titles[rank].startswith(f"rank {rank} (")
+        assert len(own["backward"]) == len(own["step SGD"]) == STEPS, own.keys()
+        steps = sorted(name for name in own if name.startswith("step "))
+        assert steps == [*(f"step {number}" for number in range(STEPS)), "step SGD"]
+        # Of the model the outermost module alone; the last forward is that of a Linear by itself.
+        assert len(own["forward Sequential"]) >= STEPS
+        assert len(own["forward Linear"]) == 1
+        for number in range(STEPS):
+            (whole,), backward, step = own[f"step {number}"], own["backward"][number], own["step SGD"][number]
+            assert whole["ts"] <= backward["ts"] <= ended(backward) <= step["ts"] + 0.002
+            assert ended(step) <= ended(whole) + 0.002
+            (metric,) = own[f"allreduce metric {number}"]
+            assert ended(step) <= metric["ts"] + 0.002
+            if size > 1:
+                inside = [e for e in own["allreduce"] if backward["ts"] <= e["ts"] and ended(e) <= step["ts"] + 0.002]
+                assert inside, "gradients travel while backward runs"
+                assert all(e["args"]["bytes"] > 0 for e in inside)
+        assert ("allreduce own 0" in own) == (rank == 0)
+    for number in range(STEPS):
+        # No rank may leave an allreduce before the last one has entered it.
+        of_all = [own[f"allreduce metric {number}"][0] for own in spans.values()]
+        assert max(e["ts"] for e in of_all) <= min(map(ended, of_all)) + 1.0
+
+
+def ended(event: dict[str, Any]) -> float:
+    return float(event["ts"] + event["dur"])

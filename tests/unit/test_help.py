@@ -1,0 +1,144 @@
+"""--help fits a screen and has examples that are right; a shell completes; colours are for terminals."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+
+import pytest
+from harness.base_env import ROOT
+from harness.installed import lack
+
+from dualdist.cli import COMMANDS, EXAMPLES, build_parser
+from dualdist.cli.bench_help import WHATS
+from dualdist.cli.colour import Paint, is_coloured
+from dualdist.cli.helping import HEIGHT, WIDTH
+
+HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in WHATS)]
+
+
+def shown(*words: str) -> str:
+    """What the command prints, which then ends well."""
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as ending:
+        build_parser(words[0] if words[0] in COMMANDS else None).parse_args(words)
+    assert ending.value.code == 0
+    return out.getvalue()
+
+
+def examples(text: str) -> list[str]:
+    """The lines that a person may type."""
+    return [line.strip() for line in text.splitlines() if line.startswith("  ") and "dualdist " in line]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_fits_a_screen_and_has_an_example(words: tuple[str, ...], flag: str) -> None:
+    text = shown(*words, flag)
+    lines = text.splitlines()
+    assert len(lines) <= HEIGHT, text
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert examples(text)
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_every_example_is_one_that_the_command_knows(words: tuple[str, ...]) -> None:
+    for example in examples(shown(*words, "--help")):
+        typed = shlex.split(example)
+        own = typed[typed.index("dualdist") + 1 :]
+        build_parser(own[0]).parse_args(own)
+
+
+@pytest.mark.parametrize("words", HELPS[1:], ids=" ".join)
+def test_all_options_can_be_seen(words: tuple[str, ...]) -> None:
+    if words == ("bench",):
+        return
+    text = shown(*words, "--help-all")
+    parser = build_parser(words[0])
+    for word in words:
+        (parts,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        parser = parts.choices[word]
+    options = [option for action in parser._actions for option in action.option_strings]
+    assert [option for option in options if option not in text] == []
+
+
+def test_the_commands_that_are_listed_are_all() -> None:
+    text = shown("--help")
+    assert all(name in text for name in COMMANDS)
+    assert all(example in text for example in EXAMPLES)
+    assert all(what in shown("bench", "--help") for what in WHATS)
+
+
+@pytest.fixture
+def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
+    if importlib.util.find_spec("argcomplete") is None:
+        lack("argcomplete", "argcomplete", "pip install")
+    return {**base_env, "PYTHONPATH": f"{base_env['PYTHONPATH']}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("dualdist ", set(COMMANDS)),
+        ("dualdist comp", {"compare"}),
+        ("dualdist run --launcher ", {"torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "spawn", "python"}),
+        ("dualdist run --backend h", {"horovod"}),
+        ("dualdist run --tag", {"--tag-output"}),
+        ("dualdist doctor --explain", {"--explain-env"}),
+        ("dualdist doctor --backends native,m", {"native,mpi"}),
+        ("dualdist bench ", set(WHATS)),
+        ("dualdist bench step --model res", {"resnet18", "resnet50"}),
+    ],
+)
+def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: set[str]) -> None:
+    """bash, with the function that the README's line defines, called as bash calls it when Tab is pressed."""
+    script = (
+        'eval "$(register-python-argcomplete dualdist)"; complete -p dualdist >&2; COMP_TYPE=9; '
+        'COMP_POINT=${#COMP_LINE}; _python_argcomplete dualdist; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**completing, "COMP_LINE": line},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+        cwd=ROOT,
+    )
+    assert "-F _python_argcomplete" in done.stderr, done
+    found = {word.strip() for word in done.stdout.split("\n") if word.strip()} - {"-h", "--help"}
+    assert found == expected or (line == "dualdist " and found - {"--version"} == expected), done
+
+
+class _Stream(io.StringIO):
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "expected"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (True, {}, False),
+        (False, {"TERM": "xterm"}, False),
+    ],
+)
+def test_colours_are_for_terminals_on_which_nobody_forbids_them(
+    is_terminal: bool, environ: Mapping[str, str], expected: bool
+) -> None:
+    stream = _Stream(is_terminal=is_terminal)
+    assert is_coloured(stream, environ) == expected
+    assert Paint(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")

@@ -1,0 +1,112 @@
+"""What the doctor prints can be pasted anywhere: secrets are gone, and what helps stays."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from doctor_facts import RECORDS, diagnosis
+
+from dualdist.cli.colour import Paint
+from dualdist.cli.doctor_lines import explained, lines
+from dualdist.doctor import to_json
+from dualdist.doctor.backends import available
+from dualdist.doctor.diagnosis import place
+from dualdist.doctor.explain import explain
+from dualdist.redaction import HIDDEN, redacted_in, redactor
+
+SECRETS = {
+    "HOROVOD_SECRET_KEY": "hush-1",
+    "PMI_SHARED_SECRET": "hush-2",
+    "AWS_SECRET_ACCESS_KEY": "hush-3",
+    "HF_TOKEN": "hush-4",
+    "WANDB_API_KEY": "hush-5",
+    "WANDB_APIKEY": "hush-6",
+    "PGPASSWORD": "hush-7",
+    "MY_PASSPHRASE": "hush-8",
+    "DB_PASSWD": "hush-9",
+}
+PLAIN = {
+    "MASTER_ADDR": "n1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PATH": "/usr/bin",
+    "KEYBOARD": "german",
+    "PMI_KEY": "no",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_the_value_of_a_secret_variable_is_hidden_wherever_it_stands(name: str) -> None:
+    redact = redactor(SECRETS | PLAIN)
+    told = redact(f"rank 0 printed {SECRETS[name]}, and /a/{SECRETS[name]}/b")
+    assert told == f"rank 0 printed {HIDDEN}, and /a/{HIDDEN}/b"
+
+
+def test_a_secret_that_begins_with_another_one_is_hidden_whole() -> None:
+    redact = redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
+    assert redact("abcdefgh abcd") == f"{HIDDEN} {HIDDEN}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pip install --index-url https://user:pw@host/simple",
+            f"pip install --index-url https://{HIDDEN}@host/simple",
+        ),
+        ("git+ssh://git@host/a", f"git+ssh://{HIDDEN}@host/a"),
+        ("API_KEY=abc", f"API_KEY={HIDDEN}"),
+        ("env MY_TOKEN='abc b' python", f"env MY_TOKEN={HIDDEN} python"),
+        ('{"password": "abc y"}', f'{{"password": {HIDDEN}}}'),
+        ("a:\n  password: abc\n  b: c", f"a:\n  password: {HIDDEN}\n  b: c"),
+        ("Authorization: Bearer abc.def", f"Authorization: {HIDDEN}"),
+        ("ghp_0123456789abcdefghijABCDEFGHIJ012345", HIDDEN),
+        ("hf_0123456789abcdefghij", HIDDEN),
+        ("key AKIAIOSFODNN7EXAMPLE", f"key {HIDDEN}"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_", HIDDEN),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\nnext", f"{HIDDEN}\nnext"),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden(text: str, expected: str) -> None:
+    assert redactor({})(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "type: pip install --no-deps torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu",
+        "host 'a' cannot be reached by ssh: it lets nobody in without a password: put your public key there",
+        "SLURM_NTASKS=4, but this process is no task of a Slurm step",
+        "KeyError: 'weight'",
+        "TOKENIZERS_PARALLELISM=false MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
+        "its key is not known here: say `ssh a` once",
+        "a@b is an address",
+    ],
+)
+def test_what_helps_stays(text: str) -> None:
+    assert redactor(PLAIN)(text) == text
+
+
+def test_json_is_redacted_in_every_text_and_under_every_secret_name() -> None:
+    data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
+    told = redacted_in(data, redactor({"A_SECRET": "hush-1"}))
+    assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
+
+
+def test_nothing_that_is_printed_names_a_foreign_variable() -> None:
+    """Whatever the launcher, and also where a launcher's own variable happens to hold a secret."""
+
+    class Nowhere:
+        def isatty(self) -> bool:
+            return False
+
+    paint = Paint(Nowhere(), {})
+    for rows in RECORDS.values():
+        environ = rows[0]["env"] | SECRETS
+        told = diagnosis(environ)
+        explanation = explain(environ, place(environ), available(told.versions, None), has_gpu=False)
+        said = [json.dumps(to_json(told)), *lines(told, paint), *explained(explanation, paint)]
+        assert "hush" not in "\n".join(said)
+    environ = {"DUALDIST_RENDEZVOUS": "tcp://me:hush-1@n1:7", **RECORDS["torchrun"][0]["env"]}
+    explanation = explain(environ, place(environ), available(told.versions, None), has_gpu=False)
+    assert "hush-1" not in "\n".join(map(redactor({}), explained(explanation, paint)))

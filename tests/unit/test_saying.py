@@ -1,0 +1,198 @@
+"""What ranks say: lines, logs, progress, and errors without our frames."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dualdist.showing import _Bar
+
+SAYS = """
+import logging, sys
+import dualdist as dd
+dd.setup_logging("INFO", others="ERROR")
+log = logging.getLogger("train")
+log.info("before")
+log.error("wrong")
+if dd.is_initialized() or sys.argv[1:] == ["init"]:
+    dd.init()
+    log.info("after")
+"""
+
+
+def python(env: Mapping[str, str], *argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv], env=dict(env), capture_output=True, text=True, timeout=60, check=False, cwd=cwd
+    )
+
+
+def of_rank(rank: int) -> dict[str, str]:
+    return {"DUALDIST_RANK": str(rank), "DUALDIST_SIZE": "3", "DUALDIST_RENDEZVOUS": "file:///nowhere/x"}
+
+
+def test_logs_name_the_rank_and_other_ranks_are_quiet(base_env: Mapping[str, str]) -> None:
+    """Before init() the launcher's word counts; afterwards the session's."""
+    first, last = (python({**base_env, **of_rank(rank)}, "-c", SAYS) for rank in (0, 2))
+    assert [line.partition(" [")[2] for line in first.stderr.splitlines()] == [
+        "0/3] INFO train: before",
+        "0/3] ERROR train: wrong",
+    ]
+    assert [line.partition(" [")[2] for line in last.stderr.splitlines()] == ["2/3] ERROR train: wrong"]
+    alone = python(base_env, "-c", SAYS, "init")
+    assert "[0/1] INFO train: after" in alone.stderr
+
+
+def test_logging_that_is_set_up_twice_says_everything_once(base_env: Mapping[str, str]) -> None:
+    program = "import logging, dualdist as dd; dd.setup_logging(); dd.setup_logging(); logging.info('once')"
+    assert python(base_env, "-c", program).stderr.count("once") == 1
+    wrong = python(base_env, "-c", "import dualdist as dd; dd.setup_logging('LOUD')")
+    assert "level 'LOUD': expected one of Python's logging" in wrong.stderr
+
+
+PROGRESS = "import dualdist as dd; print([x for x in dd.progress(range(30), 'epoch 1')] == list(range(30)))"
+
+
+def test_progress_is_a_line_in_a_file_and_rank_0_alone_shows_it(base_env: Mapping[str, str]) -> None:
+    first, last = (python({**base_env, **of_rank(rank)}, "-c", PROGRESS) for rank in (0, 2))
+    assert first.stdout == last.stdout == "True\n"
+    assert last.stderr == ""
+    assert first.stderr.startswith("epoch 1: 100% 30/30 in 0:00, ")
+    assert first.stderr.count("\n") == 1
+    assert "\r" not in first.stderr
+
+
+def test_progress_is_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        with os.fdopen(theirs, "wb") as terminal:
+            subprocess.run(
+                [sys.executable, "-c", PROGRESS],
+                env=dict(base_env),
+                stderr=terminal,
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+        shown = screen.read(65536).decode()
+    assert "\repoch 1: 100% |####################| 30/30 in 0:00, " in shown
+    assert shown.endswith("/s\r\n")
+
+
+@pytest.mark.parametrize(
+    ("total", "done", "passed", "expected"),
+    [
+        (100, 25, 50.0, "x:  25% 25/100 in 0:50, 2:30 left, 0.5/s"),
+        (100, 100, 3700.0, "x: 100% 100/100 in 1:01:40, 0.027/s"),
+        (None, 30, 10.0, "x: 30 in 0:10, 3/s"),
+        (0, 0, 0.0, "x: 100% 0/0 in 0:00, 0/s"),
+    ],
+)
+def test_progress_says_how_far_and_how_long(total: int | None, done: int, passed: float, expected: str) -> None:
+    clock, out = [0.0], io.StringIO()
+    bar = _Bar("x", total, out, lambda: clock[0])
+    for _ in range(done):
+        bar.advance()
+    clock[0] = passed
+    bar.close()
+    assert out.getvalue() == f"{expected}\n"
+
+
+def test_a_file_gets_a_line_a_minute() -> None:
+    clock, out = [0.0], io.StringIO()
+    bar = _Bar("", None, out, lambda: clock[0])
+    for _ in range(300):
+        clock[0] += 1.0
+        bar.advance()
+    assert out.getvalue().count("\n") == 5
+
+
+FAILING = {
+    "before init": ("import dualdist as dd\ndef mine():\n    dd.rank()\nmine()\n", "NotInitializedError"),
+    "in a call": ("import torch\nimport dualdist as dd\ndd.init()\ndef mine():\n"
+     "    dd.allreduce(torch.ones(1), op='nothing')\nmine()\n", "UsageError"),
+    "in torch": ("import torch\nimport dualdist as dd\ndd.init()\nw = torch.nn.Parameter(torch.ones(2))\n"
+     "o = dd.wrap_optimizer(torch.optim.SGD([w], lr=1.0), op='sum')\ndef mine():\n    w.sum().backward()\n"
+     "mine()\nmine()\n", "UsageError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_error_shows_the_programs_frames_alone(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
+    program, kind = FAILING[name]
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    shown = python(base_env, str(script)).stderr
+    assert f"dualdist.errors.{kind}: " in shown
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert "in mine" in shown
+    assert f"{os.sep}dualdist{os.sep}" not in shown, shown
+    assert "DUALDIST_DEBUG=1" in shown
+    if name == "before init":  # which takes no torch, and little time
+        full = python({**base_env, "DUALDIST_DEBUG": "1"}, str(script)).stderr
+        assert f"{os.sep}dualdist{os.sep}" in full
+        assert shown.splitlines()[-1] == full.splitlines()[-1]
+
+
+SPAWNS = """
+import sys
+import dualdist as dd
+def mine(wrong):
+    dd.init()
+    if wrong == "mine":
+        raise ZeroDivisionError(wrong)
+    dd.init()
+if __name__ == "__main__":
+    {}
+"""
+
+
+@pytest.mark.parametrize("wrong", ["mine", "ours"])
+def test_an_error_of_a_rank_shows_the_programs_frames_alone(
+    base_env: Mapping[str, str], tmp_path: Path, wrong: str
+) -> None:
+    """Here and there: where the ranks were started, and in the rank that failed."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS.format(f"dd.spawn(mine, 1, ('{wrong}',))"))
+    shown = python(base_env, str(script)).stderr
+    assert "dualdist.errors.LaunchError: rank 0 failed:\nTraceback" in shown
+    assert shown.count(", in mine") == 1
+    assert f"{os.sep}dualdist{os.sep}" not in shown, shown
+
+
+def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]) -> None:
+    plain = python(base_env, "-c", "import dualdist as dd; dd.init(); 1 / 0").stderr
+    assert plain.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "DUALDIST_DEBUG" not in plain
+    hooked = "import sys\nsys.excepthook = lambda *_: print('mine')\nimport dualdist as dd\ndd.init()\ndd.init()"
+    assert python(base_env, "-c", hooked).stdout == "mine\n"
+
+
+def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    """As in a notebook: the cell's line and the error, and nothing of ours."""
+    script = tmp_path / "cells.ipy"
+    script.write_text("import dualdist as dd\ndd.init()\ndd.init()\n")
+    command = ("-m", "IPython", "--colors=NoColor", "--no-banner", "--no-confirm-exit", "--quick")
+    told = {}
+    for debug in ("0", "1"):
+        env = {**base_env, "DUALDIST_DEBUG": debug, "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=env,
+            input="import dualdist as dd\ndd.init()\ndd.init()\n1 / 0\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        told[debug] = done.stdout + done.stderr
+    for text in told.values():
+        assert "AlreadyInitializedError: dd.init() was called a second time" in text, text
+        assert "ZeroDivisionError" in text
+    assert "session.py" in told["1"]
+    assert "session.py" not in told["0"], told["0"]

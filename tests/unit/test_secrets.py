@@ -1,0 +1,81 @@
+"""Secrets in the environment: told by their names, handed to other hosts only where they are named, and never shown."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from dualdist.cli.run import line
+from dualdist.launchers import Command, Host, Job, Site, command, planning
+from dualdist.launchers.ssh import over
+from dualdist.redaction import hidden, hidden_in, is_secret
+from dualdist.schedulers import Request, script
+from dualdist.schedulers.shell import KEPT
+
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
+OTHERS = ("PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "NCCL_IB_PKEY", "KEYBOARD", "PATTERN")
+
+
+def test_secrets_are_told_by_their_names() -> None:
+    assert [name for name in (*SECRETS, *OTHERS) if is_secret(name)] == list(SECRETS)
+
+
+def test_what_may_be_shown_lacks_their_values() -> None:
+    assert hidden({"HF_TOKEN": "x", "PATH": "y"}) == {"HF_TOKEN": "***", "PATH": "y"}
+    argv = ["env", "HF_TOKEN=x y", "A=HF_TOKEN=b", "sh", "-c", "A=\"b\" DB_PW='c d' DB_PW=e python --x=y"]
+    shown = ["env", "HF_TOKEN=***", "A=HF_TOKEN=b", "sh", "-c", 'A="b" DB_PW=*** DB_PW=*** python --x=y']
+    assert hidden_in(argv) == shown
+
+
+@pytest.mark.parametrize(
+    "name", [*SECRETS, *(f"{prefix}{name}" for prefix in ("TORCH_", "DUALDIST_") for name in SECRETS)]
+)
+def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
+    environ = {name: "hush", "OMP_PLACES": "cores", "HOME": "/h", "A B": "c", "OMP_$(id)": "d"}
+    options = {"threads_a_rank": None, "interface": None, "has_hosts": True}
+    forwarded = planning.variables(environ, {}, **options)  # type: ignore[arg-type]
+    assert forwarded == {"OMP_PLACES": "cores", "PYTHONUNBUFFERED": "1"}
+    assert planning.variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
+    assert planning.needed_here(environ) == {"HOME": "/h"}
+
+
+def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> None:
+    site = Site("/v/python", {"horovodrun": "/v/horovodrun"}, "/v:/bin", folder="/here", needs={"HOME": "/h"})
+    environ = {"HF_TOKEN": "hush", "HOME": "/h"}
+    job = Job(("x.py",), 2, hosts=(Host("a", 1, is_here=True), Host("b", 1)), env={"A": "b"})
+    built = command("horovodrun", job, site)
+    assert built.environment(environ) == {"HOME": "/h", "PATH": "/v:/bin", "A": "b"}
+    assert line(built).startswith("env -i HOME=/h PATH=/v:/bin A=b /v/horovodrun --gloo ")
+    here = command("horovodrun", Job(("x.py",), 2, env={"A": "b"}), site)
+    assert here.environment(environ)["HF_TOKEN"] == "hush", "it is on no other host"
+
+
+def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named() -> None:
+    environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
+    site = Site("/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secrets=planning.secrets(environ))
+    built = command("srun", Job(("x.py",), 2, env={"WANDB_API_KEY": "hush"}), site)
+    assert built.environment(environ) == {"WANDB_API_KEY": "hush", "HOME": "/h"}
+    assert line(built).startswith("env --unset=HF_TOKEN WANDB_API_KEY=hush /v/srun ")
+
+
+def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submitted() -> None:
+    text = script("slurm", Request(("x.py",), "srun", env={"A": "b"}, handed_on=("HF_TOKEN",)))
+    assert 'variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b "HF_TOKEN=$HF_TOKEN") # of every rank\n' in text
+
+
+def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
+    names = [f"TORCH_{name}" for name in (*SECRETS, *OTHERS, "KEY", "KEYS", "MAX_TOKENS", "PASS", "PASSES", "PAT")]
+    environ = dict.fromkeys(names, "hush")
+    line = "\n".join([*KEPT, 'printf "%s\\n" "${kept[@]}"'])
+    done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, check=True)
+    kept = {word.partition("=")[0] for word in done.stdout.splitlines()}
+    assert kept & {*environ} == {name for name in names if not is_secret(name)}
+
+
+@pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
+def test_a_secret_in_a_line_for_a_shell_elsewhere_is_hidden_whole(secret: str) -> None:
+    built = Command(("python", "x.py"), {"HF_TOKEN": secret, "A": "b c"}, host="n1")
+    shown = hidden_in(over(built, Site("/v/python", {}, "/v")).argv)
+    assert "hush" not in " ".join(shown)
+    assert "A=b c" in " ".join(shown)
