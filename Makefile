@@ -23,9 +23,9 @@ READY := $(VENV)/.ready
 SOURCES := Makefile pyproject.toml setup.py $(wildcard dualdist/horovod_build/*.py)
 CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
-	"import hypothesis, jinja2, kubeflow.training, matplotlib, PIL, mpi4py, pydantic, pytest, sklearn, torch, tqdm, yaml, horovod.torch"
+	"import hypothesis, jinja2, kubeflow.training, matplotlib, PIL, mpi4py, pydantic, pytest, sklearn, torch, yaml, horovod.torch"
 
-.PHONY: setup install demo bench launch test check clean
+.PHONY: setup install demo bench launch test docker-test check clean
 
 setup:
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
@@ -43,7 +43,7 @@ install:
 	@$(PIP) $(TORCH) $(BUILD_TOOLS)
 	@echo "installing dualdist and the packages around it"
 	@$(PIP) --no-deps $(TORCHVISION)
-	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,compare,examples,test]'
+	@$(PIP) $(TORCH) --no-build-isolation --editable '.[mpi,horovod,hvd,job,bench,compare,examples,curves,test]'
 	@$(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpich $(MPICH)
 	@rm $(HALF)
 	@$(BIN)/dualdist install-horovod
@@ -70,11 +70,16 @@ bench: setup
 test: check
 	$(BIN)/python -m pytest
 
+# The images' test, with Horovod built in it, too; `make test` takes the wheel that set-up has built.
+docker-test: setup
+	DUALDIST_DOCKER=full $(BIN)/python -m pytest tests/docker
+
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/shellcheck .ci/run launch/*.sh
+	$(BIN)/shellcheck .ci/run launch/*.sh docker/*.sh
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 
 clean:
 	rm -rf $(VENV)
