@@ -27,6 +27,9 @@ LOOK_S, LOOK_SOON_S = 1.0, 0.1
 # Seconds in which every rank that can has answered, and in which all have heard what came out.
 ANSWER_S = 2.5
 HEARD_S = 1.5
+# Seconds that a store may take for an answer while it looks up the name of somebody who connects, which torch's does
+# and does nothing else meanwhile: a resolver tries three servers twice for 5 s each (resolv.conf(5)).
+STORE_S = 30.0
 IN_PROGRAM = "in the program, outside of any operation"
 
 
@@ -76,7 +79,7 @@ class RollCall:
         self._thread = threading.Thread(target=self._answer, name=f"{OUR_THREADS}roll-call", daemon=True)
         self._thread.start()
         # A thread that the interpreter ends inside the store's C++ code aborts the process, so it must be out before.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def enter(self, operation: object) -> tuple[object, float] | None:
         """This thread waits in an operation from now on; returns where it was, for leave()."""
@@ -136,10 +139,21 @@ class RollCall:
             deadline.sleep(LOOK_SOON_S / 2)
 
     def close(self) -> None:
-        """Answer no more."""
-        atexit.unregister(self.close)
+        """Answer no more. Where the store is slow, the thread still hears its last answer afterwards."""
         self._stop.set()
         self._thread.join(ANSWER_S)
+        if not self._thread.is_alive():
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        self.close()
+        if self._thread.is_alive():
+            print(
+                f"dualdist: rank {self.rank} waits for an answer of the store, for {STORE_S:g} s at most, before it ends",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._thread.join(STORE_S - ANSWER_S)
 
     def _answer(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """A training that goes on from its newest checkpoint, one rank of which is hurt at some moment of some step.
 
-    python training.py BACKEND FOLDER [RANK:SIGNAL:STEP:SHARE]
+    python training.py BACKEND FOLDER [RANK:SIGNAL:STEP:SHARE] [PACE_S] [TIMEOUT_S]
 
 The signal reaches the rank when so great a share of the step's usual time has gone, whatever the rank does then.
 """
@@ -86,9 +86,9 @@ def train(folder: str, hurt: Hurt | None = None, pace_s: float = 0.0) -> str:
     return digest(model)
 
 
-def main(backend: str, folder: str, words: str = "", pace: str = "0") -> None:
+def main(backend: str, folder: str, words: str = "", pace: str = "0", timeout: str = f"{TIMEOUT_S}") -> None:
     torch.set_num_threads(1)
-    dd.init(backend, timeout_s=TIMEOUT_S)
+    dd.init(backend, timeout_s=float(timeout))
     rank = dd.rank()
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     parameters = train(str(Path(folder, "run")), Hurt.of(words) if words else None, float(pace))

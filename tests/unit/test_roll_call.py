@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,10 +16,36 @@ from dualdist.backends import native_store
 from dualdist.deadline import Deadline
 from dualdist.meeting.network import LOOPBACK, listen
 from dualdist.watching.lateness import give_up, silent_ranks
-from dualdist.watching.roll_call import IN_PROGRAM, RollCall
+from dualdist.watching.roll_call import ANSWER_S, IN_PROGRAM, LOOK_S, RollCall
 from dualdist.watching.watch import Watch
 
 Enroll = Callable[[int, int], list[RollCall]]
+STORE = """
+import sys
+from dualdist.backends import native_store
+from dualdist.deadline import Deadline
+from dualdist.meeting.network import LOOPBACK, listen
+listener = listen(0, loopback_only=True)
+port = listener.getsockname()[1]
+kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
+print(port, flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import sys
+import time
+from dualdist.backends import native_store
+from dualdist.deadline import Deadline
+from dualdist.meeting.network import LOOPBACK
+from dualdist.watching.roll_call import RollCall
+RollCall(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
+class TakesLongToEnd:
+    def __del__(self):
+        time.sleep(3)  # a thread that comes back meanwhile is ended by the interpreter
+kept = TakesLongToEnd()
+print("there", flush=True)
+sys.stdin.readline()
+"""
 
 
 @pytest.fixture
@@ -69,3 +100,32 @@ def test_an_operation_within_another_is_left_for_that_one(enroll: Enroll) -> Non
             pass
         places = {where.place for where in rolls[1].ask().wheres if 0 in where.seconds}
     assert places == {"in join"}
+
+
+def test_a_rank_that_ends_while_its_store_is_busy_ends_well() -> None:
+    with _python(STORE) as store:
+        port = _line(store)
+        with _python(RANK, port) as rank:
+            _line(rank)
+            os.kill(store.pid, signal.SIGSTOP)
+            try:
+                time.sleep(LOOK_S + 0.5)  # by now its thread waits for the store
+                assert rank.stdin is not None
+                print(file=rank.stdin, flush=True)
+                time.sleep(ANSWER_S + 1)
+            finally:
+                os.kill(store.pid, signal.SIGCONT)
+            _, said = rank.communicate(timeout=20)
+        assert rank.returncode == 0, said
+        assert "rank 1 waits for an answer of the store" in said
+        store.communicate(timeout=20)
+
+
+def _python(code: str, *args: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code, *args], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
