@@ -27,6 +27,7 @@ from dualdist.errors import (
 )
 from dualdist.meeting.opening import Meeting, Session, Start, open_mailbox, open_session
 from dualdist.meeting.selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, checked_choice
+from dualdist.timeline.places import TIMELINE
 from dualdist.watching import unheeded
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
 # Rank 0 prints at the end who waited for whom.
 SLOW_RANKS = "DUALDIST_SLOW_RANKS"
-# A file for a Chrome trace of what all ranks do.
-TIMELINE = "DUALDIST_TIMELINE"
 
 
 @dataclass

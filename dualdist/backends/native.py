@@ -123,6 +123,7 @@ class NativeBackend:
         self._store = store
         self._network = network
         self._owned = owned
+        self.unhook: Callable[[], None] = lambda: None  # undoes what the default group's start did to the process
         self._on_gpu = on_gpu
         self._hosts = hosts
         self._host: HostLine | None = None
@@ -226,6 +227,7 @@ class NativeBackend:
             return
         if any(group is dist.group.WORLD for group in groups):
             dist.destroy_process_group()
+            self.unhook()
         else:
             for group in groups:
                 group.abort()

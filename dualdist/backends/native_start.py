@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import resource
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -70,6 +71,7 @@ def start(world: World, *, shares_memory: bool) -> NativeBackend:
     def network() -> contextlib.AbstractContextManager[None]:
         return variables_set(environ, named)
 
+    shows_errors = sys.excepthook
     try:
         with network():
             dist.init_process_group(
@@ -84,6 +86,13 @@ def start(world: World, *, shares_memory: bool) -> NativeBackend:
             f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
             f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
         ) from error
+    names_rank = sys.excepthook
+
+    def unhook() -> None:
+        """Else every further session would put one more "[rank0]: " before each line of an error."""
+        if sys.excepthook is names_rank:
+            sys.excepthook = shows_errors
+
     backend = NativeBackend(
         lambda: _world(["cpu", "cuda"] if nccl else ["cpu"]),
         range(size),
@@ -95,6 +104,7 @@ def start(world: World, *, shares_memory: bool) -> NativeBackend:
         on_gpu=nccl,
         hosts=[place.host for place in world.places] if shares_memory else (),
     )
+    backend.unhook = unhook
     backend._groups()
     atexit.register(backend.at_exit)
     return backend

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from dualdist.cli.helping import add_help, add_list
@@ -50,7 +51,9 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit code is 0 for success, 1 for an error of ours, 2 for wrong usage."""
+    """Run one sub-command; the exit code is 0 for success, 2 for wrong usage, and 1, or the one the sub-command
+    names, for an error.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     typed = os.environ.get(TYPED, "").split() if COMPLETING in os.environ else arguments
     parser = build_parser(next((word for word in typed if word in COMMANDS), None))
@@ -67,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
         return 130
+    except Exception:  # a mistake of ours, which is to be seen whole
+        traceback.print_exc()
+        return int(getattr(module, "ERROR_CODE", 1))
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from dualdist.launchers import STARTERS
 from dualdist.redaction import redacted_in, redactor
 from dualdist.topology import Topology
 
-# Of an error of ours: 1 says that there are warnings.
+# Of an error: 1 says that there are warnings.
 ERROR_CODE = 2
 EXAMPLES = (
     "dualdist doctor",

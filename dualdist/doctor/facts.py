@@ -18,7 +18,8 @@ class Host:
 
     `cores` may be used by this process, `all_cores` are there, and `quota` is how many a container's limit lets run.
     `shm_free` is None where /dev/shm is not there. `gpus` counts what NVIDIA's driver lists, whoever may use them.
-    `address` is that of the host's own name, "" where it does not resolve, and `resolve_s` is how long that took.
+    `address` is that of the host's own name, "" where it does not resolve, and `resolve_s` is how long that took;
+    `reverse_s` is how long it took to ask whose address that is.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Host:
     interfaces: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     resolve_s: float = 0.0
+    reverse_s: float = 0.0
     versions: Mapping[str, str | None] = field(default_factory=dict)
     python: str = ""
 
@@ -60,7 +62,8 @@ class Facts:
 
     `abi` is this Python's tag for compiled modules. `python_on_path` is what `python` would start. `torch` and `mpi4py`
     are their last words where they are installed, and cannot be imported. `vision_needs` is the torch that torchvision
-    names. `srun_mpi` are the kinds that `srun --mpi=list` names. `master_problem` is why nobody finds rank 0's host.
+    names. `srun_mpi` are the kinds that `srun --mpi=list` names. `master_problem` is why nobody finds rank 0's host,
+    and `timeline_problem` why DUALDIST_TIMELINE cannot be written here.
     """
 
     versions: Mapping[str, str | None]
@@ -75,6 +78,7 @@ class Facts:
     starters: tuple[Starter, ...] = ()
     srun_mpi: tuple[str, ...] | None = None
     master_problem: str = ""
+    timeline_problem: str = ""
 
     def starter(self, program: str = "mpirun") -> Starter | None:
         """The one that a shell would start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from dualdist.doctor.facts import UNLIMITED, Host
 from dualdist.limits import bound_cores, granted_cores
-from dualdist.meeting.network import interfaces
+from dualdist.meeting.network import LOOPBACK, interfaces
 from dualdist.shared_memory import FOLDER
 from dualdist.version import __version__
 
@@ -31,6 +32,7 @@ def look() -> Host:
     name = socket.gethostname()
     began = time.monotonic()
     address = resolved(name)
+    resolve_s = time.monotonic() - began
     return Host(
         name=name,
         cores=bound_cores(),
@@ -43,7 +45,8 @@ def look() -> Host:
         gpus=len(_names(GPUS)),
         interfaces=interfaces(),
         address=address,
-        resolve_s=round(time.monotonic() - began, 3),
+        resolve_s=round(resolve_s, 3),
+        reverse_s=round(_reverse_s(address), 3),
         versions=versions(),
         python=sys.executable,
     )
@@ -67,6 +70,17 @@ def resolved(name: str) -> str:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
         return ""
+
+
+def _reverse_s(address: str) -> float:
+    """How long it takes to find the name of an address, as torch's store does of everybody who connects.
+
+    It sees IPv4 addresses as IPv6 ones, which /etc/hosts does not have: name servers are asked.
+    """
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((f"::ffff:{address or LOOPBACK}", 0), 0)
+    return time.monotonic() - began
 
 
 def _version(package: str) -> str | None:

@@ -16,8 +16,10 @@ from pathlib import Path
 from dualdist.asked import SaidMpi4py, SaidTorch, ask_mpi4py, ask_torch
 from dualdist.doctor import host
 from dualdist.doctor.facts import Facts, Starter
+from dualdist.environments.variables import text
 from dualdist.horovod_build.record import read_record
 from dualdist.launchers.run import mpi_of
+from dualdist.timeline.places import TIMELINE, problem_of
 from dualdist.topology import Topology
 
 ANSWER_S = 15.0
@@ -55,6 +57,7 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> Facts:
         starters=tuple(found),
         srun_mpi=srun.result(),
         master_problem=master.result(),
+        timeline_problem=problem_of(Path(timeline).absolute()) if (timeline := text(environ, TIMELINE)) else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""What was asked for: a backend and a transport that there are, and that go together."""
+"""What was asked for: a backend and a transport that there are and go together, and a trace that can be written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dualdist.doctor.findings import Finding
 from dualdist.environments.variables import text
 from dualdist.jobs.pairs import Choice, impossible
 from dualdist.meeting.selection import HOROVOD_CONTROLLER, TRANSPORT
+from dualdist.timeline.places import TIMELINE
 from dualdist.topology import Topology
 
 RAISED = "dd.init() refuses it on every rank"
@@ -18,6 +19,14 @@ RAISED = "dd.init() refuses it on every rank"
 
 def find(case: Case) -> Iterator[Finding]:
     """What is wrong with the choice of a backend and a transport."""
+    if case.facts.timeline_problem:
+        yield Finding(
+            "timeline-unwritable",
+            "error",
+            f"{TIMELINE}={text(case.environ, TIMELINE)}: {case.facts.timeline_problem}",
+            f"rank 0 writes it, and where it cannot {RAISED}",
+            f"name a file in a folder that is there and may be written, or unset {TIMELINE}",
+        )
     wrong = wrong_choices(case.environ)
     for problem in wrong:
         yield Finding("choice-unknown", "error", problem, RAISED, "name one of these, or unset the variable")

@@ -10,6 +10,7 @@ from dualdist.doctor.facts import Host
 from dualdist.doctor.findings import Finding
 from dualdist.environments.variables import text
 from dualdist.launchers.planning import INTERFACES
+from dualdist.meeting.network import LOOPBACK
 
 SLOW_S = 1.0
 # Bridges of containers and virtual machines: every host has one, of the same address, and none leads to another host.
@@ -52,6 +53,14 @@ def of_name(host: Host, *, is_spread: bool) -> Iterator[Finding]:
             f"looking up this host's own name, {host.name}, took {host.resolve_s:.1f} s",
             "every rank does that when it starts, some libraries several times",
             f"add {host.name} to /etc/hosts, or take name servers out of /etc/resolv.conf that do not answer",
+        )
+    if host.reverse_s > SLOW_S:
+        yield Finding(
+            "reverse-lookup-slow",
+            "warning",
+            f"looking up whose address {host.address or LOOPBACK} is took {host.reverse_s:.1f} s",
+            "torch's store, at which ranks meet, does that for each rank that connects, and answers nobody meanwhile",
+            "take name servers that do not answer out of /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'",
         )
 
 

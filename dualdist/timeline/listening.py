@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,13 +53,16 @@ class Listener:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of this optimizer's steps. The reducer's hook came before, so a step begins with reduced gradients."""
-        began: list[int] = []
+        began: list[tuple[FrameType, int]] = []  # by which call of the hooks, and when
 
         def begins(*_: Any) -> None:
-            began.append(self._now())
+            caller = sys._getframe(1)
+            under_way = set(_callers(caller))
+            began[:] = [each for each in began if each[0] in under_way]  # a step that has raised never ended
+            began.append((caller, self._now()))
 
         def ends(*_: Any) -> None:
-            start_ns, end_ns = began.pop(), self._now()
+            start_ns, end_ns = began.pop()[1], self._now()
             if began or not self._undo:  # a step that calls that of its base class runs the hooks twice
                 return
             name = type(optimizer).__name__
@@ -140,6 +145,13 @@ class Listener:
 
         torch.autograd.backward = heard
         return undo
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame, and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def both(first: Callable[..., None] | None, second: Callable[..., None] | None) -> Callable[..., None] | None:

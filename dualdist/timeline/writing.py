@@ -22,6 +22,7 @@ from dualdist.group import Group
 from dualdist.objects import allgather_object
 from dualdist.timeline import clocks
 from dualdist.timeline.listening import Listener
+from dualdist.timeline.places import TIMELINE, part_of, problem_of
 from dualdist.timeline.trace import Clock, Event, document, rank_events
 from dualdist.version import __version__
 
@@ -37,7 +38,7 @@ class Timeline:
         self._title = title
         with contextlib.suppress(OSError):  # of an earlier run: it would be joined with ours
             part_of(path, world.rank).unlink()
-        problems = allgather_object(world, _problem(path) if world.rank == 0 else "")
+        problems = allgather_object(world, problem_of(path) if world.rank == 0 else "")
         if problems[0]:
             raise _cannot(path, problems[0])
         self._ahead, self._zero_ns = clocks.measure(lambda each: allgather_object(world, each))
@@ -140,8 +141,12 @@ class Timeline:
 
 
 def start(path: str, world: Group, number: int, **about: Any) -> Timeline:
-    """The timeline of this process's session of that number, the first being 0; every rank calls this."""
+    """The timeline of this process's session of that number, the first being 0; every rank calls this.
+
+    A rank that has come later, after a loss, has had fewer sessions than the others, whose earlier traces are kept.
+    """
     place = Path(path).absolute()
+    number = max(allgather_object(world, number))
     if number:
         place = place.with_stem(f"{place.stem}-{number + 1}")
     told = ", ".join(str(value) for value in about.values())
@@ -149,16 +154,4 @@ def start(path: str, world: Group, number: int, **about: Any) -> Timeline:
 
 
 def _cannot(path: Path, why: str) -> UsageError:
-    return UsageError(f"DUALDIST_TIMELINE={path}: rank 0 cannot write it ({why}); name another file")
-
-
-def part_of(path: Path, rank: int) -> Path:
-    return path.with_stem(f"{path.stem}.rank-{rank}")
-
-
-def _problem(path: Path) -> str:
-    if path.is_dir():
-        return "it is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
+    return UsageError(f"{TIMELINE}={path}: rank 0 cannot write it ({why}); name another file")

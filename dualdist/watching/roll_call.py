@@ -149,7 +149,7 @@ class RollCall:
         self.close()
         if self._thread.is_alive():
             print(
-                f"dualdist: rank {self.rank} waits for an answer of the store, for {STORE_S:g} s at most, before it ends",
+                f"dualdist: rank {self.rank} waits up to {STORE_S:g} s for an answer of the store before it ends",
                 file=sys.stderr,
                 flush=True,
             )

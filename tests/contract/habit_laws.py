@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +19,9 @@ from harness import trace_format
 from torch import nn
 
 import dualdist as dd
+from dualdist import session
 from dualdist.errors import UsageError
+from dualdist.timeline import writing
 
 STEPS = 3
 
@@ -80,12 +83,28 @@ def one_line_says_what_a_rank_runs_on() -> None:
 
 
 @law_alone
+def a_session_leaves_the_way_errors_are_shown_as_it_was() -> None:
+    """torch's default group puts "[rank0]: " before each line of an error, and its end does not take that back."""
+    backend = dd.backend() if dd.backend() != "single" else "auto"
+    dd.shutdown()
+    before = sys.excepthook
+    for _ in range(2):
+        dd.init(backend, timeout_s=40)
+        dd.shutdown()
+    assert sys.excepthook is before
+
+
+@law_alone
 def a_timeline_shows_all_ranks_computing_and_communicating() -> None:
     """One file, written by rank 0; the ranks' times fit together, and every step is there on every rank."""
     backend = dd.backend() if dd.backend() != "single" else "auto"
     transport = dd.transport()
     folder = Path(dd.broadcast_object(tempfile.mkdtemp() if dd.rank() == 0 else ""))
     rank, size = dd.rank(), dd.size()
+    # A rank that has replaced another has had fewer sessions than the others.
+    writing.start(str(folder / "late.json"), session.current().world, rank).finish()
+    if rank == 0:
+        (folder / ("late.json" if size == 1 else f"late-{size}.json")).unlink()
     dd.shutdown()
     os.environ["DUALDIST_TIMELINE"] = str(folder / "trace.json")
     try:

@@ -117,7 +117,7 @@ def test_a_rank_that_ends_while_its_store_is_busy_ends_well() -> None:
                 os.kill(store.pid, signal.SIGCONT)
             _, said = rank.communicate(timeout=20)
         assert rank.returncode == 0, said
-        assert "rank 1 waits for an answer of the store" in said
+        assert "rank 1 waits up to 30 s for an answer of the store" in said
         store.communicate(timeout=20)
 
 

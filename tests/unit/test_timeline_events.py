@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import trace_format
 
 from dualdist.timeline.clocks import Ahead, between, measure, worst_ns
-from dualdist.timeline.trace import Clock, Event, Span, document, rank_events
+from dualdist.timeline.listening import Listener
+from dualdist.timeline.trace import STEPS, Clock, Event, Span, document, rank_events
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -129,6 +132,33 @@ def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
     if ahead_ns == [0, 0, 0]:
         assert [each.ns for each in told] == [0, 0, 0]
         assert 0 < worst_ns(told) < 10**9
+
+
+class Stubborn(torch.optim.SGD):
+    """Its step calls that of its base class, and does not always come to its end."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("no")
+        return super().step(closure)
+
+
+def test_a_step_that_raises_hides_none_of_those_after_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Stubborn([weight], lr=0.1)
+    listener = Listener()
+    listener.start()
+    try:
+        listener.watch(optimizer)
+        for fails in (False, True, True, False, True, False):
+            optimizer.fails = fails
+            with contextlib.suppress(ValueError):
+                optimizer.step()
+    finally:
+        listener.stop()
+    assert [span.name for span in listener.spans if span.track == STEPS] == ["step 0", "step 1", "step 2"]
 
 
 GONE = """
