@@ -11,6 +11,50 @@ import dualdist as dd
 from dualdist.errors import MismatchError
 
 
+@law
+def gradients_flow_back_through_every_collective() -> None:
+    """What a rank gets back is what Horovod gives: sums of the ranks' gradients, or means where it takes means."""
+    size, rank = dd.size(), dd.rank()
+    weights = [torch.arange(1.0, 4.0) * (r + 1) for r in ranks()]
+    mean_weight, mine = sum(weights) / size, weights[rank]
+
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        given = given.clone().requires_grad_()
+        call(given).backward()
+        assert given.grad is not None
+        return given.grad
+
+    x = torch.ones(3)
+    assert torch.equal(gradient(lambda t: (dd.allreduce(t, "sum") * mine).sum(), x), mean_weight * size)
+    torch.testing.assert_close(gradient(lambda t: (dd.allreduce(t) * mine).sum(), x), mean_weight)
+    torch.testing.assert_close(
+        gradient(lambda t: (dd.grouped_allreduce([t, 2 * t])[1] * mine).sum(), x), 2 * mean_weight
+    )
+    scaled = gradient(lambda t: (dd.allreduce(t, "sum", prescale=2.0, postscale=3.0) * mine).sum(), x)
+    assert torch.equal(scaled, mean_weight * size * 6)
+    root = size - 1
+    back = gradient(lambda t: (dd.broadcast(t, root) * mine).sum(), x)
+    torch.testing.assert_close(back, mean_weight if rank == root else torch.zeros(3))
+    rows = torch.ones(rank + 1, 3)
+    places = torch.arange(float(sum(r + 1 for r in ranks()))).view(-1, 1)
+    start = sum(r + 1 for r in range(rank))
+    expected = places[start : start + rank + 1] * mean_weight
+    torch.testing.assert_close(gradient(lambda t: (dd.allgather(t) * places * mine).sum(), rows), expected)
+    torch.testing.assert_close(
+        gradient(lambda t: (dd.grouped_allgather([t, t])[0] * places * mine).sum(), rows), expected
+    )
+    splits = [r + 1 for r in ranks()]
+    sent = torch.ones(sum(splits), 3)
+    expected = torch.cat([weights[r].expand(r + 1, 3) for r in ranks()])
+    assert torch.equal(gradient(lambda t: (dd.alltoall(t, splits)[0] * mine).sum(), sent), expected)
+    shares = torch.ones(size, 3)
+    torch.testing.assert_close(gradient(lambda t: (dd.reducescatter(t) * mine).sum(), shares), torch.stack(weights))
+    assert torch.equal(
+        gradient(lambda t: (dd.reducescatter(t, "sum") * mine).sum(), shares), torch.stack(weights) * size
+    )
+    assert not dd.allreduce(torch.ones(3), "sum").requires_grad
+
+
 def derivatives(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of (call(x^2) . call(x^2)) / 2, and that of the sum of its cubes."""
     y = call(x * x)
