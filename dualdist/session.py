@@ -111,7 +111,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     name = _next_name(environ, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
-        atexit.register(_end_if_unheeded)  # before what the backend registers: goes after that
+        atexit.register(_end)  # before what the backend registers: goes after that
     plan = _recording_plan(environ)
     session = open_session(
         requested, Start(detect(environ), environ, transport, name, timeout_s, _process.meeting), _tell_choice
@@ -244,10 +244,8 @@ def shutdown() -> None:
             stack.callback(ending)
 
 
-def _end_if_unheeded() -> None:
-    failure = _process.unheeded if _process.session is None else _process.session.unheeded
-    if failure:
-        unheeded.end(failure)
+def _end() -> None:
+    unheeded.end(_process.unheeded if _process.session is None else _process.session.unheeded)
 
 
 def built_with() -> dict[str, int]:

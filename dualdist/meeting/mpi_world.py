@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
-import stat
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -25,6 +22,7 @@ from dualdist.errors import (
     TopologyError,
     UnsupportedError,
 )
+from dualdist.output import STDERR, await_reader
 from dualdist.topology import Topology
 from dualdist.variables import variables_set
 
@@ -35,10 +33,6 @@ if TYPE_CHECKING:
 ISOLATED = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
 BRIEFLY = {"OMPI_MCA_btl": "^ofi", **ISOLATED}
-
-STDERR = 2
-READ_S = 1.0
-POLL_S = 0.001
 
 OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
@@ -114,20 +108,8 @@ def _abort_if_failed(api: Any) -> None:
     if getattr(sys, "last_value", None) is not None and not api.Is_finalized():
         sys.stdout.flush()
         sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            _await_reader(STDERR)
+        await_reader(STDERR)  # MPICH's MPI_Abort kills it, too
         api.COMM_WORLD.Abort(1)
-
-
-def _await_reader(output: int) -> None:
-    """What was printed to a pipe has been read, for MPICH's MPI_Abort kills the reader, too; or a second has passed."""
-    deadline = time.monotonic() + READ_S
-    while stat.S_ISFIFO(os.fstat(output).st_mode) and time.monotonic() < deadline:
-        unread = bytearray(4)
-        fcntl.ioctl(output, termios.FIONREAD, unread)
-        if not any(unread):
-            return
-        time.sleep(POLL_S)
 
 
 @contextlib.contextmanager

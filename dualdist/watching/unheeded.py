@@ -1,12 +1,17 @@
-"""A program that goes on although an operation between ranks has failed does not end as one that succeeded."""
+"""A rank that has failed ends so that its launcher sees it, even if its program went on as if nothing had happened."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
+from dualdist.output import STDERR, await_reader
+
+HYDRA = "hydra_pmi_proxy"
 REGARDLESS = "the program went on after an operation between ranks had failed"
 
 
@@ -29,12 +34,38 @@ class Refusals:
 
 
 def end(failure: str) -> None:
-    """For atexit: the exit code is not 0, whatever the program thinks, unless an exception ends it anyway."""
+    """For atexit: the exit code is not 0, whatever the program thinks, unless an exception ends it anyway.
+
+    `failure` is that of an operation after which the program went on, "" for none.
+    """
     if getattr(sys, "last_value", None) is not None:
-        return
-    _say(f"{REGARDLESS}, and ends with code 1", failure)
+        if _only_signals_count():
+            _leave()
+    elif failure:
+        _say(f"{REGARDLESS}, and ends with code 1", failure)
+        _leave()
+
+
+def _only_signals_count() -> bool:
+    """Whether MPICH's launcher has started this process.
+
+    It ends the other ranks where one ends by a signal. Where one ends with a code it waits for them, and for ever for
+    one that is stuck.
+    """
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == HYDRA
+    except OSError:
+        return False
+
+
+def _leave() -> None:
     logging.shutdown()
     sys.stdout.flush()
+    sys.stderr.flush()
+    if _only_signals_count():
+        await_reader(STDERR)  # it goes with the others
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     os._exit(1)
 
 
