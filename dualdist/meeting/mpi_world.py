@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.deadline import Deadline, call_within
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 ISOLATED = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
 BRIEFLY = {"OMPI_MCA_btl": "^ofi", **ISOLATED}
+# What follows it in /proc/self/maps is "(deleted)", where the name is gone.
+MPICH_MEMORY = re.compile(r"/dev/shm/mpich_shm_\w+$", re.MULTILINE)
 
 OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
@@ -80,8 +84,19 @@ def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
     if not api.Is_initialized():
         _init(api, environ, ISOLATED)
         atexit.register(_end, api)
+        if "MPICH" in api.Get_library_version():
+            _forget_memory(api.COMM_WORLD)
     check_world(api.COMM_WORLD.Get_rank(), api.COMM_WORLD.Get_size(), topology)
     return api
+
+
+def _forget_memory(world: Intracomm) -> None:
+    """MPICH 5 names its shared memory until MPI_Finalize: without a name it goes with the ranks, even if killed."""
+    world.Barrier()  # which maps it
+    world.Barrier()  # so that all ranks have
+    for name in set(MPICH_MEMORY.findall(Path("/proc/self/maps").read_text())):
+        with contextlib.suppress(OSError):  # another rank of this host was first
+            os.unlink(name)
 
 
 def end_within(timeout_s: float, api: Any) -> None:
