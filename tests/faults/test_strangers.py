@@ -29,7 +29,8 @@ CELLS = [
     Cell("horovodrun", "horovod", "gloo"),
     Cell("run-horovodrun", "horovod", "gloo"),
 ]
-IN_CI = CELLS[:2]
+# Not all of them stand such a flood each time.
+IN_CI: list[Cell] = []
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
