@@ -149,6 +149,8 @@ def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
     server = RendezvousServer()
     port = int(server.start())
     server._listen_thread.name = "dualdist-rendezvous"  # no thread of the program's
+    # Whoever connects and says nothing must not hold the end of the session, nor that of the process.
+    server._httpd.daemon_threads, server._httpd.block_on_close = True, False
     server.init(
         [
             SlotInfo(
