@@ -7,15 +7,19 @@ from __future__ import annotations
 import random
 import re
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import psutil
 import pytest
 from faults import training
 from faults.cells import CELLS, Cell, trained
 from faults.memory import with_little_memory
 from faults.training import SAVED_EVERY, Hurt
 from harness.effort import Effort
-from harness.jobs import Launch, Outcome
+from harness.jobs import GRACE_S, Launch, Outcome
+from harness.slurm import Slurm, eventually
 
 # A start on a busy machine, what the others wait, and the 30 s that torchrun gives to a rank that is stopped.
 LIMIT_S = 75.0
@@ -39,12 +43,25 @@ def names_rank(outcome: Outcome, rank: int, pid: str) -> bool:
     words = (
         rf"no answer from ranks? (\d+, )*{rank}\b",
         rf"\brank {rank} (ended|failed|was lost)",
+        rf"\btask {rank}: ",
         rf"Root Cause[^=]*rank +: {rank} ",
         rf"process rank {rank} with PID",
         rf"Process name: {rank}\b",
         rf"PID {pid} RUNNING",
     )
     return any(re.search(each, said) for each in words)
+
+
+def drawn(name: str, trials: Sequence[tuple[signal.Signals, int]]) -> Iterator[Hurt]:
+    """Each at a random moment, later ones in later steps: the training goes on from what it had saved."""
+    draws = random.Random(name)
+    for turn, (number, rank) in enumerate(draws.sample(trials, len(trials))):
+        yield Hurt(rank, number, turn * SAVED_EVERY + draws.randrange(1, SAVED_EVERY), draws.uniform(0, 1.5))
+
+
+def assert_failed(outcome: Outcome, hurt: Hurt, launch: Launch) -> None:
+    assert outcome.rc != 0, str(outcome)
+    assert names_rank(outcome, hurt.rank, (launch.directory / f"pid-{hurt.rank}").read_text()), f"{hurt}\n{outcome}"
 
 
 def hurt_run(launch: Launch, cell: Cell, hurt: Hurt) -> Outcome:
@@ -57,18 +74,43 @@ def hurt_run(launch: Launch, cell: Cell, hurt: Hurt) -> Outcome:
 def test_a_rank_hurt_at_any_moment_ends_its_job_which_goes_on(
     launch: Launch, cell: Cell, effort: Effort, unhurt: Callable[[], str]
 ) -> None:
-    draws = random.Random(str(cell))
-    trials = effort(SHORT.get(str(cell), []), draws.sample(TRIALS, len(TRIALS)))
+    trials = effort(SHORT.get(str(cell), []), TRIALS)
     if not trials:
         pytest.skip("only with --long")
-    for turn, (number, rank) in enumerate(trials):
-        hurt = Hurt(rank, number, turn * SAVED_EVERY + draws.randrange(1, SAVED_EVERY), draws.uniform(0, 1.5))
+    for hurt in drawn(str(cell), trials):
         outcome = hurt_run(launch, cell, hurt)
-        assert outcome.rc != 0, str(outcome)
-        assert names_rank(outcome, rank, (launch.directory / f"pid-{rank}").read_text()), f"{hurt}\n{outcome}"
+        assert_failed(outcome, hurt, launch)
         left = LEFT.search(outcome.stdout)
         assert left is not None, str(outcome)
         assert left.groups() == ("0", "0"), f"{hurt}\n{outcome}"
-        effort.count(f"ranks hurt by {signal.Signals(number).name}")
+        effort.count(f"ranks hurt by {signal.Signals(hurt.signal).name}")
     assert trained(launch, cell) == [unhurt()] * 2
     effort.count("runs that went on to the same bits after kills")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("backend", "transport"), [("native", "shm"), ("native", "gloo"), ("horovod", "gloo")])
+def test_a_rank_hurt_under_srun_ends_its_job_which_goes_on(
+    launch: Launch, slurm: Slurm, backend: str, transport: str, effort: Effort, unhurt: Callable[[], str]
+) -> None:
+    """As the scripts of launch/ start it: a task that ends badly ends the step."""
+    argv = ["srun", "-N1", "-n2", "--kill-on-bad-exit=1", sys.executable, training.__file__, backend]
+    argv.append(str(launch.directory))
+    env = {**slurm.env, "DUALDIST_TRANSPORT": transport}
+    trials = effort([(signal.SIGKILL, 1)] if transport == "shm" else [], TRIALS)
+    if not trials:
+        pytest.skip("only with --long")
+    for hurt in drawn(f"srun-{backend}-{transport}", trials):
+        outcome = launch([*argv, str(hurt)], env=env, timeout_s=LIMIT_S, check=False)
+        assert_failed(outcome, hurt, launch)
+        assert eventually(lambda: not left_of(launch.directory), within_s=GRACE_S), f"{left_of(launch.directory)}"
+        effort.count(f"ranks hurt by {signal.Signals(hurt.signal).name}")
+    reports = launch.reports(argv, 2, env=env)
+    assert [seen["parameters"] for seen in reports] == [unhurt()] * 2
+    effort.count("runs that went on to the same bits after kills")
+
+
+def left_of(folder: Path) -> list[str]:
+    """The ranks that are still there: slurmd has started them, not this process."""
+    lines = [" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if training.__file__ in line and str(folder) in line]
