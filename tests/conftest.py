@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share what a machine has but once share a worker of pytest-xdist, as do else those of a file."""
     for item in items:
