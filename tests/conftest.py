@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share what a machine has but once share a worker of pytest-xdist, as do else those of a file."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), str(item.path))
+        shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), item.path.name)
         item.add_marker(pytest.mark.xdist_group(shared))
 
 
