@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import psutil
 import torch
-from contract.oracle import assert_close, assert_same_everywhere, gradients, law, law_alone, loss_of, net, raises, ranks
+from contract.oracle import assert_close, assert_same_everywhere, gradients, law, loss_of, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
@@ -28,38 +23,6 @@ def operations_meet_by_name_in_whatever_order_they_begin() -> None:
     for number, name in enumerate(names):
         assert handles[name].wait().tolist() == [float(sum(number + rank for rank in ranks()))] * 2
         assert handles[name].done()
-
-
-@law_alone
-def whoever_connects_and_says_little_does_not_hold_the_end() -> None:
-    """To each port on which this rank listens, a byte now and then, as one does who wants to keep a server busy."""
-    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    dd.barrier()
-    is_over = threading.Event()
-    with contextlib.ExitStack() as stack:
-        peers = []
-        for host, port in listening:
-            with contextlib.suppress(OSError):
-                peers.append(stack.enter_context(socket.create_connection((host, port), 1.0)))
-        dripping = threading.Thread(target=drip, args=(peers, is_over))
-        dripping.start()
-        try:
-            dd.barrier()
-            began = time.monotonic()
-            dd.shutdown()
-            assert time.monotonic() - began < 20
-        finally:
-            is_over.set()
-            dripping.join()
-
-
-def drip(peers: Sequence[socket.socket], is_over: threading.Event) -> None:
-    for _ in range(100):  # then a server that waits for their end gets it
-        if is_over.wait(0.5):
-            return
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.send(b"x")
 
 
 @law
