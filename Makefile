@@ -12,6 +12,9 @@ BUILD_TOOLS := 'setuptools>=77,<81' wheel
 # For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
 MPICH := mpich==5.0.2
 
+# How many tests at a time `make test` runs.
+JOBS ?= 2
+
 VENV := .venv
 BIN := $(VENV)/bin
 # Twice quiet: errors are shown, warnings are not.
@@ -67,8 +70,9 @@ bench: setup
 	$(BIN)/dualdist bench startup
 	$(BIN)/dualdist bench scale
 
+# Tests mostly wait for the programs that they start, so that two at a time fit on two cores.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # The images' test, with Horovod built in it, too; `make test` takes the wheel that set-up has built.
 docker-test: setup

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import effort as efforts
@@ -18,12 +19,33 @@ from harness.installed import lack
 from harness.jobs import Launch
 from harness.leaks import Snapshot
 
+# By fixture.
+SHARED = {"_cluster": "slurm", "hasty": "slurm", "_two_hosts": "hosts", "image": "docker"}
 LEFT_S = 5.0
 """How long what ran on the hosts may outlive `dualdist run`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what a machine has but once share a worker of pytest-xdist, as do else those of a file."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), item.path.name)
+        item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    efforts.tell(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    efforts.hear(node.config, getattr(node, "workeroutput", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

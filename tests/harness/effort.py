@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 T = TypeVar("T")
 
 COUNTS = pytest.StashKey[Counter[str]]()
+TOLD = "faults tried"
 
 
 class Effort:
@@ -47,9 +48,20 @@ class Effort:
         holds()
 
 
+def tell(config: pytest.Config) -> None:
+    """Where this process is a worker of pytest-xdist: its counts, to the one that asked for it."""
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[TOLD] = dict(config.stash.get(COUNTS, Counter()))
+
+
+def hear(config: pytest.Config, told: Mapping[str, Any]) -> None:
+    """What a worker told; one that broke down told nothing."""
+    config.stash.setdefault(COUNTS, Counter()).update(told.get(TOLD, {}))
+
+
 def summary(config: pytest.Config) -> Iterator[str]:
     """A line for each thing that was counted."""
     counts = config.stash.get(COUNTS, Counter())
     if counts:
-        yield "faults tried:"
+        yield f"{TOLD}:"
     yield from (f"  {what}: {times}" for what, times in sorted(counts.items()))
