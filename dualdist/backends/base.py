@@ -37,6 +37,9 @@ class Store(Protocol):
     def has(self, key: str) -> bool:
         """Whether `key` is set, without waiting."""
 
+    def hang_up(self) -> None:
+        """End this process's connections to the store, so that a thread that waits for an answer waits no longer."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import socket
 from datetime import timedelta
@@ -13,6 +15,8 @@ from dualdist.errors import RendezvousError
 
 # What the store, Gloo and NCCL write, in lower case, when a rank is late.
 LATE = ("timed out", "timeout")
+# On Linux, the open files of this process, and with them its sockets.
+SOCKETS = "/proc/self/fd"
 
 
 class TcpStore:
@@ -43,6 +47,15 @@ class TcpStore:
         with self._ours():
             return bool(self.store.check([key]))
 
+    def hang_up(self) -> None:
+        """Where it is a TCPStore: its calls know no timeout while they wait for an answer."""
+        store = self.store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore) and os.path.isdir(SOCKETS):
+            for fd in os.listdir(SOCKETS):
+                _shut_down(int(fd), store.port)
+
     def _ours(self) -> _StoreErrors:
         return _StoreErrors(self.where)
 
@@ -64,6 +77,13 @@ class _StoreErrors:
                 f"the store at {self._where}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
                 "see what that process printed last"
             ) from error
+
+
+def _shut_down(fd: int, port: int) -> None:
+    """The connection, where it is one to this port."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:

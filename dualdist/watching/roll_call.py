@@ -27,9 +27,6 @@ LOOK_S, LOOK_SOON_S = 1.0, 0.1
 # Seconds in which every rank that can has answered, and in which all have heard what came out.
 ANSWER_S = 2.5
 HEARD_S = 1.5
-# Seconds that a store may take for an answer while it looks up the name of somebody who connects, which torch's does
-# and does nothing else meanwhile: a resolver tries three servers twice for 5 s each (resolv.conf(5)).
-STORE_S = 30.0
 IN_PROGRAM = "in the program, outside of any operation"
 
 
@@ -148,12 +145,8 @@ class RollCall:
     def _close_at_exit(self) -> None:
         self.close()
         if self._thread.is_alive():
-            print(
-                f"dualdist: rank {self.rank} waits up to {STORE_S:g} s for an answer of the store before it ends",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._thread.join(STORE_S - ANSWER_S)
+            self._store.hang_up()
+            self._thread.join(ANSWER_S)
 
     def _answer(self) -> None:
         try:
