@@ -52,6 +52,8 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
 def shutdown() -> None:
     """Leave the job: every rank calls this when nothing is under way. init() may follow again.
 
+    NotInitializedError where init() has not been called; CheckpointError where a save that was under way has failed.
+
     >>> dd.shutdown()
     >>> dd.is_initialized()
     False
@@ -163,6 +165,8 @@ def device() -> torch.device:
 def barrier(*, group: Group | None = None) -> None:
     """Every rank has called this when it returns. It does not wait for other operations that are under way.
 
+    CollectiveTimeoutError, on every rank that waits, where one does not come within the timeout_s of init().
+
     >>> dd.barrier()
     """
     from dualdist import collectives
@@ -212,7 +216,9 @@ def remove_group(group: Group) -> None:
 
 @uncompiled
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
-    """Root's object on every rank. It is pickled: use it among ranks of your own job only.
+    """Root's object on every rank; every rank calls this, and what the others pass does not count.
+
+    It is pickled: use it among ranks of your own job only. MismatchError on every rank where roots differ.
 
     >>> dd.broadcast_object({"lr": 0.1})
     {'lr': 0.1}
@@ -224,7 +230,9 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
 
 @uncompiled
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
-    """Everybody's object, in rank order, on every rank. They are pickled: use it among ranks of your own job only.
+    """Everybody's object, in rank order, on every rank; every rank calls this.
+
+    They are pickled: use it among ranks of your own job only.
 
     >>> dd.allgather_object(f"rank {dd.rank()}")
     ['rank 0']
@@ -256,6 +264,9 @@ def broadcast_parameters(
 @uncompiled
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped.
+
+    Every rank calls this with an optimizer of the same class for as many parameters in each group; MismatchError on
+    every rank where these differ.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))

@@ -135,6 +135,8 @@ def allreduce_(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows.
 
+    Arguments and errors as allreduce's; after MismatchError the tensor is as it was.
+
     >>> tensor = torch.ones(2)
     >>> dd.allreduce_(tensor, op="sum") is tensor
     True
@@ -181,6 +183,8 @@ def grouped_allreduce(
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
     """allreduce of each tensor, all of them or none, in one message for each dtype.
 
+    Every rank passes the same number of tensors. Arguments and errors as allreduce's.
+
     >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
     [tensor([1., 1.]), tensor([3])]
     """
@@ -225,7 +229,9 @@ def grouped_allreduce_(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards.
+    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards; no gradient flows.
+
+    Arguments and errors as allreduce's; after MismatchError the tensors are as they were.
 
     >>> tensors = [torch.ones(2), torch.zeros(1)]
     >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
@@ -283,6 +289,8 @@ def grouped_allgather(
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
     """allgather of each tensor, all of them or none, in one message.
 
+    Every rank passes the same number of tensors. MismatchError on every rank where they do not fit.
+
     >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
     [tensor([1.]), tensor([True])]
     """
@@ -313,7 +321,8 @@ def broadcast(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
 
-    Back flows to root the mean over ranks of the gradients, to the others zero.
+    Back flows to root the mean over ranks of the gradients, to the others zero. MismatchError on every rank where
+    shapes, dtypes or roots differ; UsageError where root is no rank of the group.
 
     >>> dd.broadcast(torch.tensor([7, 8]), root=0)
     tensor([7, 8])
@@ -343,6 +352,8 @@ def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows.
+
+    Arguments and errors as broadcast's.
 
     >>> tensor = torch.ones(2)
     >>> dd.broadcast_(tensor) is tensor
@@ -403,6 +414,9 @@ def alltoall(
     Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. With splits the result is a pair
     of the rows and of their numbers (size,). Gradients flow back to where the rows came from.
 
+    MismatchError on every rank where dtypes or shapes of a row differ; UsageError where splits do not add up to the
+    rows, or without splits the rows do not divide.
+
     >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
     tensor([0, 1, 2, 3])
     """
@@ -451,6 +465,7 @@ def reducescatter(
 ) -> torch.Tensor | Handle[torch.Tensor]:
     """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
 
+    Every rank passes the same shape and dtype. `op`, `prescale`, `postscale` and the errors are those of allreduce.
     Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does.
 
     >>> dd.reducescatter(torch.ones(3, 1), op="sum")  # of two ranks the first gets two rows
@@ -499,6 +514,8 @@ def grouped_reducescatter(
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
     """reducescatter of each tensor, all of them or none.
+
+    Every rank passes the same number of tensors. Arguments and errors as reducescatter's.
 
     >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
     [tensor([1.]), tensor([0.])]

@@ -72,10 +72,12 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
 
 
 def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
-    sizes = allgather_object(line, [len(group["params"]) for group in optimizer.param_groups], f"{name}.groups")
-    if any(size != sizes[0] for size in sizes):
+    mine = type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
+    kinds = allgather_object(line, mine, f"{name}.groups")
+    if any(kind != kinds[0] for kind in kinds):
         raise MismatchError(
-            f"the optimizers differ: parameters in each group, by rank: {sizes}; build the same optimizer on every rank"
+            f"the optimizers differ: class and parameters in each group, by rank: {kinds}; build the same optimizer on "
+            "every rank"
         )
     tensors: list[torch.Tensor] = []
     skeleton = taken_apart(_state_of(optimizer), tensors)

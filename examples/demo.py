@@ -1,4 +1,4 @@
-"""Trains examples/train.py on both backends under torchrun, horovodrun and mpirun, and compares the results bit by bit.
+"""Trains examples/train.py on native and Horovod under torchrun, horovodrun and mpirun; compares the results.
 
     python examples/demo.py                         all runs
     python examples/demo.py --only mpirun           those whose name contains it

@@ -1,4 +1,4 @@
-"""A script for Horovod as people have written them: it knows nothing of dualdist, and runs on both backends as it is.
+"""A script for Horovod as people have written them: knows nothing of dualdist, and runs on native and Horovod as it is.
 
     dualdist run -np 2 --as-horovod examples/horovod_script.py
 

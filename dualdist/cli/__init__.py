@@ -7,11 +7,12 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
-from dualdist.cli.helping import add_help, add_list
+from dualdist.cli.helping import add_help, add_list, refuse
 from dualdist.errors import DualdistError
 from dualdist.unwinding import shows_all
 from dualdist.version import __version__
@@ -59,10 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(next((word for word in typed if word in COMMANDS), None))
     if COMPLETING in os.environ:
         _complete(parser)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        refuse(parser, arguments, unknown)
     module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
-        return int(module.run(parsed))
+        code = int(module.run(parsed))
+        sys.stdout.flush()
+        return code
     except DualdistError as error:
         if shows_all(os.environ):
             raise
@@ -70,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        return 128 + signal.SIGPIPE
     except Exception:  # a mistake of ours, which is to be seen whole
         traceback.print_exc()
         return int(getattr(module, "ERROR_CODE", 1))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 WIDTH, HEIGHT = 80, 24
 COLUMN = 24
@@ -88,6 +89,15 @@ def add_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], exampl
     """--help lists the sub-commands."""
     about: Any = {"action": ShowsList, "listed": choices, "examples": examples}
     parser.add_argument(*SHORT, **about)
+
+
+def refuse(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> NoReturn:
+    """End the program in the name of the sub-command among the words, which does not know these of them."""
+    while chosen := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
+        parser = chosen.choices[next(word for word in words if word in chosen.choices)]
+    option = unknown[0].partition("=")[0]
+    close = difflib.get_close_matches(option, parser._option_string_actions, 1)
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def completes(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:

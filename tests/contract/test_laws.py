@@ -75,6 +75,7 @@ CELLS = [
     Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
     Cell("horovodrun-gloo", "native", "horovodrun", "native", "shm"),
     Cell("horovodrun-mpi", "", "horovodrun", "horovod", "mpi"),
+    Cell("horovodrun-mpi", "horovod", "horovodrun", "horovod", "gloo", variables=GLOO),
     Cell("horovodrun-mpi", "native", "horovodrun", "native", "shm"),
     Cell("mpirun", "", "mpirun", "horovod", "mpi"),
     Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),

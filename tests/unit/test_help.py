@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import pytest
 from harness.base_env import ROOT
 from harness.installed import lack
 
-from dualdist.cli import COMMANDS, EXAMPLES, build_parser
+from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
 from dualdist.cli.bench_help import WHATS
 from dualdist.cli.colour import Paint, is_coloured
 from dualdist.cli.helping import HEIGHT, WIDTH
@@ -142,3 +143,25 @@ def test_colours_are_for_terminals_on_which_nobody_forbids_them(
     stream = _Stream(is_terminal=is_terminal)
     assert is_coloured(stream, environ) == expected
     assert Paint(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean --launcher[?]"),
+        ("bench step --backands native", "usage: dualdist bench step .*did you mean --backend[?]"),
+        ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
+    ],
+)
+def test_a_mistyped_option_is_told_by_its_command(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert re.search(said, told.strip(), re.DOTALL), told
+
+
+def test_whoever_reads_no_more_sees_no_traceback(base_env: Mapping[str, str]) -> None:
+    line = "set -o pipefail; dualdist bench step --dry-run | true"
+    outcome = subprocess.run(["bash", "-c", line], env=base_env, capture_output=True, text=True, timeout=60)
+    assert (outcome.stderr, outcome.returncode) == ("", 141)

@@ -17,7 +17,7 @@ from dualdist.cli import COMMANDS, build_parser
 
 FILES = (*sorted(path.relative_to(ROOT) for path in ROOT.glob("*/README.md")), Path("README.md"))
 # Words before a command of ours that are no part of it: variables, and what starts it somewhere else.
-BEFORE = r"(?:[A-Z_]+=\S+ +|docker run .*? dualdist +|docker compose exec .*? host1 +|srun -n 1 +)*"
+BEFORE = r"(?:[A-Z_]+=\S+ +|docker run .*? dualdist +|docker compose exec hosta +|srun -n 1 +)*"
 COMMAND = re.compile(rf"^{BEFORE}(dualdist (?:{'|'.join(COMMANDS)})\b.*)$")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
