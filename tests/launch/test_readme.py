@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,12 +83,30 @@ def test_the_elastic_example_begins_where_it_was_saved(launch: Launch) -> None:
 ELASTIC_LINES = next(block for block in blocks() if "--min-ranks" in block).splitlines()
 
 
-@pytest.mark.parametrize("line", [line for line in ELASTIC_LINES if line.startswith("dualdist")])
-def test_a_line_that_survives_is_one_that_dualdist_run_knows(launch: Launch, line: str) -> None:
+@pytest.mark.parametrize("line", [line for line in ELASTIC_LINES if not {"--nnodes", "--submit"} & set(line.split())])
+def test_a_line_that_survives_trains(launch: Launch, line: str) -> None:
+    """tests/launch/test_elastic.py loses ranks, and hosts under torchrun's --nnodes."""
+    example = next(block for block in blocks("python") if "dd.elastic.run" in block)
+    (launch.directory / "train.py").write_text(example)
+    printed = launch(shlex.split(line, comments=True), env=OPEN_MPI).stdout
+    assert all(printed.count(f"rank {rank} of 4 begins with step 0") == 1 for rank in range(4)), printed
+
+
+@pytest.mark.parametrize("line", [line for line in ELASTIC_LINES if "--submit" in line.split()])
+def test_a_line_that_is_queued_again_is_one_that_dualdist_run_knows(launch: Launch, line: str) -> None:
+    """tests/launch/test_requeue.py has it queued again."""
     (launch.directory / "train.py").touch()
     dualdist, run, *words = shlex.split(line, comments=True)
-    printed = launch([dualdist, run, "--dry-run", *words]).stdout
-    assert ("--signal=B:USR1@120" if "--scheduler" in words else "dualdist.launchers.rank") in printed
+    assert "--signal=B:USR1@120" in launch([dualdist, run, "--dry-run", *words]).stdout
+
+
+HOROVOD_LINES = next(block for block in blocks() if "--as-horovod" in block).splitlines()
+
+
+@pytest.mark.parametrize("line", HOROVOD_LINES)
+def test_a_line_for_a_horovod_script_trains(launch: Launch, line: str) -> None:
+    shutil.copy(ROOT / "examples" / "horovod_script.py", launch.directory / "script.py")
+    assert "epoch 5/5: loss 0." in launch(shlex.split(line, comments=True)).stdout
 
 
 def trains(launch: Launch, line: str, env: Mapping[str, str]) -> None:
@@ -146,14 +165,21 @@ def test_the_builder_line_is_one_that_it_knows(launch: Launch) -> None:
 RUN_LINES = next(block for block in blocks() if "dualdist run -np 2 train.py" in block).splitlines()
 
 
-@pytest.mark.parametrize("line", [line for line in RUN_LINES if "-H" not in line])
-def test_a_line_of_dualdist_run_is_one_that_it_knows(launch: Launch, line: str) -> None:
-    (launch.directory / "train.py").touch()
+@pytest.mark.parametrize("line", [line for line in RUN_LINES if not {"-H", "--submit"} & set(line.split())])
+def test_a_line_of_dualdist_run_does_what_it_says(launch: Launch, example: Path, line: str) -> None:
+    """tests/launch/test_run_hosts.py runs on hosts, and test_job_scripts.py submits."""
+    example.rename(launch.directory / "train.py")
     job = next(block for block in blocks("yaml") if "program: " in block)
     (launch.directory / "job.yaml").write_text(re.sub(r"(?m)^hosts: .*\n", "", job))
-    dualdist, run, *words = shlex.split(line, comments=True)
-    printed = launch([dualdist, run, "--dry-run", *words]).stdout
-    assert ("#SBATCH" if "--scheduler" in words else "dualdist.launchers.rank") in printed
+    words = shlex.split(line, comments=True)
+    outcome = launch(words)
+    if "--write" in words:
+        assert "#SBATCH" in (launch.directory / "job.sh").read_text()
+    elif "--dry-run" in words:
+        assert "dualdist.launchers.rank" in outcome.stdout
+    else:
+        ranks = words[words.index("-np") + 1] if "-np" in words else "4"
+        assert f"{ranks} ranks, " in outcome.stdout
 
 
 COMPARE_LINES = next(block for block in blocks() if "dualdist compare -np 4" in block).splitlines()
