@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from doctor_facts import HOST, VERSIONS
 
+from dualdist.doctor import peer
 from dualdist.doctor.cells import last_words
 from dualdist.doctor.facts import Host
+from dualdist.doctor.hosts import told_by
 from dualdist.doctor.of_hosts import Reported, find
 
 GOOD = replace(HOST, versions=VERSIONS)
@@ -52,6 +58,30 @@ TABLE = [
     ("little shared memory there", [host(), host("b", slots=4, shm_free=64 << 20)], {"shm-too-small": "warning"}),
     ("few files there", [host(), host("b", files=(99, 99))], {"too-few-files": "warning"}),
 ]  # fmt: skip
+
+
+DOCKER0 = ("172.17.0.1", 29500)
+STRANGE = "another program answers; is the address that of another host, too?"
+
+
+def test_an_address_of_the_callers_own_tells_nothing_of_another_host() -> None:
+    """Every host has docker0's: who calls it reaches itself, whatever stands between the hosts."""
+    blocked = "no answer; is the address right?"
+    assert told_by({HERE: "", DOCKER0: STRANGE}, ["10.0.0.1", DOCKER0[0]]) == {HERE: ""}
+    assert told_by({HERE: blocked, DOCKER0: STRANGE}, ["10.0.0.1", DOCKER0[0]]) == {HERE: blocked}
+    assert told_by({DOCKER0: STRANGE}, [DOCKER0[0]]) == {DOCKER0: "this host has the same address"}
+    assert told_by({DOCKER0: ""}, [DOCKER0[0]]) == {DOCKER0: ""}, "two names of one host"
+    assert told_by({}, [DOCKER0[0]]) == {}
+
+
+def test_a_host_is_known_by_its_greeting(base_env: Mapping[str, str]) -> None:
+    argv = [sys.executable, "-m", "dualdist.doctor.peer"]
+    with subprocess.Popen(argv, env=dict(base_env), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        said = json.loads(running.stdout.readline())
+        at = ("127.0.0.1", said["ports"][0])
+        assert (peer.call(at, said["nonce"]), peer.call(at, "0" * len(said["nonce"]))) == ("", STRANGE)
+        running.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
