@@ -137,9 +137,7 @@ def _clock(peer: Peer) -> tuple[float, float]:
     return at - (began + ended) / 2, (ended - began) / 2
 
 
-def _called(
-    peer: Peer, own: Reported, all_of_them: Sequence[Reported], listening: Mapping[str, Listening]
-) -> Reported:
+def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], listening: Mapping[str, Listening]) -> Reported:
     """The host, with how it fared when it called the others."""
     others = {each.name: each.host for each in all_of_them if each.host is not None and each.name != own.name}
     if own.host is None or not others:

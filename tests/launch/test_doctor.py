@@ -234,16 +234,17 @@ def test_a_network_that_every_host_has_is_no_way_between_them(
     launch: Launch, two_hosts: Hosts, is_blocked: bool
 ) -> None:
     """As docker0 is: by it each host would call itself, be refused there, and be answered there on the usual port."""
-    bridge = ["addr", "add", "172.17.0.1/16", "dev", "eth1"]
     try:
         for space in two_hosts.spaces:
-            two_hosts.ip(space, *bridge)
+            two_hosts.ip(space, "link", "add", "docker0", "type", "veth", "peer", "name", "docker0end")
+            two_hosts.ip(space, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+            two_hosts.ip(space, "link", "set", "docker0", "up")
         with dropping(two_hosts, []) if is_blocked else nullcontext():
             argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta,hostb", "--json", "-")
             outcome = launch(argv, env=dict(two_hosts.env), check=False)
     finally:
         for space in two_hosts.spaces:
-            two_hosts.ip(space, *("del" if word == "add" else word for word in bridge))
+            two_hosts.ip(space, "link", "del", "docker0")
     told = found(outcome)
     assert "port-blocked" not in told, str(outcome)
     assert ("hosts-cut-off" in told) == is_blocked, str(outcome)
