@@ -38,13 +38,16 @@ class Impossible:
     message: str
 
 
-def impossible(choice: Choice, *, horovod_has_mpi: bool | None) -> Iterator[Impossible]:
-    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known."""
+def impossible(choice: Choice, *, horovod_has_mpi: bool | None, instead: str = INSTEAD) -> Iterator[Impossible]:
+    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known.
+
+    `instead` is what to do where the launcher starts no MPI.
+    """
     launcher, backend, transport = choice.launcher, choice.backend, choice.transport
     if launcher in WITHOUT_MPI:
         for setting, value in (("backend", backend), ("transport", transport)):
             if value == "mpi":
-                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {INSTEAD}"
+                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {instead}"
                 yield Impossible(setting, why)
     if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
         valid = ", ".join(CARRIERS[backend])

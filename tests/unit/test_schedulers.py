@@ -239,6 +239,35 @@ def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], 
         requested("ssh", ("train.py",), **asked)
 
 
+@pytest.mark.parametrize("asked", [{"backend": "mpi"}, {"backend": "horovod", "transport": "mpi"}])
+def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
+    found = {name: requested(name, ("train.py",), **asked).launcher for name in SCHEDULERS}
+    assert found == {"slurm": "srun", "lsf": "jsrun"} | dict.fromkeys(
+        ("pbs", "kubernetes", "ssh", "workstation"), "mpirun"
+    )
+    assert "srun --kill-on-bad-exit=1 --mpi=pmix" in script("slurm", requested("slurm", ("train.py",), **asked))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "slurm --launcher torchrun --backend mpi",
+            "the backend mpi needs a launcher that starts MPI, not torchrun: choose srun or mpirun\n",
+        ),
+        ("pbs --launcher horovodrun --transport mpi", "not horovodrun: choose mpirun\n"),
+        ("slurm --backend native --transport mpi", "expected one of gloo, shm, nccl for the backend native, not mpi\n"),
+    ],
+)
+def test_a_script_for_what_cannot_go_together_is_refused(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--scheduler", *words.split(), "train.py"]) == 1
+    said = capsys.readouterr()
+    assert said.err.endswith(told)
+    assert said.out == ""
+
+
 @pytest.mark.parametrize(
     ("program", "title"),
     [
