@@ -59,7 +59,9 @@ def refuse_stray(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
     """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
-    passed_over, hosts = _passed_over(args, request), request.hosts
+    passed_over, hosts, ranks = _passed_over(args, request), request.hosts, request.ranks_asked
+    if args.scheduler == "workstation" and not request.here().hosts:  # where its own names say how many ranks it takes
+        hosts, ranks = (), request.ranks if hosts else ranks
     if hosts and args.scheduler != "ssh" and args.hosts is None and args.hostfile is None:
         passed_over, hosts = [*passed_over, "hosts"], ()
     if passed_over:
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
         args.scheduler,
         tuple(program),
         launcher=request.launcher,
-        ranks=request.ranks_asked,
+        ranks=ranks,
         hosts=[str(host) for host in hosts],
         resources=_asked(args, request.resources),
         backend=request.backend,

@@ -100,11 +100,11 @@ class Meeting:
 class Site:
     """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
 
-    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
-    where the job runs, on every host; `meeting` is None where nobody has looked for one. `networks` are the interfaces
-    by which the hosts reach each other, where they have others, too. `has_ssh`: Open MPI has a program to start
-    something elsewhere. `needs` are the caller's variables without which launchers do not work, `secrets` the names of
-    those that hold secrets.
+    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `task_cpus`
+    are the cores that a rank under srun gets, None for Slurm's default; `folder` is where the job runs, on every host;
+    `meeting` is None where nobody has looked for one. `networks` are the interfaces by which the hosts reach each
+    other, where they have others, too. `has_ssh`: Open MPI has a program to start something elsewhere. `needs` are the
+    caller's variables without which launchers do not work, `secrets` the names of those that hold secrets.
     """
 
     python: str
@@ -112,6 +112,7 @@ class Site:
     path: str
     mpi: Mpi = "unknown"
     is_root: bool = False
+    task_cpus: int | None = None
     folder: str = "."
     meeting: Meeting | None = None
     networks: tuple[str, ...] = ()

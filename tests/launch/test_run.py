@@ -267,6 +267,20 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
     assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
 
 
+def test_an_allocation_says_how_many_ranks_and_how_many_cores_each(launch: Launch, slurm: Slurm) -> None:
+    argv = ["env", "--unset=OMP_NUM_THREADS", *slurm.salloc("-N2", "-n2", "-c2"), *RUN, PROGRAM]
+    outcome = launch(argv, env=slurm.env)
+    assert "srun starts 2 rank(s) (SLURM_NTASKS=2), as no --launcher was named" in outcome.stderr
+    assert lines(outcome.stdout) == [f"out {rank}/2 srun threads=2" for rank in range(2)], str(outcome)
+
+
+def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slurm: Slurm) -> None:
+    argv = [*slurm.salloc("-N1", "-n2"), *slurm.srun("-n1", "-c2"), *RUN, "-np", "2", PROGRAM]
+    outcome = launch(argv, env=slurm.env)
+    assert "torchrun starts 2 rank(s), as no --launcher was named and srun has started this process" in outcome.stderr
+    assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
+
+
 def test_ranks_of_spawn_train(launch: Launch) -> None:
     reports = launch.reports([*RUN, "-np", "2", "--launcher", "spawn", TINY_RANK, "native"], 2)
     assert {seen["launcher"] for seen in reports} == {"spawn"}

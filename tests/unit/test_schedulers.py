@@ -343,6 +343,23 @@ def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[st
     assert "--ntasks-per-node=2" in said.out
 
 
+@pytest.mark.parametrize(("scheduler", "line"), [("workstation", "ranks_per_node=4"), ("ssh", "hosts=(localhost)")])
+def test_this_hosts_own_names_say_how_many_ranks_it_takes(
+    scheduler: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["run", "--scheduler", scheduler, "-H", "localhost:4", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert {line, "ranks_per_node=4"} <= {*said.out.splitlines()}
+    (tmp_path / "job.yaml").write_text("program: train.py\nhosts: localhost:4\n")
+    assert main(["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", scheduler]) == 0
+    assert capsys.readouterr() == said
+
+
+def test_a_batch_scheduler_is_told_no_hosts_not_even_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--scheduler", "slurm", "-H", "localhost:4", "train.py"]) == 1
+    assert "hosts localhost:4: slurm chooses the nodes itself" in capsys.readouterr().err
+
+
 def test_a_dry_run_writes_and_submits_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
