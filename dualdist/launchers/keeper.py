@@ -46,7 +46,10 @@ def main(argv: Sequence[str]) -> int:
         processes.end(mark, GRACE_S)
     else:
         processes.killed(mark, GRACE_S)
-    code = child.wait()
+    try:
+        code = child.wait(processes.STUCK_S)
+    except subprocess.TimeoutExpired:  # the kernel holds it
+        code = -signal.SIGKILL
     return 128 - code if code < 0 else code
 
 
