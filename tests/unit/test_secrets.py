@@ -60,8 +60,29 @@ def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named
 
 
 def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submitted() -> None:
-    text = script("slurm", Request(("x.py",), "srun", env={"A": "b"}, handed_on=("HF_TOKEN",)))
-    assert 'variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b "HF_TOKEN=$HF_TOKEN") # of every rank\n' in text
+    request = Request(("x.py",), "mpirun", env={"A": "b"}, handed_on=("HF_TOKEN", "B"))
+    own = '"HF_TOKEN=${HF_TOKEN?is not set where this was submitted}" "B=${B?is not set where this was submitted}"'
+    for scheduler in ("slurm", "pbs", "lsf"):
+        text = script(scheduler, request)
+        assert f"variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b {own}) # of every rank\n" in text
+        assert ("#PBS -v HF_TOKEN,B\n" in text) == (scheduler == "pbs"), "PBS alone hands none on unasked"
+
+
+def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start() -> None:
+    text = script("workstation", Request(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",)))
+    for given, told in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
+        done = subprocess.run(
+            ["bash"],
+            input=text,
+            env={"PATH": "", **given},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            executable="/bin/bash",
+        )
+        assert done.returncode != 0
+        assert told in done.stderr
+        assert ("started" in done.stdout) == bool(given)
 
 
 def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
