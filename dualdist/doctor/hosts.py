@@ -25,6 +25,7 @@ from dualdist.launchers.base import Host as Named
 from dualdist.launchers.base import Site
 from dualdist.launchers.probe import SAME
 from dualdist.launchers.reach import is_here
+from dualdist.version import __version__
 
 PEER = ("-m", "dualdist.doctor.peer")
 FIRST_S = 30.0
@@ -122,11 +123,22 @@ def _first(peer: Peer, named: Named) -> tuple[Reported, Listening]:
     """What a host says of itself, with its clock, and where it listens."""
     try:
         said = peer.hear(FIRST_S)
+        host, listening = known(named.name, said)
         skew_s, error_s = min((_clock(peer) for _ in range(CLOCKS)), key=lambda pair: pair[1])
-        listening = Listening(tuple(said["ports"]), said["nonce"])
-        return Reported(named.name, named.slots, "", host_of(said["host"]), skew_s, error_s), listening
+        return Reported(named.name, named.slots, "", host, skew_s, error_s), listening
     except LaunchError as error:
         return Reported(named.name, named.slots, str(error)), Listening()
+
+
+def known(name: str, said: Mapping[str, Any]) -> tuple[Host, Listening]:
+    """What a host says first; LaunchError where another dualdist says it in other words."""
+    try:
+        return host_of(said["host"]), Listening(tuple(said["ports"]), said["nonce"])
+    except (KeyError, TypeError) as error:
+        version = said.get("host", {}).get("versions", {}).get("dualdist", "of an unknown version")
+        raise LaunchError(
+            f"host {name!r} has dualdist {version}, and this one {__version__}: install the same"
+        ) from error
 
 
 def _clock(peer: Peer) -> tuple[float, float]:
@@ -147,7 +159,7 @@ def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], listenin
         for name, other in others.items()
     }
     calls = [(*at, listening[name].nonce) for name, each in targets.items() for at in each]
-    request = {"ask": "reach", "targets": calls, "names": list(others)}
+    request = {"ask": "reach", "targets": calls, "names": [address_of(name) for name in others]}
     try:
         said = peer.ask(request, CALLS_S)
     except LaunchError as error:
@@ -156,6 +168,11 @@ def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], listenin
     shared = own.host.networks().values()
     reached = {name: told_by({target: next(why) for target in each}, shared) for name, each in targets.items()}
     return replace(own, reached=reached, names=said["names"])
+
+
+def address_of(name: str) -> str:
+    """The host's own name, as other hosts know it: without the user for ssh."""
+    return name.rpartition("@")[2]
 
 
 def told_by(calls: Mapping[tuple[str, int], str], own: Collection[str]) -> dict[tuple[str, int], str]:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from doctor_facts import HOST, VERSIONS
 from dualdist.doctor import peer
 from dualdist.doctor.cells import last_words
 from dualdist.doctor.facts import Host
-from dualdist.doctor.hosts import told_by
+from dualdist.doctor.hosts import address_of, known, told_by
 from dualdist.doctor.of_hosts import Reported, find
+from dualdist.errors import LaunchError
+from dualdist.version import __version__
 
 GOOD = replace(HOST, versions=VERSIONS)
 
@@ -82,6 +84,32 @@ def test_a_host_is_known_by_its_greeting(base_env: Mapping[str, str]) -> None:
         at = ("127.0.0.1", said["ports"][0])
         assert (peer.call(at, said["nonce"]), peer.call(at, "0" * len(said["nonce"]))) == ("", STRANGE)
         running.communicate(timeout=60)
+
+
+FIRST_WORDS = {"host": asdict(GOOD), "ports": [40000], "nonce": "a"}
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ({"host": {**asdict(GOOD), "hypervisor": "kvm"}}, "1"),
+        ({"host": {name: value for name, value in asdict(GOOD).items() if name != "files"}}, "1"),
+        ({"nonce": None}, None),
+        ({"host": {"name": "a"}}, "of an unknown version"),
+    ],
+)
+def test_a_host_with_another_dualdist_is_named(said: dict[str, Any], version: str | None) -> None:
+    """It tells other things of itself, or fewer."""
+    words = json.loads(json.dumps({**FIRST_WORDS, **said}))
+    if version is None:
+        assert known("a", words)[0] == GOOD
+        return
+    with pytest.raises(LaunchError, match=rf"host 'a' has dualdist {version}, and this one {__version__}: install"):
+        known("a", words)
+
+
+def test_a_user_for_ssh_is_no_part_of_a_hosts_name() -> None:
+    assert [address_of(name) for name in ("me@b", "b", "me@10.0.0.2")] == ["b", "b", "10.0.0.2"]
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
