@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualdist.jobs import words
+
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
 # The launcher that goes on with fewer ranks.
@@ -73,6 +75,9 @@ def impossible_resources(asked: Mapping[str, Any]) -> Iterator[Impossible]:
             f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
             f"ask for {gpus} tasks, or for no GPUs",
         )
+    time, notice = asked.get("time"), asked.get("requeue")
+    if time is not None and notice is not None and (seconds := words.duration(time)) <= notice:
+        yield Impossible("requeue", f"requeue {notice}: the job has {seconds} seconds; expected fewer than that")
 
 
 def unfit(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:

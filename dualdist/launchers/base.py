@@ -42,6 +42,13 @@ def too_few_slots(ranks: int, hosts: Sequence[Host]) -> str:
     return f"{ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
 
 
+def cannot_keep(min_ranks: int | None, ranks: int) -> str:
+    """Why a job of so many ranks cannot go on with `min_ranks`; "" where it can, or where none are named."""
+    if min_ranks is None or 1 <= min_ranks <= ranks:
+        return ""
+    return f"min_ranks={min_ranks}: expected 1 to {ranks}, the number of ranks"
+
+
 @dataclass(frozen=True)
 class Job:
     """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
@@ -70,8 +77,8 @@ class Job:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
         if why := too_few_slots(self.ranks, self.hosts):
             raise UsageError(why)
-        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
-            raise UsageError(f"min_ranks={self.min_ranks}: expected 1 to {self.ranks}, the number of ranks")
+        if why := cannot_keep(self.min_ranks, self.ranks):
+            raise UsageError(why)
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""

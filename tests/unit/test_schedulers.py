@@ -63,7 +63,8 @@ DOCUMENTED = {
     r"cpus-per-task|gpus-per-node|gpus-per-task)=\d+|#SBATCH --mem=\d+[MG]|#SBATCH --time=\d+:\d\d:\d\d|"
     r"#SBATCH --signal=B:USR1@\d+|#SBATCH --requeue|#SBATCH --open-mode=append",
     "pbs": r"##?PBS -[NqA] \S+|#PBS -j oe|#PBS -l select=\d+:ncpus=\d+:mpiprocs=\d+(:ngpus=\d+)?(:mem=\d+[mg]b)?|"
-    r"#PBS -r y|#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
+    r"#PBS -r y|#PBS -v \w+(,\w+)*|#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|"
+    r"##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
     "lsf": r"#BSUB -[JoqP] \S+|#BSUB -(nnodes|n) \d+|#BSUB -W \d+:\d\d|#BSUB -gpu \"num=\d+:mode=shared\"|"
     r"#BSUB -R \"(span\[ptile=\d+\]|affinity\[core\(\d+\)\]|rusage\[mem=\d+[MG]B\])\"|"
     r"#BSUB -r|#BSUB -Q 75|#BSUB -wa USR1|#BSUB -wt \d+",
@@ -85,7 +86,7 @@ def everything(name: str, launcher: str, requeue: int | None = None) -> Request:
     given: dict[str, Any] = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
     given |= {"nodes": 1} if name == "workstation" else {}
     hosts = ("a", "b") if name == "ssh" else ()
-    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue)
+    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue, handed_on=("HF_TOKEN", "A"))
 
 
 def test_a_script_is_what_a_person_would_write() -> None:
@@ -164,7 +165,7 @@ def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
     ("name", "given", "told"),
     [
         ("slurm", {"requeue": 0}, "--requeue 0: expected a whole number of 1 or more"),
-        ("slurm", {"requeue": 120, "time": "0:02:00"}, "--requeue 120: the job has 120 seconds; expected fewer"),
+        ("slurm", {"requeue": 120, "time": "0:02:00"}, "requeue 120: the job has 120 seconds; expected fewer"),
         ("pbs", {"requeue": 120}, "--requeue 120 under PBS: its script looks at the clock; say --time, too"),
         ("ssh", {"requeue": 120, "hosts": ("a",)}, "--requeue with the scheduler ssh: there is no queue"),
         ("workstation", {"requeue": 120}, "--requeue with the scheduler workstation: there is no queue"),
