@@ -178,10 +178,11 @@ def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsew
 
 
 def line(built: Command) -> str:
-    """The command as one would type it in a shell, with the variables that it needs."""
+    """The command as one would type it in a shell, with the variables that it needs, and what it is told."""
     changes = [*["-i"] * built.is_alone, *(f"--unset={name}" for name in built.without)]
     changes += [f"{name}={value}" for name, value in built.env.items()]
-    return shlex.join([*(["env", *changes] if changes else []), *built.argv])
+    typed = shlex.join([*(["env", *changes] if changes else []), *built.argv])
+    return f"{shlex.join(['echo', built.stdin])} | {typed}" if built.stdin else typed
 
 
 def lines(commands: Sequence[Command]) -> Iterator[str]:

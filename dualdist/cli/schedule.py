@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
 from dualdist.jobs.pairs import RIVALS
 from dualdist.launchers.planning import interface_variables
+from dualdist.redaction import hidden
 from dualdist.schedulers import SCHEDULERS, script
 from dualdist.schedulers.asking import requested
 from dualdist.schedulers.submit import submit
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
         env={**interface_variables(request.interface), **request.env},
         handed_on=request.handed_on,
     )
-    text = script(args.scheduler, asked)
+    text = script(args.scheduler, replace(asked, env=hidden(asked.env)) if args.dry_run else asked)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
     if args.submit and not args.dry_run:

@@ -142,7 +142,8 @@ class Command:
     """One command line, and the variables it needs on top of the caller's, on the host where it runs (None: here).
 
     `prefix` matches what the launcher puts in front of every line that a rank prints. `is_alone`: of the caller's
-    variables the command gets none, as it would hand them all on; and none of those named `without`.
+    variables the command gets none, as it would hand them all on; and none of those named `without`. `stdin` is a line
+    that it is told, as other users see the words of a command; without one it has the caller's standard input.
     """
 
     argv: tuple[str, ...]
@@ -151,6 +152,7 @@ class Command:
     prefix: str = ""
     is_alone: bool = False
     without: tuple[str, ...] = ()
+    stdin: str = ""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """All its variables, where `environ` are the caller's."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
 
+from dualdist.cli import main
 from dualdist.cli.run import line
 from dualdist.launchers import Command, Host, Job, Site, command, planning
-from dualdist.launchers.ssh import over
+from dualdist.launchers.link import LINK
+from dualdist.launchers.ssh import over, probe
 from dualdist.redaction import hidden, hidden_in, is_secret
 from dualdist.schedulers import Request, script
 from dualdist.schedulers.shell import KEPT
@@ -92,6 +95,34 @@ def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
     done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, check=True)
     kept = {word.partition("=")[0] for word in done.stdout.splitlines()}
     assert kept & {*environ} == {name for name in names if not is_secret(name)}
+
+
+def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
+    """Everybody there, and here, sees those."""
+    site = Site("/v/python", {}, "/v", folder="/here")
+    built = over(Command(("python", "x.py"), {"HF_TOKEN": "hush", LINK: "hush:1:a", "A": "b"}, host="n1"), site)
+    assert json.loads(built.stdin) == {"HF_TOKEN": "hush", LINK: "hush:1:a"}
+    assert "hush" not in " ".join(built.argv)
+    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launchers.keeper --told python x.py")
+    assert "-n" not in built.argv, "ssh would not read it"
+    plain = over(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
+    assert (plain.stdin, plain.argv[1]) == ("", "-n")
+    assert "hush" not in " ".join(probe("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
+
+
+def test_a_line_with_what_is_told_can_be_pasted() -> None:
+    built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
+    done = subprocess.run(["sh", "-c", line(built)], capture_output=True, text=True, check=True, timeout=30)
+    assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}
+
+
+def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--scheduler", "slurm", "--env", "HF_TOKEN=hush", "--env", "A=b", "train.py"]
+    assert main(["run", "--dry-run", *words]) == 0
+    shown = capsys.readouterr().out
+    assert ("hush" in shown, "'HF_TOKEN=***'" in shown, "A=b" in shown) == (False, True, True)
+    assert main(["run", *words]) == 0
+    assert "HF_TOKEN=hush" in capsys.readouterr().out, "who wants the script gets it whole"
 
 
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
