@@ -8,16 +8,17 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dualdist.cli import schedule
 from dualdist.cli.helping import completes
-from dualdist.cli.run_request import from_arguments
+from dualdist.cli.run_request import Request, from_arguments
 from dualdist.errors import UsageError
 from dualdist.launchers import LAUNCHERS, Command
 from dualdist.launchers.endings import describe
 from dualdist.launchers.interrupts import termination_raises
-from dualdist.launchers.planning import default_launcher
+from dualdist.launchers.planning import allocated, default_launcher
 from dualdist.launchers.starting import Report, run_job
 from dualdist.requeue import REQUEUE
 from dualdist.schedulers import SCHEDULERS
@@ -42,6 +43,8 @@ COMMON = {
     "dry_run": "print what would run and start nothing",
     "json": "write how the job went",
 }
+# In an allocation these start one rank a task, where nobody said how many.
+IN_SLURM = ("srun", "mpirun")
 BACKENDS = ("native", "horovod", "mpi", "auto")
 TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 
@@ -50,7 +53,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of this sub-command."""
     add = parser.add_argument
     parser.usage = "dualdist run [option ...] [-m] program [argument ...]"
-    add("-np", "--ranks", type=int, metavar="N", help="how many ranks (default: one a slot of the hosts, else 1)")
+    add(
+        "-np",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="how many ranks (default: one a slot of the hosts, or a task of a Slurm allocation, else 1)",
+    )
     add(
         "--launcher",
         metavar="NAME",
@@ -109,16 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if is_elsewhere:
         return schedule.run(args, request, words)
     schedule.refuse_stray(args)
-    launcher = request.launcher
-    if launcher is None:
-        launcher, reason = default_launcher(
-            {**os.environ, **request.env},
-            request.backend,
-            request.transport,
-            has_hosts=bool(request.hosts),
-            keeps_ranks=request.min_ranks is not None,
-        )
-        print(f"dualdist run: {launcher} starts {request.ranks} rank(s), as {reason}", file=sys.stderr)
+    request, launcher = _decided(request)
     request.require_possible(launcher)
     with termination_raises():
         report = run_job(request.job(words), launcher, request.settings(args), os.environ)
@@ -129,6 +129,25 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, report.to_json())
     return 0 if report.outcome is None else report.outcome.code
+
+
+def _decided(asked: Request) -> tuple[Request, str]:
+    """The request with the number of its ranks, and its launcher; one line tells what nobody had said."""
+    request, launcher, reason = asked.here(), asked.launcher, "no -np was given"
+    if launcher is None:
+        launcher, reason = default_launcher(
+            {**os.environ, **request.env},
+            request.backend,
+            request.transport,
+            has_hosts=bool(request.hosts),
+            keeps_ranks=request.min_ranks is not None,
+        )
+    is_open = asked.ranks_asked is None and not asked.hosts and launcher in IN_SLURM
+    tasks, source = (allocated(os.environ) if is_open else None) or (request.ranks, "")
+    if asked.launcher is None or source:
+        told = f"{tasks} rank(s)" + (f" ({source}={tasks})" if source else "")
+        print(f"dualdist run: {launcher} starts {told}, as {reason}", file=sys.stderr)
+    return replace(request, ranks=tasks), launcher
 
 
 def tell(report: Report) -> None:
@@ -159,10 +178,11 @@ def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsew
 
 
 def line(built: Command) -> str:
-    """The command as one would type it in a shell, with the variables that it needs."""
+    """The command as one would type it in a shell, with the variables that it needs, and what it is told."""
     changes = [*["-i"] * built.is_alone, *(f"--unset={name}" for name in built.without)]
     changes += [f"{name}={value}" for name, value in built.env.items()]
-    return shlex.join([*(["env", *changes] if changes else []), *built.argv])
+    typed = shlex.join([*(["env", *changes] if changes else []), *built.argv])
+    return f"{shlex.join(['echo', built.stdin])} | {typed}" if built.stdin else typed
 
 
 def lines(commands: Sequence[Command]) -> Iterator[str]:

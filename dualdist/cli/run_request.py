@@ -6,7 +6,7 @@ import argparse
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dualdist.launchers.starting import Settings
 
 @dataclass(frozen=True)
 class Request:
-    """A job as it was asked for. `words` is the program and its arguments; `hosts` is empty for this host.
+    """A job as it was asked for. `words` is the program and its arguments.
 
     `ranks_asked` is None where nobody said how many; `resources` are for a scheduler. Of the variables in `env`,
     `handed_on` were given by their names alone.
@@ -60,6 +60,10 @@ class Request:
         choice = Choice(known(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks)
         for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
             raise UsageError(found.message)
+
+    def here(self) -> Request:
+        """The same without hosts, where all that were named are this one."""
+        return replace(self, hosts=()) if all(is_here(host.name) for host in self.hosts) else self
 
     def job(self, program: tuple[str, ...]) -> Job:
         return Job(
@@ -115,8 +119,6 @@ def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Requ
     asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
     if why := too_few_slots(asked["ranks"], hosts):
         raise UsageError(why)
-    if all(is_here(host.name) for host in hosts):
-        asked["hosts"] = ()
     return Request(**{"words": (), **asked})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
 from dualdist.jobs.pairs import RIVALS
 from dualdist.launchers.planning import interface_variables
+from dualdist.redaction import hidden
 from dualdist.schedulers import SCHEDULERS, script
 from dualdist.schedulers.asking import requested
 from dualdist.schedulers.submit import submit
@@ -59,7 +61,9 @@ def refuse_stray(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
     """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
-    passed_over, hosts = _passed_over(args, request), request.hosts
+    passed_over, hosts, ranks = _passed_over(args, request), request.hosts, request.ranks_asked
+    if args.scheduler == "workstation" and not request.here().hosts:  # where its own names say how many ranks it takes
+        hosts, ranks = (), request.ranks if hosts else ranks
     if hosts and args.scheduler != "ssh" and args.hosts is None and args.hostfile is None:
         passed_over, hosts = [*passed_over, "hosts"], ()
     if passed_over:
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
         args.scheduler,
         tuple(program),
         launcher=request.launcher,
-        ranks=request.ranks_asked,
+        ranks=ranks,
         hosts=[str(host) for host in hosts],
         resources=_asked(args, request.resources),
         backend=request.backend,
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
         env={**interface_variables(request.interface), **request.env},
         handed_on=request.handed_on,
     )
-    text = script(args.scheduler, asked)
+    text = script(args.scheduler, replace(asked, env=hidden(asked.env)) if args.dry_run else asked)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
     if args.submit and not args.dry_run:

@@ -16,8 +16,7 @@ from dualdist.topology import Topology
 class Case:
     """A process, its host and its job. `topology` is None where the variables are broken.
 
-    `ranks` of the job are on this host; `is_planned` says that this is not what a launcher did, but what somebody means
-    to do.
+    `ranks` of the job are on this host; `is_asked` says that somebody has named their number, who means to start them.
     """
 
     facts: Facts
@@ -25,7 +24,7 @@ class Case:
     topology: Topology | None
     backends: Mapping[str, Availability]
     ranks: int
-    is_planned: bool
+    is_asked: bool
 
     @property
     def asked(self) -> str | None:

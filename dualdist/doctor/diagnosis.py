@@ -67,9 +67,8 @@ def judge(
     """The diagnosis for a place or its error, and the facts."""
     topology = found if isinstance(found, Topology) else None
     backends = available(facts.versions, facts.horovod)
-    is_planned = topology is None or topology.size == 1
-    on_host = 1 if topology is None else topology.local_size
-    case = Case(facts, environ, topology, backends, ranks or (LEAST_RANKS if is_planned else on_host), is_planned)
+    on_host = LEAST_RANKS if topology is None or topology.size == 1 else topology.local_size
+    case = Case(facts, environ, topology, backends, ranks or on_host, is_asked=ranks is not None)
     findings = [finding for family in FAMILIES for finding in family.find(case)]
     if isinstance(found, TopologyError):
         why = "dd.init() raises this on every rank that sees these variables"

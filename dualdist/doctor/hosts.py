@@ -9,10 +9,10 @@ import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from dualdist.errors import LaunchError
 from dualdist.launchers import ssh
 from dualdist.launchers.base import Host as Named
 from dualdist.launchers.base import Site
+from dualdist.launchers.probe import SAME
 from dualdist.launchers.reach import is_here
+from dualdist.version import __version__
 
 PEER = ("-m", "dualdist.doctor.peer")
 FIRST_S = 30.0
@@ -31,6 +33,14 @@ CLOCK_S = 10.0
 CLOCKS = 5
 # A host that calls many others at once makes some of them wait.
 CALLS_S = 10 * REACH_S
+
+
+@dataclass(frozen=True)
+class Listening:
+    """On which ports a host listens, and by which word it greets."""
+
+    ports: tuple[int, ...] = ()
+    nonce: str = ""
 
 
 class Peer:
@@ -89,9 +99,9 @@ def ask(hosts: Sequence[Named], site: Site, env: Mapping[str, str]) -> list[Repo
             for number, host in enumerate(hosts)
         ]
         first = list(pool.map(_first, peers, hosts))
-        ports = {each.name: told for each, told in first}
+        listening = {each.name: told for each, told in first}
         reported = [each for each, _ in first]
-        return list(pool.map(lambda peer, own: _called(peer, own, reported, ports), peers, reported))
+        return list(pool.map(lambda peer, own: _called(peer, own, reported, listening), peers, reported))
 
 
 @contextmanager
@@ -109,14 +119,26 @@ def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Ite
             process.kill()
 
 
-def _first(peer: Peer, named: Named) -> tuple[Reported, list[int]]:
-    """What a host says of itself, with its clock, and the ports on which it listens."""
+def _first(peer: Peer, named: Named) -> tuple[Reported, Listening]:
+    """What a host says of itself, with its clock, and where it listens."""
     try:
         said = peer.hear(FIRST_S)
+        host, listening = known(named.name, said)
         skew_s, error_s = min((_clock(peer) for _ in range(CLOCKS)), key=lambda pair: pair[1])
-        return Reported(named.name, named.slots, "", host_of(said["host"]), skew_s, error_s), list(said["ports"])
+        return Reported(named.name, named.slots, "", host, skew_s, error_s), listening
     except LaunchError as error:
-        return Reported(named.name, named.slots, str(error)), []
+        return Reported(named.name, named.slots, str(error)), Listening()
+
+
+def known(name: str, said: Mapping[str, Any]) -> tuple[Host, Listening]:
+    """What a host says first; LaunchError where another dualdist says it in other words."""
+    try:
+        return host_of(said["host"]), Listening(tuple(said["ports"]), said["nonce"])
+    except (KeyError, TypeError) as error:
+        version = said.get("host", {}).get("versions", {}).get("dualdist", "of an unknown version")
+        raise LaunchError(
+            f"host {name!r} has dualdist {version}, and this one {__version__}: install the same"
+        ) from error
 
 
 def _clock(peer: Peer) -> tuple[float, float]:
@@ -127,23 +149,40 @@ def _clock(peer: Peer) -> tuple[float, float]:
     return at - (began + ended) / 2, (ended - began) / 2
 
 
-def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], ports: Mapping[str, list[int]]) -> Reported:
+def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], listening: Mapping[str, Listening]) -> Reported:
     """The host, with how it fared when it called the others."""
     others = {each.name: each.host for each in all_of_them if each.host is not None and each.name != own.name}
     if own.host is None or not others:
         return own
     targets = {
-        name: [(address, port) for address in other.networks().values() for port in ports[name]]
+        name: [(address, port) for address in other.networks().values() for port in listening[name].ports]
         for name, other in others.items()
     }
-    request = {"ask": "reach", "targets": [at for each in targets.values() for at in each], "names": list(others)}
+    calls = [(*at, listening[name].nonce) for name, each in targets.items() for at in each]
+    request = {"ask": "reach", "targets": calls, "names": [address_of(name) for name in others]}
     try:
         said = peer.ask(request, CALLS_S)
     except LaunchError as error:
         return replace(own, host=None, problem=str(error))
-    why = {(address, port): reason for address, port, reason in said["reached"]}
-    reached = {name: {target: why[target] for target in each} for name, each in targets.items()}
+    why = iter([reason for *_, reason in said["reached"]])
+    shared = own.host.networks().values()
+    reached = {name: told_by({target: next(why) for target in each}, shared) for name, each in targets.items()}
     return replace(own, reached=reached, names=said["names"])
+
+
+def address_of(name: str) -> str:
+    """The host's own name, as other hosts know it: without the user for ssh."""
+    return name.rpartition("@")[2]
+
+
+def told_by(calls: Mapping[tuple[str, int], str], own: Collection[str]) -> dict[tuple[str, int], str]:
+    """What these calls tell of the other host, to a caller that has the addresses `own`.
+
+    At an address that it has itself, as every host has that of docker0, it calls itself, and nobody's answer says
+    anything; but where the right host answers, both are one host by two names.
+    """
+    told = {target: why for target, why in calls.items() if not why or target[0] not in own}
+    return told or dict.fromkeys(calls, SAME)
 
 
 def host_of(said: Mapping[str, Any]) -> Host:

@@ -26,7 +26,7 @@ def find(case: Case) -> Iterator[Finding]:
         )
     said = case.facts.torch
     gpus = said.gpus if isinstance(said, SaidTorch) else 0
-    if not gpus or case.ranks <= 1:
+    if not gpus or case.ranks <= 1 or not (case.is_started or case.is_asked):
         return
     # The driver lists GPUs that a task may not use, too: where there are fewer than ranks, nobody has one alone.
     is_hidden = gpus == 1 and case.launcher in SHOWING and not 0 < case.facts.host.gpus < case.ranks

@@ -8,11 +8,9 @@ from dualdist.doctor.case import Case
 from dualdist.doctor.findings import Finding
 from dualdist.environments import slurm
 from dualdist.environments.variables import INTEGER, text
-from dualdist.launchers.planning import SLURM_JOB
+from dualdist.launchers.planning import SLURM_JOB, SLURM_NODES, SLURM_TASKS
 from dualdist.meeting.selection import BACKEND
 
-# Without --ntasks there is no such variable, and Slurm starts one task a node.
-TASKS, NODES = "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"
 GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
 
 
@@ -32,7 +30,7 @@ def _of_one_process(case: Case) -> Iterator[Finding]:
 
     Slurm gives a batch script a rank, though it is no task; a shell of salloc has none.
     """
-    told = TASKS if text(case.environ, TASKS) is not None else NODES
+    told = SLURM_TASKS if text(case.environ, SLURM_TASKS) is not None else SLURM_NODES
     value = text(case.environ, told) or ""
     tasks = int(value) if INTEGER.fullmatch(value) else 1
     is_script = text(case.environ, slurm.NAMES.rank) is not None and not slurm.is_shell(case.environ)
@@ -62,7 +60,8 @@ def _of_one_task(case: Case, seen: str) -> Iterator[Finding]:
             f"{seen} {gpus} GPUs ({listed})",
             "a rank uses one GPU: the others stay idle",
             f"srun --ntasks-per-node={gpus} python script.py, or "
-            f"srun --ntasks-per-node=1 torchrun --nproc-per-node={gpus} script.py; dualdist run does so by itself",
+            f"srun --ntasks-per-node=1 torchrun --nproc-per-node={gpus} script.py, or on one node "
+            f"dualdist run -np {gpus} --launcher torchrun script.py",
         )
 
 

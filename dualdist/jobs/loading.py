@@ -15,7 +15,7 @@ from dualdist.jobs.pairs import Choice, impossible, impossible_resources, unfit
 from dualdist.jobs.schema import ALIASES, WORDS, JobFile
 from dualdist.jobs.yaml_lines import Document, YamlError
 from dualdist.launchers import hosts as host_lists
-from dualdist.launchers.base import Host, too_few_slots
+from dualdist.launchers.base import Host, cannot_keep, too_few_slots
 
 # What each kind of wrong value should have been, by pydantic's name for the mistake.
 EXPECTED = {
@@ -166,6 +166,8 @@ def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tupl
             yield ("hosts", number), str(error)
     if job.ranks is not None and (why := too_few_slots(job.ranks, hosts)):
         yield ("ranks",), why
+    if job.ranks is not None and (why := cannot_keep(job.min_ranks, job.ranks)):
+        yield ("min_ranks",), why
     if why := unfit(job.ranks, resources["nodes"], resources["tasks_per_node"]):
         yield ("resources", "nodes"), why
     for found in impossible_resources(resources):

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualdist.jobs import words
+
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
 # The launcher that goes on with fewer ranks.
@@ -38,13 +40,16 @@ class Impossible:
     message: str
 
 
-def impossible(choice: Choice, *, horovod_has_mpi: bool | None) -> Iterator[Impossible]:
-    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known."""
+def impossible(choice: Choice, *, horovod_has_mpi: bool | None, instead: str = INSTEAD) -> Iterator[Impossible]:
+    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known.
+
+    `instead` is what to do where the launcher starts no MPI.
+    """
     launcher, backend, transport = choice.launcher, choice.backend, choice.transport
     if launcher in WITHOUT_MPI:
         for setting, value in (("backend", backend), ("transport", transport)):
             if value == "mpi":
-                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {INSTEAD}"
+                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {instead}"
                 yield Impossible(setting, why)
     if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
         valid = ", ".join(CARRIERS[backend])
@@ -70,6 +75,9 @@ def impossible_resources(asked: Mapping[str, Any]) -> Iterator[Impossible]:
             f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
             f"ask for {gpus} tasks, or for no GPUs",
         )
+    time, notice = asked.get("time"), asked.get("requeue")
+    if time is not None and notice is not None and (seconds := words.duration(time)) <= notice:
+        yield Impossible("requeue", f"requeue {notice}: the job has {seconds} seconds; expected fewer than that")
 
 
 def unfit(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dualdist.jobs import words
 
-LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "spawn", "python"]
+LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "jsrun", "spawn", "python"]
 BackendName = Literal["native", "horovod", "mpi", "auto"]
 TransportName = Literal["gloo", "shm", "mpi", "nccl"]
 

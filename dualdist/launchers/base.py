@@ -42,6 +42,13 @@ def too_few_slots(ranks: int, hosts: Sequence[Host]) -> str:
     return f"{ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
 
 
+def cannot_keep(min_ranks: int | None, ranks: int) -> str:
+    """Why a job of so many ranks cannot go on with `min_ranks`; "" where it can, or where none are named."""
+    if min_ranks is None or 1 <= min_ranks <= ranks:
+        return ""
+    return f"min_ranks={min_ranks}: expected 1 to {ranks}, the number of ranks"
+
+
 @dataclass(frozen=True)
 class Job:
     """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
@@ -70,8 +77,8 @@ class Job:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
         if why := too_few_slots(self.ranks, self.hosts):
             raise UsageError(why)
-        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.ranks:
-            raise UsageError(f"min_ranks={self.min_ranks}: expected 1 to {self.ranks}, the number of ranks")
+        if why := cannot_keep(self.min_ranks, self.ranks):
+            raise UsageError(why)
 
     def variables(self) -> dict[str, str]:
         """All that the ranks must find in their environment."""
@@ -100,11 +107,11 @@ class Meeting:
 class Site:
     """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
 
-    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `folder` is
-    where the job runs, on every host; `meeting` is None where nobody has looked for one. `networks` are the interfaces
-    by which the hosts reach each other, where they have others, too. `has_ssh`: Open MPI has a program to start
-    something elsewhere. `needs` are the caller's variables without which launchers do not work, `secrets` the names of
-    those that hold secrets.
+    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `task_cpus`
+    are the cores that a rank under srun gets, None for Slurm's default; `folder` is where the job runs, on every host;
+    `meeting` is None where nobody has looked for one. `networks` are the interfaces by which the hosts reach each
+    other, where they have others, too. `has_ssh`: Open MPI has a program to start something elsewhere. `needs` are the
+    caller's variables without which launchers do not work, `secrets` the names of those that hold secrets.
     """
 
     python: str
@@ -112,6 +119,7 @@ class Site:
     path: str
     mpi: Mpi = "unknown"
     is_root: bool = False
+    task_cpus: int | None = None
     folder: str = "."
     meeting: Meeting | None = None
     networks: tuple[str, ...] = ()
@@ -134,7 +142,8 @@ class Command:
     """One command line, and the variables it needs on top of the caller's, on the host where it runs (None: here).
 
     `prefix` matches what the launcher puts in front of every line that a rank prints. `is_alone`: of the caller's
-    variables the command gets none, as it would hand them all on; and none of those named `without`.
+    variables the command gets none, as it would hand them all on; and none of those named `without`. `stdin` is a line
+    that it is told, as other users see the words of a command; without one it has the caller's standard input.
     """
 
     argv: tuple[str, ...]
@@ -143,6 +152,7 @@ class Command:
     prefix: str = ""
     is_alone: bool = False
     without: tuple[str, ...] = ()
+    stdin: str = ""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """All its variables, where `environ` are the caller's."""

@@ -1,6 +1,8 @@
 """Runs one command on a host that was reached by ssh, and ends it when that connection ends.
 
-    python -m dualdist.launchers.keeper ARGV...
+    python -m dualdist.launchers.keeper [--told] ARGV...
+
+With --told its standard input has more variables for the command, a line of JSON: not all may stand on a command line.
 
 sshd tells nobody when its client has gone, but it closes the pipe to which the command prints; this process sees that.
 Where the whole host has been cut off, sshd does not know; a line to `dualdist run`, as ranks have one, tells.
@@ -9,15 +11,17 @@ Where the whole host has been cut off, sshd does not know; a line to `dualdist r
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dualdist.launchers import link, processes
+from dualdist.launchers.ssh import TOLD
 
 GRACE_S = 3.0
 POLL_MS = 500
@@ -25,15 +29,19 @@ GONE = select.POLLERR | select.POLLHUP
 
 
 def main(argv: Sequence[str]) -> int:
-    mark, marking = processes.marked(os.environ)
+    environ = dict(os.environ)
+    if argv[:1] == [TOLD]:
+        argv = argv[1:]
+        environ |= json.loads(sys.stdin.readline())
+    mark, marking = processes.marked(environ)
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: told.append(number))
-    child = subprocess.Popen(argv, env={**os.environ, **marking}, start_new_session=True)
+    child = subprocess.Popen(argv, env={**environ, **marking}, stdin=subprocess.DEVNULL, start_new_session=True)
     watched = select.poll()
     for output in (1, 2):
         watched.register(output, 0)  # errors and hang-ups are reported unasked
-    line = _line()
+    line = _line(environ)
     if line is not None:
         watched.register(line, select.POLLIN)  # nothing is ever said on it: it can only end
     with contextlib.suppress(OSError, AttributeError):
@@ -46,15 +54,18 @@ def main(argv: Sequence[str]) -> int:
         processes.end(mark, GRACE_S)
     else:
         processes.killed(mark, GRACE_S)
-    code = child.wait()
+    try:
+        code = child.wait(processes.STUCK_S)
+    except subprocess.TimeoutExpired:  # the kernel holds it
+        code = -signal.SIGKILL
     return 128 - code if code < 0 else code
 
 
-def _line() -> socket.socket | None:
+def _line(environ: Mapping[str, str]) -> socket.socket | None:
     """None where nobody would answer: a pasted command has no `dualdist run`."""
-    if link.LINK not in os.environ:
+    if link.LINK not in environ:
         return None
-    address = link.Address.loads(os.environ[link.LINK])
+    address = link.Address.loads(environ[link.LINK])
     try:
         return link.connect(address, link.Hello(address.token, None, socket.gethostname(), 0, is_keeper=True))
     except link.LinkError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dualdist.environments import slurm
+from dualdist.environments.variables import integer
 from dualdist.jobs.words import VARIABLE
 from dualdist.launchers.base import BACKEND, TRANSPORT
 from dualdist.launchers.link import LINK
@@ -12,6 +14,9 @@ from dualdist.redaction import is_secret
 
 SLURM_JOB = "SLURM_JOB_ID"
 SLURM_NODES = "SLURM_JOB_NUM_NODES"
+# Without --ntasks there is no such variable, and Slurm starts one task a node.
+SLURM_TASKS = "SLURM_NTASKS"
+SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 UNBUFFERED = "PYTHONUNBUFFERED"
 THREADS = "OMP_NUM_THREADS"
 # The launcher that each backend brings along, for hosts that are reached by ssh.
@@ -48,13 +53,34 @@ def default_launcher(
     for setting, value in (("backend", backend), ("transport", transport)):
         if value == "mpi":
             return "mpirun", f"no --launcher was named and the {setting} mpi needs one that starts MPI"
-    if environ.get(SLURM_JOB):
+    is_step = slurm.is_step(environ)
+    if environ.get(SLURM_JOB) and not is_step:
         return "srun", f"no --launcher was named and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
     if has_hosts:
         own = OWN.get(backend or "", "torchrun")
         whose = f"the backend {backend}'s own" if backend in OWN else "torch's own"
         return own, f"no --launcher was named, hosts are, and it is {whose}"
+    if is_step:
+        return "torchrun", "no --launcher was named and srun has started this process: another srun would wait for it"
     return "torchrun", f"no --launcher was named and this is no Slurm allocation ({SLURM_JOB} is not set)"
+
+
+def allocated(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """How many tasks were asked of Slurm for this allocation, and which variable says so; None outside of one."""
+    if not environ.get(SLURM_JOB) or slurm.is_step(environ):
+        return None
+    return next(((tasks, name) for name in (SLURM_TASKS, SLURM_NODES) if (tasks := integer(environ, name))), None)
+
+
+def task_cpus(environ: Mapping[str, str], ranks: int) -> int | None:
+    """The cores of each rank that srun starts: those of a task, or its share where there are more ranks than tasks.
+
+    None where Slurm was not told how many a task has.
+    """
+    cpus, tasks = integer(environ, SLURM_CPUS), allocated(environ)
+    if not cpus:
+        return None
+    return cpus if tasks is None else max(1, cpus * tasks[0] // max(ranks, tasks[0]))
 
 
 def is_spread(environ: Mapping[str, str], launcher: str, *, has_hosts: bool) -> bool:

@@ -20,6 +20,8 @@ from dualdist.meeting.network import interfaces, reason
 from dualdist.version import __version__
 
 REACH_S = 5.0
+# Why an address that both hosts have leads from neither to the other.
+SAME = "this host has the same address"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def look(port: int = 0, addresses: Sequence[str] = ()) -> Facts:
 def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
     """Why the host of this address does not answer; "" where it does, be it by a refusal."""
     if address in own.values():
-        return "this host has the same address"
+        return SAME
     try:
         with socket.create_connection((address, port), REACH_S):
             return ""

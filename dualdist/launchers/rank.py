@@ -96,6 +96,7 @@ class Rank:
             if signal.getsignal(caught) != signal.SIG_IGN or caught == signal.SIGCHLD:  # nohup's stays ignored
                 signal.signal(caught, lambda _number, _frame: None)  # the wakeup carries its number
         self._mark, marking = processes.marked(os.environ)
+        processes.adopt_orphans()
         error, error_writer = os.pipe()
         output, output_writer = os.pipe() if settings.has_tag or settings.folder is not None else (None, None)
         self._child = subprocess.Popen(
@@ -132,13 +133,16 @@ class Rank:
             self._forget(relay)
             relay.close()
         self._tell_end()
-        left = processes.members(self._mark)
-        if left:
+        if self._members():
             time.sleep(0 if self._told else LEFT_S)
-            processes.end(self._mark, LEFT_S)
+            processes.end(self._mark, LEFT_S, below=os.getpid())
         if self._is_cut_off:
             _end_daemon(self._parent)
         return self._child.returncode
+
+    def _members(self) -> list[int]:
+        """What the child has started, and the child itself."""
+        return processes.members(self._mark, below=os.getpid())
 
     def _relay(self, source: int, console: int | None, log: int | None, tag: str) -> Relay:
         """A source goes to the console, where each line says whose it is, and to the log, where that is known."""
@@ -153,10 +157,11 @@ class Rank:
                 self._pump(key.data)
             else:
                 key.data()
+        processes.bury_orphans(self._child.pid)
         if os.getppid() != self._parent:
             self._on_orphaned()
         if self._deadline is not None and time.monotonic() >= self._deadline and self._child.poll() is None:
-            processes.send([self._child.pid, *processes.members(self._mark)], signal.SIGKILL)
+            processes.send([self._child.pid, *self._members()], signal.SIGKILL)
             self._deadline = time.monotonic() + GRACE_S
 
     def _pump(self, relay: Relay) -> None:

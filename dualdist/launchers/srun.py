@@ -10,7 +10,9 @@ from dualdist.launchers.base import Command, Job, Site
 def commands(job: Job, site: Site) -> tuple[Command, ...]:
     # Without the first flag Slurm waits for the other ranks when one has failed. Tasks inherit all variables that
     # srun has, so it has no secrets but those that were named.
-    flags = ("--kill-on-bad-exit=1", *_places(job), f"--ntasks={job.ranks}")
+    flags = ["--kill-on-bad-exit=1", *_places(job), f"--ntasks={job.ranks}"]
+    if site.task_cpus is not None:  # since 22.05 srun no longer takes it from the allocation
+        flags.append(f"--cpus-per-task={site.task_cpus}")
     pmix = ("--mpi=pmix",) if job.transport == "mpi" or job.backend == "mpi" else ()
     without = tuple(name for name in site.secrets if name not in job.env)
     return (Command((site.tool("srun"), *flags, *pmix, site.python, *job.program), job.variables(), without=without),)

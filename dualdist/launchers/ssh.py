@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 
 from dualdist.launchers.base import Command, Site
+from dualdist.launchers.link import LINK
+from dualdist.redaction import is_secret
 
 # Never ask for a password: nobody may be there to type it. A host that is silent for 20 s has been lost.
 OPTIONS = (
@@ -14,6 +17,7 @@ OPTIONS = (
 )
 HEARS_NOTHING = "-n"  # else what a person types goes to a rank
 KEEPER = ("-m", "dualdist.launchers.keeper")
+TOLD = "--told"  # before the keeper's command: it hears of more variables on its standard input
 PROBE = ("-m", "dualdist.launchers.probe")
 # Exit codes of the remote side before python runs; ssh's own is 255, a missing command's 127.
 NO_FOLDER, NO_PYTHON, NO_PACKAGE, SSH_FAILED = 71, 72, 1, 255
@@ -36,12 +40,18 @@ FAILURES = (
 
 
 def over(command: Command, site: Site, *, link_port: int | None = None) -> Command:
-    """The command here that runs the given one on its host, to which `link_port` of this one becomes its own."""
+    """The command here that runs the given one on its host, to which `link_port` of this one becomes its own.
+
+    Everybody on both hosts sees the words of a command: the keeper hears by its standard input what is secret.
+    """
     if command.host is None:
         return command
-    inner = (site.python, *KEEPER, *command.argv)
+    told = {name: value for name, value in command.env.items() if name == LINK or is_secret(name)}
+    shown = {name: value for name, value in command.env.items() if name not in told}
+    inner = (site.python, *KEEPER, *[TOLD] * bool(told), *command.argv)
     back = ("-R", f"127.0.0.1:{link_port}:127.0.0.1:{link_port}") if link_port is not None else ()
-    return Command(("ssh", HEARS_NOTHING, *OPTIONS, *back, command.host, remote(inner, command.env, site.folder)))
+    words = ("ssh", *[HEARS_NOTHING] * (not told), *OPTIONS, *back, command.host, remote(inner, shown, site.folder))
+    return Command(words, stdin=json.dumps(told) if told else "")
 
 
 def probe(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
@@ -55,7 +65,8 @@ def asking(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) 
     checks = (
         f"cd {shlex.quote(site.folder)} || exit {NO_FOLDER}; test -x {shlex.quote(site.python)} || exit {NO_PYTHON}; "
     )
-    line = shlex.join([*_env(env), site.python, *words])
+    known = {name: value for name, value in env.items() if not is_secret(name)}  # nobody needs them to tell of a host
+    line = shlex.join([*_env(known), site.python, *words])
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]
 
 

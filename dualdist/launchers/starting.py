@@ -101,6 +101,7 @@ def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, s
 def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
     site, here = replace(look(), secrets=planning.secrets(environ)), probe.look()
+    site = replace(site, task_cpus=planning.task_cpus(environ, job.ranks) if launcher == "srun" else None)
     back = tuple(here.networks().values())
     if _is_all_here(job, launcher):
         reach.check_interface(here.hostname, here, job.interface)
@@ -117,7 +118,7 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
     env = planning.variables(
         environ,
         job.env,
-        threads_a_rank=None if launcher == "srun" else min(each),
+        threads_a_rank=site.task_cpus if launcher == "srun" else min(each),
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )

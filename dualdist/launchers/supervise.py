@@ -141,6 +141,7 @@ class Supervisor:
             process = subprocess.Popen(
                 command.argv,
                 env={**command.environment(self.environ), **self._marking},
+                stdin=subprocess.PIPE if command.stdin else None,
                 stdout=output,
                 stderr=subprocess.PIPE if relayed else None,
                 start_new_session=True,
@@ -150,6 +151,9 @@ class Supervisor:
                 f"the job could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
             ) from error
         self._processes.append(process)
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why itself
+                process.stdin.write(f"{command.stdin}\n".encode())
         for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
             if source is not None:
                 relay = Relay(os.dup(source.fileno()), [target], strip=command.prefix)
@@ -172,7 +176,7 @@ class Supervisor:
             if now > told_at + NOTICE_S:
                 return f"the job did not stop within {NOTICE_S:g} s of {signal.Signals(self._told).name}"
             if timeout_s is not None and now > began + timeout_s:
-                return f"the job was not done after {timeout_s:g} s"
+                return f"the job was not done after {timeout_s:.4g} s"
         return ""
 
     def _has_failed(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dualdist.errors import UsageError
-from dualdist.jobs.pairs import unfit
-from dualdist.schedulers import find
+from dualdist.jobs.pairs import WITHOUT_MPI, Choice, impossible, unfit
+from dualdist.schedulers import Scheduler, find
 from dualdist.schedulers.base import Request
 
 
@@ -39,7 +40,7 @@ def requested(
         tasks = asked.get("gpus_per_node") or 1
     return Request(
         program,
-        launcher or find(scheduler).launchers[0],
+        _launcher(find(scheduler), Choice(launcher, backend, transport)),
         nodes=nodes,
         tasks_per_node=_tasks(tasks, ranks, nodes),
         hosts=names,
@@ -50,6 +51,20 @@ def requested(
         handed_on=tuple(handed_on),
         **asked,
     )
+
+
+def _launcher(scheduler: Scheduler, choice: Choice) -> str:
+    """The one that was named, else the scheduler's first that starts what the job needs.
+
+    UsageError where what was asked for cannot go together; which Horovod the job will find is not known here.
+    """
+    starts_mpi = [name for name in scheduler.launchers if name not in WITHOUT_MPI]
+    wants_mpi = "mpi" in (choice.backend, choice.transport)
+    launcher = choice.launcher or (starts_mpi if wants_mpi else scheduler.launchers)[0]
+    instead = f"choose {' or '.join(starts_mpi)}"
+    for found in impossible(replace(choice, launcher=launcher), horovod_has_mpi=None, instead=instead):
+        raise UsageError(found.message)
+    return launcher
 
 
 def _tasks(tasks: int | None, ranks: int | None, nodes: int) -> int:

@@ -71,11 +71,9 @@ class Request:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
         self.node_memory_mib()
-        seconds = self.seconds()
+        self.seconds()
         if self.requeue is not None:
             _at_least("requeue", self.requeue, 1)
-            if seconds is not None and seconds <= self.requeue:
-                raise UsageError(f"--requeue {self.requeue}: the job has {seconds} seconds; expected fewer than that")
 
     def _check_words(self) -> None:
         if not self.program:

@@ -99,7 +99,7 @@ def _mpi_job(request: Request) -> str:
 
 def _metadata(request: Request) -> list[str]:
     name = re.sub(r"[^a-z0-9-]+", "-", request.title.lower()).strip("-") or "train"
-    queue = ["  labels:", f"    kueue.x-k8s.io/queue-name: {request.queue}"] if request.queue else []
+    queue = ["  labels:", f"    kueue.x-k8s.io/queue-name: {json.dumps(request.queue)}"] if request.queue else []
     return ["metadata:", f"  generateName: {name[:50]}-", *queue]
 
 

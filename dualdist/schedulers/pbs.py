@@ -45,6 +45,7 @@ def _directives(request: Request) -> list[str]:
     if seconds is not None:
         asked.append(f"-l walltime={clock(seconds)}")
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-A {request.account}"] * bool(request.account)
+    asked += [f"-v {','.join(request.handed_on)}"] * bool(request.handed_on)  # else a job has none of qsub's variables
     lines = [f"#PBS {words}" for words in asked]
     return [
         *lines,

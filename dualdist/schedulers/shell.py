@@ -64,7 +64,7 @@ def script(request: Request, where: str, directives: Sequence[str], block: Seque
 
 def _variables(request: Request) -> Iterator[str]:
     yield from (shlex.quote(f"{name}={value}") for name, value in request.variables().items())
-    yield from (f'"{name}=${name}"' for name in request.handed_on)
+    yield from (f'"{name}=${{{name}?is not set where this was submitted}}"' for name in request.handed_on)
 
 
 def sizes(request: Request) -> str:

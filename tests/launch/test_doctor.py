@@ -9,7 +9,7 @@ import sys
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,29 @@ def test_a_firewall_that_lets_only_ssh_through_is_found(launch: Launch, two_host
     assert told["hosts-cut-off"]["level"] == "error"
     assert f"host hosta cannot open a connection to hostb ({ADDRESSES[1]} port " in told["hosts-cut-off"]["seen"]
     assert "firewall" in told["hosts-cut-off"]["seen"]
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_a_network_that_every_host_has_is_no_way_between_them(
+    launch: Launch, two_hosts: Hosts, is_blocked: bool
+) -> None:
+    """As docker0 is: by it each host would call itself, be refused there, and be answered there on the usual port."""
+    try:
+        for space in two_hosts.spaces:
+            two_hosts.ip(space, "link", "add", "docker0", "type", "veth", "peer", "name", "docker0end")
+            two_hosts.ip(space, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+            two_hosts.ip(space, "link", "set", "docker0", "up")
+        with dropping(two_hosts, []) if is_blocked else nullcontext():
+            argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta,hostb", "--json", "-")
+            outcome = launch(argv, env=dict(two_hosts.env), check=False)
+    finally:
+        for space in two_hosts.spaces:
+            two_hosts.ip(space, "link", "del", "docker0")
+    told = found(outcome)
+    assert "port-blocked" not in told, str(outcome)
+    assert ("hosts-cut-off" in told) == is_blocked, str(outcome)
+    reached = json.loads(outcome.stdout)["hosts"][0]["reached"]["hostb"]
+    assert "172.17.0.1" not in {address for address, _, _ in reached}
 
 
 @contextmanager

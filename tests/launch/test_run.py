@@ -225,6 +225,31 @@ def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
     assert not outcome.left
 
 
+ORPHANS = """
+import os, pathlib, subprocess, sys, time
+orphan = 'sleep "$0" >/dev/null 2>&1 & echo $!'
+short = subprocess.run(["sh", "-c", orphan, "0"], env={}, stdout=subprocess.PIPE, text=True).stdout.strip()
+while pathlib.Path(f"/proc/{short}").exists():
+    time.sleep(0.01)
+long = subprocess.run(["sh", "-c", orphan, "600"], env={}, stdout=subprocess.PIPE, text=True, start_new_session=True)
+own = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
+print(long.stdout.strip(), own.pid, flush=True)
+if sys.argv[1] == "hang":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "hang"])
+def test_what_a_rank_started_goes_with_it_whatever_its_variables_are(launch: Launch, how: str) -> None:
+    """Children, and orphans, which are buried, too, without a variable of the job, in sessions of their own."""
+    script = launch.directory / "script.py"
+    script.write_text(ORPHANS)
+    outcome = launch([*RUN, "--launcher", "torchrun", "--timeout", "15", str(script), how], check=how == "end")
+    pids = [int(word) for word in outcome.stdout.split()]
+    assert len(pids) == 2, str(outcome)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], str(outcome)
+
+
 def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
     outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", "--timeout", "3", *words], check=False)
@@ -265,6 +290,20 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
     assert "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation" in outcome.stderr
     assert "[1 n2] err 1" in outcome.stderr.splitlines(), str(outcome)
     assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
+
+
+def test_an_allocation_says_how_many_ranks_and_how_many_cores_each(launch: Launch, slurm: Slurm) -> None:
+    argv = ["env", "--unset=OMP_NUM_THREADS", *slurm.salloc("-N2", "-n2", "-c2"), *RUN, PROGRAM]
+    outcome = launch(argv, env=slurm.env)
+    assert "srun starts 2 rank(s) (SLURM_NTASKS=2), as no --launcher was named" in outcome.stderr
+    assert lines(outcome.stdout) == [f"out {rank}/2 srun threads=2" for rank in range(2)], str(outcome)
+
+
+def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slurm: Slurm) -> None:
+    argv = [*slurm.salloc("-N1", "-n2"), *slurm.srun("-n1", "-c2"), *RUN, "-np", "2", PROGRAM]
+    outcome = launch(argv, env=slurm.env)
+    assert "torchrun starts 2 rank(s), as no --launcher was named and srun has started this process" in outcome.stderr
+    assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
 
 
 def test_ranks_of_spawn_train(launch: Launch) -> None:

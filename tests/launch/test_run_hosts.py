@@ -51,6 +51,28 @@ def test_lines_say_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str
     assert lines(outcome.stdout) == [f"[{rank} {host}] out {rank}/3 {name} threads=1" for rank, host in places], outcome
 
 
+LOOKING = """
+import os, pathlib
+secret, seen = os.environ["HF_TOKEN"].encode(), []
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        words = path.read_bytes()
+    except OSError:
+        continue
+    if secret in words or b"DUALDIST_RUN=" in words:
+        seen.append(words)
+print("out", os.environ["RANK"], seen)
+"""
+
+
+def test_no_command_line_shows_a_secret(launch: Launch, two_hosts: Hosts) -> None:
+    """Ranks here and there see all command lines of both."""
+    (launch.directory / "looking.py").write_text(LOOKING)
+    words = ["-H", "hosta:1,hostb:1", "--launcher", "torchrun", "--env", "HF_TOKEN", "looking.py"]
+    outcome = launch(two_hosts.on(0, *RUN, *words), env={**two_hosts.env, "HF_TOKEN": "hush-5ecret"})
+    assert lines(outcome.stdout) == ["out 0 []", "out 1 []"], str(outcome)
+
+
 def test_mpich_reaches_hosts_too(launch: Launch, two_hosts: Hosts, mpich: mpi.MPICH) -> None:
     run, env = run_with_mpich(launch, mpich)
     words = ["-H", "hosta:2,hostb:1", "--network-interface", "eth0", "--env", "OMP_NUM_THREADS=2", PROGRAM]

@@ -15,7 +15,7 @@ import pytest
 from dualdist.cli.run import configure, line, lines, program
 from dualdist.errors import UsageError
 from dualdist.launchers import Command
-from dualdist.launchers.planning import default_launcher
+from dualdist.launchers.planning import allocated, default_launcher, task_cpus
 
 FACE = ("-m", "dualdist.hvd")
 
@@ -33,6 +33,41 @@ def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launche
     found, reason = default_launcher(environ, None)
     assert found == launcher
     assert why in reason
+
+
+STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+
+
+def test_within_a_step_no_other_srun_is_started() -> None:
+    """It would wait for the cores that this one has, for ever."""
+    launcher, reason = default_launcher(STEP, None)
+    assert (launcher, "srun has started this process" in reason) == ("torchrun", True)
+    assert default_launcher(STEP | {"SLURM_STEP_ID": "4294967290"}, None)[0] == "srun", "a shell of salloc"
+    assert default_launcher(STEP, "horovod", has_hosts=True)[0] == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4"}, None),
+        ({"SLURM_JOB_ID": "17"}, None),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}, (2, "SLURM_JOB_NUM_NODES")),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}, (4, "SLURM_NTASKS")),
+        (STEP, None),
+    ],
+)
+def test_an_allocation_says_how_many_tasks_were_asked_for(
+    environ: Mapping[str, str], found: tuple[int, str] | None
+) -> None:
+    assert allocated(environ) == found
+
+
+@pytest.mark.parametrize(("ranks", "cpus"), [(1, 8), (4, 8), (8, 4), (64, 1)])
+def test_more_ranks_than_tasks_share_their_cores(ranks: int, cpus: int) -> None:
+    environ = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
+    assert task_cpus(environ, ranks) == cpus
+    assert task_cpus({"SLURM_JOB_ID": "17"}, ranks) is None
 
 
 def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
@@ -120,6 +155,28 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was named and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no --launcher was named and this is a Slurm allocation"),
+        (("--launcher", "srun"), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no -np was given\n"),
+        (("-np", "2"), "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation"),
+    ],
+)
+def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
+    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    env = {name: value for name, value in base_env.items() if name != "OMP_NUM_THREADS"}
+    env |= {"PATH": f"{tmp_path}:{env['PATH']}", "SLURM_JOB_ID": "17", "SLURM_NTASKS": "3", "SLURM_CPUS_PER_TASK": "5"}
+    done = dualdist_run(env, tmp_path, *words, "--dry-run", "train.py")
+    assert told in done.stderr
+    ranks = words[1] if words[:1] == ("-np",) else "3"
+    assert {f"--ntasks={ranks}", "--cpus-per-task=5", "OMP_NUM_THREADS=5"} <= {*shlex.split(done.stdout)}
 
 
 @pytest.mark.parametrize(

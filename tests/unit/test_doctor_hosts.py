@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from doctor_facts import HOST, VERSIONS
 
+from dualdist.doctor import peer
 from dualdist.doctor.cells import last_words
 from dualdist.doctor.facts import Host
+from dualdist.doctor.hosts import address_of, known, told_by
 from dualdist.doctor.of_hosts import Reported, find
+from dualdist.errors import LaunchError
+from dualdist.version import __version__
 
 GOOD = replace(HOST, versions=VERSIONS)
 
@@ -52,6 +60,56 @@ TABLE = [
     ("little shared memory there", [host(), host("b", slots=4, shm_free=64 << 20)], {"shm-too-small": "warning"}),
     ("few files there", [host(), host("b", files=(99, 99))], {"too-few-files": "warning"}),
 ]  # fmt: skip
+
+
+DOCKER0 = ("172.17.0.1", 29500)
+STRANGE = "another program answers; is the address that of another host, too?"
+
+
+def test_an_address_of_the_callers_own_tells_nothing_of_another_host() -> None:
+    """Every host has docker0's: who calls it reaches itself, whatever stands between the hosts."""
+    blocked = "no answer; is the address right?"
+    assert told_by({HERE: "", DOCKER0: STRANGE}, ["10.0.0.1", DOCKER0[0]]) == {HERE: ""}
+    assert told_by({HERE: blocked, DOCKER0: STRANGE}, ["10.0.0.1", DOCKER0[0]]) == {HERE: blocked}
+    assert told_by({DOCKER0: STRANGE}, [DOCKER0[0]]) == {DOCKER0: "this host has the same address"}
+    assert told_by({DOCKER0: ""}, [DOCKER0[0]]) == {DOCKER0: ""}, "two names of one host"
+    assert told_by({}, [DOCKER0[0]]) == {}
+
+
+def test_a_host_is_known_by_its_greeting(base_env: Mapping[str, str]) -> None:
+    argv = [sys.executable, "-m", "dualdist.doctor.peer"]
+    with subprocess.Popen(argv, env=dict(base_env), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        said = json.loads(running.stdout.readline())
+        at = ("127.0.0.1", said["ports"][0])
+        assert (peer.call(at, said["nonce"]), peer.call(at, "0" * len(said["nonce"]))) == ("", STRANGE)
+        running.communicate(timeout=60)
+
+
+FIRST_WORDS = {"host": asdict(GOOD), "ports": [40000], "nonce": "a"}
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ({"host": {**asdict(GOOD), "hypervisor": "kvm"}}, "1"),
+        ({"host": {name: value for name, value in asdict(GOOD).items() if name != "files"}}, "1"),
+        ({"nonce": None}, None),
+        ({"host": {"name": "a"}}, "of an unknown version"),
+    ],
+)
+def test_a_host_with_another_dualdist_is_named(said: dict[str, Any], version: str | None) -> None:
+    """It tells other things of itself, or fewer."""
+    words = json.loads(json.dumps({**FIRST_WORDS, **said}))
+    if version is None:
+        assert known("a", words)[0] == GOOD
+        return
+    with pytest.raises(LaunchError, match=rf"host 'a' has dualdist {version}, and this one {__version__}: install"):
+        known("a", words)
+
+
+def test_a_user_for_ssh_is_no_part_of_a_hosts_name() -> None:
+    assert [address_of(name) for name in ("me@b", "b", "me@10.0.0.2")] == ["b", "b", "10.0.0.2"]
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

@@ -9,6 +9,7 @@ import pytest
 from dualdist.errors import UsageError
 from dualdist.jobs.loading import load, loads
 from dualdist.jobs.schema import JobFile, Resources
+from dualdist.schedulers import SCHEDULERS
 
 WHOLE = """\
 program: train.py  # or module
@@ -125,6 +126,11 @@ WRONG = [
         "ranks: 4\nresources:\n  nodes: 3",
         "3: 4 ranks on 3 nodes with the same number on each: the numbers do not fit together",
     ),
+    ("ranks: 2\nmin_ranks: 4", "2: min_ranks=4: expected 1 to 2, the number of ranks"),
+    (
+        "resources:\n  time: 0:01:00\n  requeue: 120",
+        "3: requeue 120: the job has 60 seconds; expected fewer than that",
+    ),
     ("hosts:\n- a:2\n- b:x", "3: host 'b:x': expected a name and its slots, as a:2"),
     ("hosts: a:2,b:2\nranks: 5", "2: 5 ranks on hosts with 4 slots (a:2,b:2): ask for fewer, or give more slots"),
     ("timeout: soon", "1: timeout: expected a number of seconds, not 'soon'"),
@@ -132,7 +138,8 @@ WRONG = [
     ("timeout: 1e400", "1: timeout: expected a number of seconds, not inf"),
     (
         "launcher: [torchrun]",
-        "1: launcher: expected one of torchrun, horovodrun, horovodrun-mpi, mpirun, srun, spawn, python, not a list",
+        "1: launcher: expected one of torchrun, horovodrun, horovodrun-mpi, mpirun, srun, jsrun, spawn, python, "
+        "not a list",
     ),
     (
         "env:\n  A: 1\n  B C: 2",
@@ -183,6 +190,11 @@ def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
     for has_mpi in (True, None):
         assert loads(text, "job.yaml", horovod_has_mpi=has_mpi).backend == "horovod"
     assert loads(f"{text}\ntransport: gloo", "job.yaml", horovod_has_mpi=False).transport == "gloo"
+
+
+def test_every_launcher_of_a_scheduler_can_be_named() -> None:
+    for name in {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}:
+        assert loads(f"launcher: {name}", "job.yaml").launcher == name
 
 
 def test_all_mistakes_are_told_at_once_in_the_files_order() -> None:

@@ -91,12 +91,13 @@ def test_what_is_generated_fits_the_operators_models(launcher: str, nodes: int) 
         gpus_per_node=2,
         memory="1.5G",
         time="1-00:00:00",
-        queue="team",
+        queue="007",
         container="registry/image@sha256:0",
         env={"A": "1"},
     )
     (document,) = documents(script("kubernetes", request))
     check(document)
+    assert document["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "007"}, "labels are texts"
     specs = document["spec"]["pytorchReplicaSpecs" if launcher == "torchrun" else "mpiReplicaSpecs"]
     assert document["spec"]["runPolicy"]["activeDeadlineSeconds"] == 86400
     pods = [one for name, one in specs.items() if name != "Launcher"]

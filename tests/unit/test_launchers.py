@@ -87,6 +87,12 @@ def test_srun_starts_mpi_where_mpi_is_the_transport() -> None:
     assert argv[4:6] == ("--mpi=pmix", "/v/bin/python")
 
 
+def test_srun_gives_a_rank_the_cores_of_a_task() -> None:
+    """Left alone it gives one, whatever the allocation was asked for."""
+    argv = command("srun", JOB, replace(site(), task_cpus=8)).argv
+    assert argv[2:5] == ("--nodes=1", "--ntasks=2", "--cpus-per-task=8")
+
+
 @pytest.mark.parametrize(("launcher", "helped"), [("mpirun", True), ("horovodrun-mpi", True), ("horovodrun", False)])
 def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) -> None:
     """Left alone it ends with 'plm_rsh_agent: ssh : rsh ... could not be found'."""

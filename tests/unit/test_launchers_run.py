@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import LaunchError
-from dualdist.launchers import Command
+from dualdist.launchers import Command, processes
 from dualdist.launchers.run import look, run
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
@@ -109,6 +109,29 @@ def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) 
         runner.communicate(timeout=60)
     assert runner.returncode != 0
     assert has_ended(int(file.read_text()))
+
+
+def test_a_process_that_cannot_be_killed_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one that waits for a disk; for this one nobody has waited."""
+    monkeypatch.setattr("dualdist.launchers.processes.STUCK_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        assert processes.killed("nobody's", 0, lambda: [ended.pid]) == []
+    assert (
+        f"SIGKILL does not end all that it should within 0.2 s; still running: {ended.pid} (" in capfd.readouterr().err
+    )
+
+
+def test_a_process_that_is_no_longer_ours_is_passed_over() -> None:
+    program = """
+import os, signal
+from dualdist.launchers import processes
+if os.geteuid() == 0:
+    os.setuid(65534)
+processes.send([1, os.getpid()], signal.SIGURG)
+"""
+    assert run(python(program), timeout_s=60, what="a job").code == 0
 
 
 def test_runs_outside_the_main_thread() -> None:

@@ -63,7 +63,8 @@ DOCUMENTED = {
     r"cpus-per-task|gpus-per-node|gpus-per-task)=\d+|#SBATCH --mem=\d+[MG]|#SBATCH --time=\d+:\d\d:\d\d|"
     r"#SBATCH --signal=B:USR1@\d+|#SBATCH --requeue|#SBATCH --open-mode=append",
     "pbs": r"##?PBS -[NqA] \S+|#PBS -j oe|#PBS -l select=\d+:ncpus=\d+:mpiprocs=\d+(:ngpus=\d+)?(:mem=\d+[mg]b)?|"
-    r"#PBS -r y|#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
+    r"#PBS -r y|#PBS -v \w+(,\w+)*|#PBS -l place=scatter|#PBS -l walltime=\d+:\d\d:\d\d|"
+    r"##PBS -l nodes=\d+:ppn=\d+(:gpus=\d+)?",
     "lsf": r"#BSUB -[JoqP] \S+|#BSUB -(nnodes|n) \d+|#BSUB -W \d+:\d\d|#BSUB -gpu \"num=\d+:mode=shared\"|"
     r"#BSUB -R \"(span\[ptile=\d+\]|affinity\[core\(\d+\)\]|rusage\[mem=\d+[MG]B\])\"|"
     r"#BSUB -r|#BSUB -Q 75|#BSUB -wa USR1|#BSUB -wt \d+",
@@ -85,7 +86,7 @@ def everything(name: str, launcher: str, requeue: int | None = None) -> Request:
     given: dict[str, Any] = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
     given |= {"nodes": 1} if name == "workstation" else {}
     hosts = ("a", "b") if name == "ssh" else ()
-    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue)
+    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue, handed_on=("HF_TOKEN", "A"))
 
 
 def test_a_script_is_what_a_person_would_write() -> None:
@@ -164,7 +165,7 @@ def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
     ("name", "given", "told"),
     [
         ("slurm", {"requeue": 0}, "--requeue 0: expected a whole number of 1 or more"),
-        ("slurm", {"requeue": 120, "time": "0:02:00"}, "--requeue 120: the job has 120 seconds; expected fewer"),
+        ("slurm", {"requeue": 120, "time": "0:02:00"}, "requeue 120: the job has 120 seconds; expected fewer"),
         ("pbs", {"requeue": 120}, "--requeue 120 under PBS: its script looks at the clock; say --time, too"),
         ("ssh", {"requeue": 120, "hosts": ("a",)}, "--requeue with the scheduler ssh: there is no queue"),
         ("workstation", {"requeue": 120}, "--requeue with the scheduler workstation: there is no queue"),
@@ -237,6 +238,35 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
 def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         requested("ssh", ("train.py",), **asked)
+
+
+@pytest.mark.parametrize("asked", [{"backend": "mpi"}, {"backend": "horovod", "transport": "mpi"}])
+def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
+    found = {name: requested(name, ("train.py",), **asked).launcher for name in SCHEDULERS}
+    assert found == {"slurm": "srun", "lsf": "jsrun"} | dict.fromkeys(
+        ("pbs", "kubernetes", "ssh", "workstation"), "mpirun"
+    )
+    assert "srun --kill-on-bad-exit=1 --mpi=pmix" in script("slurm", requested("slurm", ("train.py",), **asked))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "slurm --launcher torchrun --backend mpi",
+            "the backend mpi needs a launcher that starts MPI, not torchrun: choose srun or mpirun\n",
+        ),
+        ("pbs --launcher horovodrun --transport mpi", "not horovodrun: choose mpirun\n"),
+        ("slurm --backend native --transport mpi", "expected one of gloo, shm, nccl for the backend native, not mpi\n"),
+    ],
+)
+def test_a_script_for_what_cannot_go_together_is_refused(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--scheduler", *words.split(), "train.py"]) == 1
+    said = capsys.readouterr()
+    assert said.err.endswith(told)
+    assert said.out == ""
 
 
 @pytest.mark.parametrize(
@@ -312,6 +342,23 @@ def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.err == "dualdist run: a script for slurm passes over tag_output, hosts\n"
     assert "--ntasks-per-node=2" in said.out
+
+
+@pytest.mark.parametrize(("scheduler", "line"), [("workstation", "ranks_per_node=4"), ("ssh", "hosts=(localhost)")])
+def test_this_hosts_own_names_say_how_many_ranks_it_takes(
+    scheduler: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["run", "--scheduler", scheduler, "-H", "localhost:4", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert {line, "ranks_per_node=4"} <= {*said.out.splitlines()}
+    (tmp_path / "job.yaml").write_text("program: train.py\nhosts: localhost:4\n")
+    assert main(["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", scheduler]) == 0
+    assert capsys.readouterr() == said
+
+
+def test_a_batch_scheduler_is_told_no_hosts_not_even_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--scheduler", "slurm", "-H", "localhost:4", "train.py"]) == 1
+    assert "hosts localhost:4: slurm chooses the nodes itself" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_and_submits_nothing(

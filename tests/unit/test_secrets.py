@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
 
+from dualdist.cli import main
 from dualdist.cli.run import line
 from dualdist.launchers import Command, Host, Job, Site, command, planning
-from dualdist.launchers.ssh import over
+from dualdist.launchers.link import LINK
+from dualdist.launchers.ssh import over, probe
 from dualdist.redaction import hidden, hidden_in, is_secret
 from dualdist.schedulers import Request, script
 from dualdist.schedulers.shell import KEPT
@@ -60,8 +63,29 @@ def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named
 
 
 def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submitted() -> None:
-    text = script("slurm", Request(("x.py",), "srun", env={"A": "b"}, handed_on=("HF_TOKEN",)))
-    assert 'variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b "HF_TOKEN=$HF_TOKEN") # of every rank\n' in text
+    request = Request(("x.py",), "mpirun", env={"A": "b"}, handed_on=("HF_TOKEN", "B"))
+    own = '"HF_TOKEN=${HF_TOKEN?is not set where this was submitted}" "B=${B?is not set where this was submitted}"'
+    for scheduler in ("slurm", "pbs", "lsf"):
+        text = script(scheduler, request)
+        assert f"variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b {own}) # of every rank\n" in text
+        assert ("#PBS -v HF_TOKEN,B\n" in text) == (scheduler == "pbs"), "PBS alone hands none on unasked"
+
+
+def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start() -> None:
+    text = script("workstation", Request(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",)))
+    for given, told in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
+        done = subprocess.run(
+            ["bash"],
+            input=text,
+            env={"PATH": "", **given},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            executable="/bin/bash",
+        )
+        assert done.returncode != 0
+        assert told in done.stderr
+        assert ("started" in done.stdout) == bool(given)
 
 
 def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
@@ -71,6 +95,34 @@ def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
     done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, check=True)
     kept = {word.partition("=")[0] for word in done.stdout.splitlines()}
     assert kept & {*environ} == {name for name in names if not is_secret(name)}
+
+
+def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
+    """Everybody there, and here, sees those."""
+    site = Site("/v/python", {}, "/v", folder="/here")
+    built = over(Command(("python", "x.py"), {"HF_TOKEN": "hush", LINK: "hush:1:a", "A": "b"}, host="n1"), site)
+    assert json.loads(built.stdin) == {"HF_TOKEN": "hush", LINK: "hush:1:a"}
+    assert "hush" not in " ".join(built.argv)
+    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launchers.keeper --told python x.py")
+    assert "-n" not in built.argv, "ssh would not read it"
+    plain = over(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
+    assert (plain.stdin, plain.argv[1]) == ("", "-n")
+    assert "hush" not in " ".join(probe("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
+
+
+def test_a_line_with_what_is_told_can_be_pasted() -> None:
+    built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
+    done = subprocess.run(["sh", "-c", line(built)], capture_output=True, text=True, check=True, timeout=30)
+    assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}
+
+
+def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--scheduler", "slurm", "--env", "HF_TOKEN=hush", "--env", "A=b", "train.py"]
+    assert main(["run", "--dry-run", *words]) == 0
+    shown = capsys.readouterr().out
+    assert ("hush" in shown, "'HF_TOKEN=***'" in shown, "A=b" in shown) == (False, True, True)
+    assert main(["run", *words]) == 0
+    assert "HF_TOKEN=hush" in capsys.readouterr().out, "who wants the script gets it whole"
 
 
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
