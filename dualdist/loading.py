@@ -96,7 +96,7 @@ class _Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Batches of what is left of the sampler's epoch."""
-        turn = self._counted.begin()
+        turn = self._counted.begin(drops_last=self.drop_last)
         share = self._counted.share
         self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))

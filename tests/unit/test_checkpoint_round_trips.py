@@ -46,7 +46,7 @@ class Training:
         torch.manual_seed(1)
         self.model = nn.Embedding(4, 2, sparse=kind is torch.optim.SparseAdam)
         self.optimizer = kind(self.model.parameters(), **options)
-        self.parts = {"model": self.model, "optimizer": self.optimizer}
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.scheduler = schedule(self.optimizer) if schedule else None
         if self.scheduler is not None:
             self.parts["scheduler"] = self.scheduler
@@ -59,7 +59,7 @@ class Training:
         return [self._step() for _ in range(count)]
 
     def _step(self) -> Any:
-        def closure() -> float:
+        def closure() -> Any:
             self.optimizer.zero_grad()
             loss = self.model(torch.tensor([0, 2])).sin().sum()
             loss.backward()
