@@ -67,7 +67,8 @@ class Sampler(torch.utils.data.Sampler[int]):
     Every rank makes one, with the same arguments. `remainder` says what happens where the samples do not divide evenly
     between the ranks: "drop" leaves the last ones of the order out, "pad" repeats the first ones, "uneven" gives some
     ranks one sample more, which may mean one batch more: call dd.join() behind the loop. From the beginning of an
-    epoch it gives what torch's DistributedSampler gives for the same seed, shuffle and epoch.
+    epoch it gives what torch's DistributedSampler gives for the same seed, shuffle and epoch. dd.elastic.State passes
+    over the commit after a batch that not every rank has, and so takes no "uneven" sampler without a length.
 
     Iterating yields what is left of `epoch`. Give it to dd.loader, which counts what the program gets; with a loader of
     your own, call record() after each step. Where an iteration ends the epoch is over, and the next one comes, without
@@ -140,7 +141,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         """Whether all ranks had a batch when this one had the one recorded last; with "uneven" a rank may have more."""
         if self.count is None or self.remainder != "uneven":
             return True
-        return self._done_before < (self.count - self._share.start) // self._share.size
+        shortest = (self.count - self._share.start) // self._share.size
+        return self._done <= shortest if self._drops_last else self._done_before < shortest
 
     def __len__(self) -> int:
         """The samples of this rank in the iteration under way, or else, also with its last one, in the next one."""
@@ -157,12 +159,13 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._is_prepared = False
         return self._indices(self._share.of(self._order()), self.turn)
 
-    def begin(self) -> int:
+    def begin(self, *, drops_last: bool = False) -> int:
         """A new iteration begins where the last one was left; for loaders, which get its number. Ends all others."""
         if self._is_over():
             self.finish()
         self._go_to(self._epoch, self.position)
         self._is_under_way = self._is_prepared = True
+        self._drops_last = drops_last
         return self.turn
 
     def record(self, count: int) -> None:
@@ -260,7 +263,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._share = self._share_from(position)
         self._done = 0  # of the share
         self._done_before = 0  # what was recorded last
-        self._is_under_way = self._is_prepared = self._is_spent = False
+        self._is_under_way = self._is_prepared = self._is_spent = self._drops_last = False
         self._is_counted = True
 
     def _share_from(self, position: int) -> Share:

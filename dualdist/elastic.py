@@ -97,6 +97,12 @@ class State:
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:
             raise UsageError(f"{', '.join(taken)}: a State has attributes of its own of that name; choose another one")
+        samplers = [part for part in parts.values() if isinstance(part, Sampler)]
+        if any(each.count is None and each.remainder == "uneven" for each in samplers):
+            raise UsageError(
+                'of an iterable data set without a length that remainder="uneven" shares out, no rank knows whether all '
+                'have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
+            )
         self._path = path
         self._every = every
         self._keep = keep

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, count, islice
+from multiprocessing import resource_tracker
 from typing import Any, cast
 
 import torch
@@ -89,27 +91,39 @@ class _Loader(DataLoader[Any]):
             options = {**options, "sampler": sampler}
             if options.get("num_workers"):
                 dataset = _Seeded(dataset, sampler.seed, self._place)
-        if options.get("num_workers"):
-            options = {**options, "worker_init_fn": _Beginning(options.get("worker_init_fn"))}
         super().__init__(dataset, batch_size, drop_last=drop_last, generator=torch.Generator(), **options)
+        self._programs_own = self.worker_init_fn
 
     def __iter__(self) -> Any:
         """Batches of what is left of the sampler's epoch."""
-        turn = self._counted.begin()
+        turn = self._counted.begin(drops_last=self.drop_last)
         share = self._counted.share
         self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))
-        return _Batches(super().__iter__(), self._counted, turn, self.batch_size or 1, self.drop_last)
+        return _Batches(self._fetched(), self._counted, turn, self.batch_size or 1, self.drop_last)
+
+    def _fetched(self) -> Iterator[Any]:
+        """The DataLoader's own; workers outlive what tells their rank to stop after the step."""
+        if not self.num_workers:
+            return super().__iter__()
+        context = self.multiprocessing_context or torch.multiprocessing
+        if context.get_start_method() != "fork":
+            resource_tracker.ensure_running()  # when it starts by itself it lets the signals through again
+        notices = stopping.notices()
+        self.worker_init_fn = _Beginning(notices, self._programs_own)
+        with stopping.outlived(notices):
+            return super().__iter__()
 
 
 @dataclass(frozen=True)
 class _Beginning:
     """What a worker does first: launchers tell it to end, too, when they tell its rank to stop after the step."""
 
+    outlived: tuple[signal.Signals, ...]
     programs_own: Callable[[int], None] | None
 
     def __call__(self, number: int) -> None:
-        stopping.outlive_notices()
+        stopping.obey_parent(self.outlived)
         if self.programs_own is not None:
             self.programs_own(number)
 

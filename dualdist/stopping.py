@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -209,22 +210,54 @@ class LastStep:
         return f"{self._key}/last-step/{name}"
 
 
-def outlive_notices() -> None:
-    """In a process that was forked from one that listens: only its parent can end it by the signals of a notice.
+def notices() -> tuple[signal.Signals, ...]:
+    """The signals that tell this process to stop, or would end it; for the others the program has a handler.
+
+    None where a process cannot learn who sent it a signal: it could not obey its parent.
+    """
+    if sys.platform != "linux":
+        return ()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    return tuple(
+        number
+        for number, handler in handlers.items()
+        if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Notice)
+    )
+
+
+@contextlib.contextmanager
+def outlived(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Processes that this thread starts in the block, and all their threads, get none of the signals; this one later.
+
+    Until obey_parent() nothing but SIGKILL ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_parent(numbers: Collection[signal.Signals]) -> None:
+    """From now on only the parent ends this process by the signals, and its own end does.
 
     As torch's own workers have it, except that they end their rank, too, where anybody else sends the signal.
     """
-    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if not isinstance(owner, Notice) or sys.platform != "linux":
+    parent = multiprocessing.parent_process()
+    if parent is None or not numbers:
         return
+    started_by = os.getppid()  # not the parent where a server of multiprocessing forks, which may outlive it
 
-    def obey_parent() -> None:
-        while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
-            pass
+    def obey() -> None:
+        # A forked process does not see the end of its parent by is_alive() while later ones run.
+        while parent.is_alive() and os.getppid() == started_by:
+            came = signal.sigtimedwait(numbers, LOOK_S)
+            if came is not None and came.si_pid == parent.pid:
+                break
         os._exit(0)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in this thread, and in those that it starts
-    threading.Thread(target=obey_parent, name="dualdist-notices", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # in this thread, and in those that it starts
+    threading.Thread(target=obey, name="dualdist-notices", daemon=True).start()
 
 
 def file_of(text: str | None) -> Path | None:

@@ -52,7 +52,8 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
         return change(value)
     if isinstance(value, dict):
         changed = copy.copy(value)  # a module's state_dict carries the versions of its modules as an attribute
-        changed.update({key: mapped(item, kind, change) for key, item in value.items()})
+        for key, item in value.items():
+            changed[key] = mapped(item, kind, change)  # update() would add up what a Counter counts
         return changed
     if type(value) in (list, tuple):
         return type(value)([mapped(item, kind, change) for item in value])

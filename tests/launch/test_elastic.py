@@ -6,6 +6,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import pytest
 import torch
 from contract.oracle import loss_of, net
 from harness.jobs import Launch
@@ -46,11 +47,15 @@ def test_a_horovod_script_goes_on_when_a_rank_is_lost_and_when_it_is_back(launch
     assert [report["parameters"] for report in reports] == [expected] * 2
 
 
-def test_ranks_with_more_batches_than_others_stop_where_all_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch", "told_after", "dropped"), [(1, 6, set()), (2, 3, {9})])
+def test_ranks_with_more_batches_than_others_stop_where_all_are(
+    tmp_path: Path, batch: int, told_after: int, dropped: set[int]
+) -> None:
     """One is told in the batch that it alone has: the next epoch has begun when all stop, and is gone on with."""
     folder = str(tmp_path / "run")
-    first, then = zip(*dd.spawn(uneven_program.train_twice, 2, (folder, 4)), strict=True)
+    first, then = zip(*dd.spawn(uneven_program.train_twice, 2, (folder, told_after, batch)), strict=True)
     assert [stopped for _, stopped in (*first, *then)] == [True, True, False, False]
     seen = sorted(chain(*(steps for steps, _ in (*first, *then))))
-    assert seen == [(epoch, n) for epoch in range(uneven_program.EPOCHS) for n in range(uneven_program.SAMPLES)]
+    samples = sorted({*range(uneven_program.SAMPLES)} - dropped)
+    assert seen == [(epoch, sample) for epoch in range(uneven_program.EPOCHS) for sample in samples]
     assert max(epoch for steps, _ in first for epoch, _ in steps) == 1

@@ -8,17 +8,17 @@ import dualdist as dd
 
 Seen = tuple[list[tuple[int, int]], bool]
 
-SAMPLES = 7
+SAMPLES = 11
 EPOCHS = 3
 
 
-def train_twice(folder: str, told_after: int) -> tuple[Seen, Seen]:
-    """Told to stop, and going on from there."""
-    return train(folder, told_after), train(folder, 0)
+def train_twice(folder: str, told_after: int, batch: int) -> tuple[Seen, Seen]:
+    """Told to stop after so many batches of so many samples, of which all are whole; and going on from there."""
+    return train(folder, told_after, batch), train(folder, 0, batch)
 
 
-def train(folder: str, told_after: int) -> Seen:
-    """The epoch and the sample of each step of this rank, and whether it was stopped."""
+def train(folder: str, told_after: int, batch: int) -> Seen:
+    """The epoch and each sample of each step of this rank, and whether it was stopped."""
     torch.set_num_threads(1)
     dd.init("native", timeout_s=20)
     model = torch.nn.Linear(1, 1)
@@ -26,15 +26,17 @@ def train(folder: str, told_after: int) -> Seen:
     sampler = dd.Sampler(range(SAMPLES), remainder="uneven", shuffle=False)
     state = dd.elastic.State(folder, model=model, optimizer=optimizer, sampler=sampler)
     seen: list[tuple[int, int]] = []
+    steps = 0
     try:
         state.sync()
         while sampler.epoch < EPOCHS:
-            for samples in dd.loader(range(SAMPLES), 1, sampler=sampler):  # type: ignore[arg-type]
+            for samples in dd.loader(range(SAMPLES), batch, sampler=sampler, drop_last=True):  # type: ignore[arg-type]
                 optimizer.zero_grad()
                 model(samples[:, None].float()).sum().backward()
                 optimizer.step()
-                seen.append((sampler.epoch, int(samples)))
-                if len(seen) == told_after and dd.rank() == 0:
+                seen += [(sampler.epoch, sample) for sample in samples.tolist()]
+                steps += 1
+                if steps == told_after and dd.rank() == 0:
                     dd.elastic.request_stop()
                 state.commit()
             dd.broadcast_parameters(model, dd.join())

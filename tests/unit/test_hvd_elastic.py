@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import nn
 
 import dualdist.hvd as hvd
 from dualdist import session
-from dualdist.errors import CollectiveError
+from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd.elastic import common, sampler, state
 from dualdist.hvd.elastic.common import HostUpdateResult, ObjectState, State, notification_manager
 from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -279,6 +280,34 @@ def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
     assert (each.epoch, each.processed_num, len(each)) == (1, 0, 8)
 
 
+def test_what_is_left_is_shared_out_anew_where_hosts_were_only_removed() -> None:
+    """No sync() follows then, and what was committed stays as it is."""
+    with mock.patch("dualdist.hvd.elastic.sampler.size", return_value=2) as size:
+        shares = shares_before_and_after(lambda: setattr(size, "return_value", 1))
+    assert shares == [[0, 2, 4, 6], [4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
+
+
+def shares_before_and_after(reset: Callable[[], Any]) -> list[list[int]]:
+    """A rank's samples when it begins, after a reset, and after a failure then."""
+    each = sampler.ElasticSampler(Events(8), shuffle=False)
+    held = hvd.elastic.TorchState(sampler=each, batch=0)
+    shares = []
+
+    def train(held: Any) -> None:
+        shares.append(list(each))
+        if len(shares) == 1:
+            each.record_batch(0, 1)
+            held.commit()
+            each.record_batch(1, 1)
+            raise HostsUpdatedInterrupt(skip_sync=True)
+        each.record_batch(0, 2)
+        held.restore()
+        shares.append(list(each))
+
+    common.run_fn(train, reset)(held)
+    return shares
+
+
 class Plain(State):
     """Counts what is done to it."""
 
@@ -319,19 +348,38 @@ def failing(errors: list[Exception]) -> Callable[..., str]:
     ],
     ids=["internal error", "collective error", "hosts updated", "hosts removed"],
 )
-def test_a_function_begins_anew_after_failures_and_changed_hosts(error: Exception, calls: list[str]) -> None:
+def test_a_function_begins_anew_after_failures_and_changed_hosts(
+    error: Exception, calls: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     held = Plain()
     held.register_reset_callbacks([lambda: held.calls.append("callback")])
     run = common.run_fn(failing([error]), lambda: held.calls.append("again"))
     assert run.__name__ == "train"
     assert run(held, word="done") == "done"
     assert held.calls == ["sync", "train", *calls, "train"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"dualdist: (a rank is gone|hosts .*); the ranks that are left meet anew", line)
 
 
-def test_another_error_ends_the_function() -> None:
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("mine"),
+        MismatchError("3 elements and 4"),
+        caused_by(HorovodInternalError("3 elements and 4"), MismatchError("3 elements and 4")),
+    ],
+    ids=["the program's", "a mismatch", "Horovod's of a mismatch"],
+)
+def test_another_error_ends_the_function(error: Exception) -> None:
+    """Also ranks that do not fit together: they would not after a reset, either."""
     held = Plain()
-    with pytest.raises(KeyError):
-        common.run_fn(failing([KeyError("mine")]), lambda: held.calls.append("again"))(held, "word")
+    with pytest.raises(type(error)):
+        common.run_fn(failing([error]), lambda: held.calls.append("again"))(held, "word")
     assert held.calls == ["sync", "train"]
     notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
     held.check_host_updates()

@@ -381,3 +381,13 @@ def test_samples_one_by_one() -> None:
     sampler = sampler_of(shuffle=False)
     for number, sample in enumerate(loader_of(sampler, None), 1):
         assert (sample, sampler.position) == (number - 1, number)
+
+
+def test_a_state_takes_no_sampler_whose_last_batch_only_some_ranks_have_and_none_knows() -> None:
+    for remainder in ("drop", "pad", "uneven"):
+        sampler = dd.Sampler(Stream(5), remainder=remainder, shuffle=False)  # type: ignore[arg-type]
+        if remainder == "uneven":
+            with pytest.raises(UsageError, match=r"no rank knows whether all have the batch.*__len__.*drop"):
+                dd.elastic.State(sampler=sampler)
+        else:
+            dd.elastic.State(sampler=sampler)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any, Protocol, TypeVar
 
+from dualdist import recovery, session
 from dualdist.backends.horovod_driver import HOSTNAME, INTERFACE, LOCAL_RANK, hear, is_elastic
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
-from dualdist.errors import CollectiveError
+from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 R = TypeVar("R")
@@ -178,7 +179,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
     """func(state, ...), begun with a state.sync(), and begun anew whenever the ranks have to meet anew.
 
     Where an operation failed, the state goes back to its last commit; where hosts have changed, it is kept. In both
-    cases reset() and state.on_reset() follow.
+    cases reset() and state.on_reset() follow. Ranks that passed what does not fit together would do so again: that
+    error is raised.
     """
 
     @functools.wraps(func)
@@ -192,11 +194,17 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     if not in_sync:
                         state.sync()
                     return func(state, *args, **kwargs)
-                except (HorovodInternalError, CollectiveError):  # the latter from hooks, which autograd calls
+                except (HorovodInternalError, CollectiveError) as error:  # the latter from hooks, which autograd calls
+                    if isinstance(error, MismatchError) or isinstance(error.__cause__, MismatchError):
+                        raise
+                    why = str(error)
                     state.restore()
                     in_sync = False
                 except HostsUpdatedInterrupt as update:
+                    why = "hosts were lost" if update.skip_sync else "hosts came or went"
                     in_sync = update.skip_sync
+                if session.is_open():
+                    recovery.tell_first(f"{why}; the ranks that are left meet anew")
                 reset()
                 state.on_reset()
         finally:

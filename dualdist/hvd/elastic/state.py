@@ -50,8 +50,14 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Optimizers reduce between the ranks that there are now, as those of ranks that were just started do."""
+        """Optimizers and samplers are those of the ranks that there are now, as of ranks that were just started.
+
+        Where hosts were only removed no sync() follows, in which samplers would share out anew what is left.
+        """
         handled = [handler.value for handler in self._handlers.values()]
+        for value in handled:
+            if isinstance(value, ElasticSampler):
+                value.reset()
         follow([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
 
     def __setattr__(self, name: str, value: Any) -> None:
