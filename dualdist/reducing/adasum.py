@@ -51,7 +51,7 @@ class Notices(Bucket):
         return []
 
     def _flags(self, grads: Sequence[torch.Tensor | None], flag: int) -> torch.Tensor:
-        flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), device=self.plan.device)
+        flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), dtype=torch.float32, device=self.plan.device)
         flags[flag] = 1.0
         values = {n: grad._values() if grad.is_sparse else grad for n, grad in enumerate(grads) if grad is not None}
         numbers = [number for number, value in values.items() if value.numel()]

@@ -71,7 +71,7 @@ class Follower:
         if len(rounds) == 1:
             self._first = self._launched(rounds[0], 0)
         else:
-            self._flags = torch.zeros(len(self._all_rounds) + 1, device="cpu")
+            self._flags = torch.zeros(len(self._all_rounds) + 1, dtype=torch.int32, device="cpu")
             self._work = launch_due(self._group, self._flags)
 
     def _go_through(self, rounds: Rounds, first: Bucket) -> None:

@@ -497,7 +497,7 @@ def _live(group: Group) -> list[Reducer]:
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
     if len(running(group)) > 1:
-        flags = torch.zeros(len(group.reducers) + 1, device="cpu")
+        flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1
         began = time.monotonic()
