@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.collectives import grouped_allreduce
-from dualdist.reducing.bucket_plan import BucketPlan, Recipe
+from dualdist.reducing.bucket_plan import BUCKET_FLAGS, BucketPlan, Recipe
 from dualdist.reducing.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Notices(Bucket):
 
     def reduced_values(self) -> torch.Tensor:
         """Not finite where a gradient is not on some rank."""
-        is_spoilt = self._done_flat().tail[len(self.plan.shapes) : -1] > 0
+        is_spoilt = self._done_flat().tail[len(self.plan.shapes) : -len(BUCKET_FLAGS)] > 0
         return torch.where(is_spoilt, math.inf, 0.0)
 
     def spoilt(self) -> list[int]:
@@ -50,9 +50,9 @@ class Notices(Bucket):
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         return []
 
-    def _flags(self, grads: Sequence[torch.Tensor | None], takes_part: bool) -> torch.Tensor:
-        flags = torch.zeros(2 * len(grads) + 1, device=self.plan.device)
-        flags[-1] = float(takes_part)
+    def _flags(self, grads: Sequence[torch.Tensor | None], flag: int) -> torch.Tensor:
+        flags = torch.zeros(2 * len(grads) + len(BUCKET_FLAGS), dtype=torch.float32, device=self.plan.device)
+        flags[flag] = 1.0
         values = {n: grad._values() if grad.is_sparse else grad for n, grad in enumerate(grads) if grad is not None}
         numbers = [number for number, value in values.items() if value.numel()]
         if numbers:

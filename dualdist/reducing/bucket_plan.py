@@ -109,6 +109,12 @@ def _split(
     return buckets + [tuple(members) for members in open_members.values()]
 
 
+# What a rank says once for a bucket, by the place in it from its end: "these are my gradients", "I have joined", or
+# "this ends a round that is dropped".
+TAKES_PART, HAS_JOINED, DROPS = -3, -2, -1
+BUCKET_FLAGS = (TAKES_PART, HAS_JOINED, DROPS)
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """Which gradients travel together, the same on every rank; the members `apart` travel by themselves."""
@@ -128,5 +134,5 @@ class BucketPlan:
 
     @property
     def length(self) -> int:
-        """Elements of the whole buffer: behind the gradients two flags for each member, and one for the bucket."""
-        return sum(self.counts) + 2 * len(self.shapes) + 1
+        """Elements of the whole buffer: behind the gradients two flags for each member, and those for the bucket."""
+        return sum(self.counts) + 2 * len(self.shapes) + len(BUCKET_FLAGS)

@@ -9,19 +9,21 @@ import torch
 
 from dualdist.backends.base import Backend, Buffer, Settling, Work
 from dualdist.errors import UsageError
-from dualdist.reducing.bucket_plan import BucketPlan, Recipe, name_of, wire_dtype
+from dualdist.reducing.bucket_plan import BUCKET_FLAGS, TAKES_PART, BucketPlan, Recipe, name_of, wire_dtype
 from dualdist.reducing.compression import Cast, Compressor
 from dualdist.reducing.finite import kinds_of
 from dualdist.reducing.holders import is_kept
 from dualdist.reducing.rows import Flat, Rows
 from dualdist.reducing.streams import Streams
-from dualdist.reductions import allreduce_, divide, divide_, sparse_sum
+from dualdist.reductions import INTEGERS, allreduce_, divide, divide_, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
 # reduced apart, in parameter order, after the buckets: as a dense one where another rank has it dense (of tied weights
 # a loss may touch one use only). From then on its place in the bucket is empty.
 
+# Devices that the program runs ahead of: to read what lies there makes it wait.
+RUN_LATE = frozenset(("cuda",))
 # Smaller gradients are gathered together, when the bucket leaves: a call for each would take longer than its copy.
 LARGE_BYTES = 32 << 10
 
@@ -29,8 +31,8 @@ LARGE_BYTES = 32 << 10
 class Bucket:
     """Gathers gradients in a flat buffer, with what the ranks tell each other behind them, and has it reduced.
 
-    Those are two flags for each member, "I had a dense gradient" and "I had a sparse one", and one for the bucket: "I
-    take part".
+    Those are two flags for each member, "I had a dense gradient" and "I had a sparse one", and one of three for the
+    bucket. They travel as the gradients do, in whose dtype a sum of many ones may be no count: a flag is 0 or not.
     """
 
     def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
@@ -38,6 +40,7 @@ class Bucket:
         self.recipe = recipe
         self.waiting_for = len(plan.shapes)
         self.streams = Streams(plan.device) if plan.device.type == "cuda" else None
+        self.reads_late = plan.device.type in RUN_LATE
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
@@ -56,7 +59,8 @@ class Bucket:
             for number, shape in enumerate(plan.shapes)
             if shape.numel() * plan.dtype.itemsize >= LARGE_BYTES and plan.device.type == "cpu"
         }
-        self._all_dense = torch.tensor([1.0] * len(plan.shapes) + [0.0] * len(plan.shapes) + [1.0], device="cpu")
+        members = [1.0] * len(plan.shapes) + [0.0] * len(plan.shapes)
+        self._all_dense = torch.tensor([*members, *_alone(TAKES_PART)], device="cpu")
 
     def _begin(self) -> Flat:
         """The row to gather this round's gradients in: Note [gradients in the bucket]."""
@@ -94,8 +98,8 @@ class Bucket:
             self._packed[number] = grad, grad._version
 
     @torch.no_grad()
-    def launch(self, grads: Sequence[torch.Tensor | None], *, takes_part: bool = True) -> None:
-        """Gather what is not there yet and send it off; a rank that has joined sends zeros, and does not take part."""
+    def launch(self, grads: Sequence[torch.Tensor | None], flag: int = TAKES_PART) -> None:
+        """Gather what is not there yet and send it off, with the flag for the bucket."""
         flat = self._begin()
         dense = [grad for grad in grads if not (grad is None or grad.is_sparse)]
         if self.streams is not None:
@@ -106,7 +110,7 @@ class Bucket:
             self._gather(flat, grads)
         if self.recipe.predivide != 1.0:
             flat.gradients.div_(self.recipe.predivide)
-        flat.tail.copy_(self._flags(grads, takes_part))
+        flat.tail.copy_(self._flags(grads, flag))
         self.begin_anew()
         self._send(flat)
 
@@ -155,11 +159,10 @@ class Bucket:
         self._rows.clear()
         self._own_rows.clear()
 
-    def ranks_taking_part(self) -> int:
-        """How many ranks have not joined, after wait()."""
+    def was_said(self, flag: int) -> bool:
+        """Whether any rank said so of the bucket, after wait()."""
         assert self._result is not None, "asked after wait()"
-        last = self._result.view(-1)[-1]
-        return round(float(last.real if last.is_complex() else last))
+        return bool(self._result.view(-1)[flag].item() != 0)
 
     @torch.no_grad()
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
@@ -201,7 +204,7 @@ class Bucket:
 
     def told(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""
-        flags = (self._done_flat().tail[:-1].abs() > 0).tolist()
+        flags = (self._done_flat().tail[: -len(BUCKET_FLAGS)] != 0).tolist()
         return list(zip(flags[: len(flags) // 2], flags[len(flags) // 2 :], strict=True))
 
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
@@ -229,12 +232,12 @@ class Bucket:
         allreduce_(line, total, "sum", name).wait()
         return divide_(total, line.size) if op == "mean" else total
 
-    def _flags(self, grads: Sequence[torch.Tensor | None], takes_part: bool) -> torch.Tensor:
+    def _flags(self, grads: Sequence[torch.Tensor | None], flag: int) -> torch.Tensor:
         dense = [not (grad is None or grad.is_sparse) for grad in grads]
-        if takes_part and all(dense):
+        if flag == TAKES_PART and all(dense):
             return self._all_dense
         sparse = [grad is not None and grad.is_sparse for grad in grads]
-        return torch.tensor([*dense, *sparse, takes_part], dtype=torch.float32, device="cpu")
+        return torch.tensor([*dense, *sparse, *_alone(flag)], dtype=torch.float32, device="cpu")
 
     def _compressed(self, flat: Flat) -> torch.Tensor:
         """What goes over the wire: the row itself, or smaller tensors."""
@@ -250,7 +253,10 @@ class Bucket:
                 f"{name_of(compressor)} made integers of some gradients and not of others: {set(self._dtypes)}; "
                 "let it make one kind of all"
             )
-        return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(sent[0].dtype if sent else None)])
+        dtype = self._dtypes[0] if sent else flat.tail.dtype
+        if dtype in INTEGERS and torch.iinfo(dtype).max < self._line.size:
+            dtype = torch.int32  # all of it: flags that many ranks add up must not come back to 0
+        return torch.cat([*(tensor.reshape(-1) for tensor in sent), flat.tail.to(dtype)])
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -307,6 +313,11 @@ class Bucket:
             view.copy_(compressor.decompress(piece.view(shape).to(dtype), ctx))
         if is_mean and not can_divide:
             divide_(flat.gradients, self._line.size)
+
+
+def _alone(flag: int) -> list[float]:
+    """Of the bucket's flags this one."""
+    return [float(other == flag) for other in BUCKET_FLAGS]
 
 
 def _sparse_dim(grad: torch.Tensor | None) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dualdist.reducing.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
 from dualdist.reducing.finite import Blame, kinds_of
 from dualdist.reducing.rounds import Rounds, launch_due, running
 
@@ -47,7 +48,7 @@ class Follower:
         """Go through the round that has begun; waits for its first message if need be."""
         if self._first is not None:
             self._first.wait()
-            self._is_over = self._first.ranks_taking_part() == 0
+            self._is_over = not (self._first.was_said(TAKES_PART) or self._first.was_said(DROPS))
             if not self._is_over:
                 self._go_through(running(self._group)[0], self._first)
         elif self._work is not None and self._flags is not None:
@@ -70,7 +71,7 @@ class Follower:
         if len(rounds) == 1:
             self._first = self._launched(rounds[0], 0)
         else:
-            self._flags = torch.zeros(len(self._all_rounds) + 1, device="cpu")
+            self._flags = torch.zeros(len(self._all_rounds) + 1, dtype=torch.int32, device="cpu")
             self._work = launch_due(self._group, self._flags)
 
     def _go_through(self, rounds: Rounds, first: Bucket) -> None:
@@ -79,6 +80,8 @@ class Follower:
             bucket.wait()
         if self._group.waits is not None:
             self._group.waits.followed(self._group.waits.rounds)
+        if buckets[-1].was_said(DROPS):
+            return
         for bucket in buckets:
             bucket.unpack()
         blame = None if rounds.recipe.check_every is None else Blame()
@@ -96,5 +99,5 @@ class Follower:
 
     def _launched(self, rounds: Rounds, place: int) -> Bucket:
         bucket = rounds.bucket(place, self._group.gradients)
-        bucket.launch([None] * len(bucket.plan.shapes), takes_part=False)
+        bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
         return bucket

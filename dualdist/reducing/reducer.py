@@ -16,10 +16,19 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.base import NO_PLACE
-from dualdist.errors import NotInitializedError, UnsupportedError, UsageError
+from dualdist.errors import CollectiveError, NotInitializedError, UnsupportedError, UsageError
 from dualdist.moves import broadcast_object, check_same_tensors
 from dualdist.objects import allgather_object
-from dualdist.reducing.bucket_plan import BucketPlan, Recipe, dense_strides, plan_buckets, wire_dtype
+from dualdist.reducing.bucket_plan import (
+    DROPS,
+    HAS_JOINED,
+    TAKES_PART,
+    BucketPlan,
+    Recipe,
+    dense_strides,
+    plan_buckets,
+    wire_dtype,
+)
 from dualdist.reducing.buckets import Bucket
 from dualdist.reducing.finite import Blame, kinds_of
 from dualdist.reducing.grad_hooks import Hook, nobody, owner_of, remove_hooks
@@ -43,9 +52,14 @@ Errors = Callable[[], contextlib.AbstractContextManager[Any]]
 # and reduce those in the order in which they were wrapped.
 #
 # Note [interrupted backward]: a backward that raises never runs its callback. The other ranks still wait for what it
-# had not sent, so the next backward first completes that round, and drops the result: the gradients stay as they are,
-# and the new round reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and gets the
-# same treatment; its end reduces once more, which for a mean leaves what is reduced already as it is.
+# had not sent, so the next backward first completes that round, and says so in its last bucket, which never leaves
+# before a backward ends. Then all ranks drop the round, whatever they took it for: one whose backward raised before it
+# had sent anything knows of none, and another's raised not at all. The gradients stay as they are, and the new round
+# reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and gets the same treatment; its
+# end reduces once more, which for a mean leaves what is reduced already as it is.
+#
+# On a GPU the program does not wait to read what other ranks say: only one that drops a round does. Where another has
+# taken that round for its own, the group ends.
 #
 # Note [who keeps whom]: a parameter keeps its hook, and the hook the reducer: gradients are reduced for as long as
 # there are any, on every rank alike, whatever became of the optimizer. Python's collector does not see a parameter's
@@ -88,9 +102,10 @@ class Reducer:
         self._rounds_done = 0  # since the last step
         self._sums: list[weakref.ref[torch.Tensor]] = []  # the gradients that were put back last
         # With check_every: of parameters whose gradients are not finite the kinds by rank, how often has been reduced,
-        # and how many ranks had not joined then.
+        # and whether some ranks had joined then.
         self.blamed: dict[int, list[int]] = {}
-        self.reductions = self.ranks_taking_part = 0
+        self.reductions = 0
+        self.some_have_joined = False
         self._enter(group)
 
     def _enter(self, group: Group) -> None:
@@ -220,7 +235,7 @@ class Reducer:
         """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
         if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
             return False
-        return self._buckets[0].ranks_taking_part() == self.group.size
+        return not self._buckets[0].was_said(HAS_JOINED)
 
     def _plan_anew(self, arrived: Sequence[int]) -> None:
         """Once, after the first round: the order in which gradients arrived on the first rank is that of all ranks."""
@@ -263,7 +278,7 @@ class Reducer:
             launched = allgather_object(self.group, self._next)
             with self.errors(), self.group.breaking():
                 if any(launched):
-                    self._finish_round(self._put_nothing_back)
+                    self._drop_round()
                 self._plan_anew(order)
 
     def synchronize(self) -> None:
@@ -318,14 +333,14 @@ class Reducer:
                     self._launch_full()
 
     def _launch_full(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].waiting_for == 0:
+        while self._next < len(self._buckets) - 1 and self._buckets[self._next].waiting_for == 0:
             self._launch_next()
         for bucket in self._buckets[: self._next]:
             bucket.done()  # where transports go on only when they are looked at
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, flag: int = TAKES_PART) -> None:
         params = [self._references[number]() for number in self._members[self._next]]
-        self._buckets[self._next].launch([None if param is None else param.grad for param in params])
+        self._buckets[self._next].launch([None if param is None else param.grad for param in params], flag)
         self._next += 1
 
     def _begin_backward(self, backward: int) -> None:
@@ -350,17 +365,18 @@ class Reducer:
         if self._next == 0:
             self._forget()
         else:
-            self._finish_round(self._put_nothing_back)
+            self._drop_round()
 
-    def _put_nothing_back(self) -> None:
-        """Take part in what belongs to the round, and leave the gradients as they are."""
-        params = self.params
-        kept = [param.grad for param in params]
-        for param in params:
-            param.grad = None
-        self._put_back()
-        for param, grad in zip(params, kept, strict=True):
-            param.grad = grad
+    def _drop_round(self) -> None:
+        """Complete the round that is under way, on all ranks, and leave the gradients as they are."""
+        self._complete(DROPS)
+        last = self._buckets[-1]
+        if last.reads_late and last.was_said(TAKES_PART):
+            raise CollectiveError(
+                "a backward raised on this rank when part of its gradients had been sent, and another rank has taken "
+                "them for those of its own: go on from a checkpoint"
+            )
+        self._forget()
 
     def _has_ended(self, backward: int) -> bool:
         """Note that the backward has ended; whether this reducer took part in it and is due."""
@@ -379,7 +395,7 @@ class Reducer:
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
             )
         with self._lock:
-            self._finish_round(self._put_back)
+            self._finish_round()
             self._backwards = 0
             self._rounds_done += 1
             self.group.rounds += 1
@@ -389,19 +405,26 @@ class Reducer:
         sums = {id(grad) for reference in self._sums if (grad := reference()) is not None}
         return any(id(param.grad) in sums for param in self.params)
 
-    def _finish_round(self, put_back: Callable[[], None]) -> None:
+    def _finish_round(self) -> None:
         """Everything has been reduced and put back, and after the first time planned anew."""
         arrived = list(self._arrived)
         self._complete()
+        while self._is_dropped():
+            self._forget()
+            self._complete()
         shall_plan = self._shall_plan_anew()
-        put_back()
+        self._put_back()
         if shall_plan:
             self._plan_anew(arrived)
 
-    def _complete(self) -> None:
+    def _is_dropped(self) -> bool:
+        """Whether another rank has completed an interrupted round by the one that has arrived."""
+        return bool(self._buckets) and not self._buckets[-1].reads_late and self._buckets[-1].was_said(DROPS)
+
+    def _complete(self, flag: int = TAKES_PART) -> None:
         """Launch what has not left yet, and wait for everything."""
         while self._next < len(self._buckets):
-            self._launch_next()
+            self._launch_next(flag)
         began = time.monotonic()
         for bucket in self._buckets:
             bucket.wait()
@@ -437,7 +460,7 @@ class Reducer:
         before = self.blamed
         self.blamed = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in told.items()}
         self.reductions += 1
-        self.ranks_taking_part = self._buckets[0].ranks_taking_part() if self._buckets else self.group.size
+        self.some_have_joined = bool(self._buckets) and self._buckets[0].was_said(HAS_JOINED)
 
     def _forget(self) -> None:
         """No gradient of the present round has arrived yet, and the buckets are as planned."""
@@ -474,7 +497,7 @@ def _live(group: Group) -> list[Reducer]:
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
     if len(running(group)) > 1:
-        flags = torch.zeros(len(group.reducers) + 1, device="cpu")
+        flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1
         began = time.monotonic()

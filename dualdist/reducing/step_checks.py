@@ -36,8 +36,8 @@ class StepChecks:
             return
         self._seen = reducer.reductions
         self.gradients(optimizer)
-        if reducer.ranks_taking_part < reducer.group.size:
-            return  # the parameters of those that have joined are left behind by design
+        if reducer.some_have_joined:
+            return  # their parameters are left behind by design
         step, self._steps = self._steps, self._steps + 1
         if step % self._every == 0:
             self.parameters(step)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualdist as dd
-from dualdist.errors import UsageError
+from dualdist.errors import CollectiveError, UsageError
 
 
 @law
@@ -85,6 +85,42 @@ def gradients_of_an_interrupted_backward_are_not_lost() -> None:
     assert torch.allclose(last.grad, torch.full_like(last, 2 * mean))
     assert torch.allclose(first.grad, torch.full_like(first, mean))
     optimizer.step()
+
+
+@law_alone
+def a_round_that_an_interrupted_backward_began_is_dropped_by_all_ranks() -> None:
+    """Ranks raise at different places, one alone before or after it has sent something, and each tries again."""
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a bucket of its own, sent at once
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise ValueError("refused")
+
+    def interrupt(place: str) -> None:
+        """Before any gradient is finished, after that of `last`, or after both."""
+        end = torch.ones(1, requires_grad=True) * 2  # autograd begins with what was computed last
+        middle = first * 2
+        start = end + middle + last.sum() * 100
+        {"start": start, "middle": middle, "end": end}[place].register_hook(refuse)
+        raises(ValueError, start.backward, "refused")
+
+    mean = sum(rank + 1 for rank in ranks()) / dd.size()
+    for places in (["start", "middle"], ["middle", "start"], ["end", "middle"], ["start"], ["middle"], ["end"]):
+        if dd.rank() < len(places):
+            interrupt(places[dd.rank()])
+        optimizer.zero_grad()
+        ((first.sum() + last.sum()) * (dd.rank() + 1)).backward()
+        assert torch.allclose(last.grad, torch.full_like(last, mean)), places
+        assert torch.allclose(first.grad, torch.full_like(first, mean)), places
+        optimizer.step()
+    for bucket in optimizer._dualdist_wrapping.reducer._buckets:
+        bucket.reads_late = True  # as on a GPU, where the others do not hear of it in time
+    if dd.rank() == 0:
+        interrupt("middle")
+    if dd.rank() == 0 and dd.size() > 1:
+        raises(CollectiveError, first.sum().backward, "a backward raised on this rank", "from a checkpoint")
+    else:
+        (first.sum() + last.sum()).backward()
 
 
 @law_alone

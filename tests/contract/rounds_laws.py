@@ -62,6 +62,25 @@ def assert_sparse_trains(wrap: Wrap, make: Callable[[nn.Module], torch.optim.Opt
     assert_close(list(model.parameters()), list(alone.parameters()), 1e-4, 1e-5)
 
 
+@law
+def the_default_dtype_does_not_matter_to_what_ranks_tell_each_other() -> None:
+    usual = torch.get_default_dtype()
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    try:
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            torch.set_default_dtype(dtype)
+            optimizers = [dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.0)) for weight in weights]
+            optimizers.append(dd.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.0), op="adasum"))
+            for weight, optimizer in zip(weights, optimizers, strict=False):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                assert weight.grad.tolist() == [1.0, 1.0]
+                optimizer.step()
+            optimizers[-1].step()
+    finally:
+        torch.set_default_dtype(usual)
+
+
 def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam([model.embedding.weight], lr=0.1)
 

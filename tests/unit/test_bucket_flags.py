@@ -1,0 +1,61 @@
+"""What ranks tell each other beside their gradients, however many they are and whatever the gradients travel in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dualdist.backends.base import NO_PLACE, ReduceOp
+from dualdist.backends.single import Finished, SingleBackend
+from dualdist.reducing.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, Recipe
+from dualdist.reducing.buckets import Bucket
+from dualdist.reducing.compression import CASTS, Compressor
+
+
+class Signs:
+    """Gradients as integers of so many bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor.to(self._dtype), None
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.float()
+
+
+class Alike(SingleBackend):
+    """So many ranks, all of which send what this one sends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Finished:
+        assert op == "sum"
+        mine = buffer.clone()
+        for _ in range(self.size - 1):
+            buffer += mine
+        return Finished(buffer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 128, 256, 3000])
+@pytest.mark.parametrize(
+    "compressor",
+    [None, CASTS["bf16"], CASTS["fp16"], Signs(torch.int8), Signs(torch.uint8), Signs(torch.int64)],
+    ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
+)
+@pytest.mark.parametrize("flag", [TAKES_PART, HAS_JOINED, DROPS])
+def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: Compressor | None, flag: int) -> None:
+    shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
+    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), NO_PLACE)
+    bucket = Bucket(plan, Recipe("sum", compressor), Alike(size))
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
+    bucket.launch([torch.zeros(3), sparse, None], flag)
+    bucket.wait()
+    bucket.unpack()
+    assert bucket.told() == [(True, False), (False, True), (False, False)]
+    assert {said for said in (TAKES_PART, HAS_JOINED, DROPS) if bucket.was_said(said)} == {flag}
