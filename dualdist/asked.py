@@ -1,4 +1,4 @@
-"""What torch and mpi4py say of themselves, in processes of their own: they may be broken, and take long to import."""
+"""What torch, Horovod and mpi4py say of themselves, each in a process of its own: it may be broken, and is slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TORCH_S, MPI4PY_S = 120.0, 60.0
+TORCH_S, HOROVOD_S, MPI4PY_S = 120.0, 120.0, 60.0
 
 ASK_TORCH = """
 import json, os, warnings
@@ -36,6 +36,11 @@ try:
 except Exception:
     said["has_vision_operators"] = None
 print(json.dumps(said))
+"""
+ASK_HOROVOD = """
+import json
+import horovod.torch as hvd
+print(json.dumps({"gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": str(hvd.nccl_built() or "")}))
 """
 # Naming its library starts no MPI, which could end the process, and needs no launcher.
 ASK_MPI4PY = """
@@ -70,6 +75,15 @@ class SaidTorch:
 
 
 @dataclass(frozen=True)
+class SaidHorovod:
+    """With what the installed Horovod was built; `nccl` is that version's number, as 21805, or ""."""
+
+    gloo: bool
+    mpi: bool
+    nccl: str
+
+
+@dataclass(frozen=True)
 class SaidMpi4py:
     """The MPI that mpi4py would use: what it calls itself, and its files."""
 
@@ -81,6 +95,12 @@ def ask_torch(environ: Mapping[str, str]) -> SaidTorch | str:
     """What torch says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_TORCH, environ, TORCH_S)
     return said if isinstance(said, str) else SaidTorch(**said)
+
+
+def ask_horovod(environ: Mapping[str, str]) -> SaidHorovod | str:
+    """What Horovod says, or the last words of a Python that cannot import it."""
+    said = _ask(ASK_HOROVOD, environ, HOROVOD_S)
+    return said if isinstance(said, str) else SaidHorovod(**said)
 
 
 def ask_mpi4py(environ: Mapping[str, str]) -> SaidMpi4py | str:

@@ -11,13 +11,14 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-from dualdist.asked import SaidMpi4py, SaidTorch, ask_mpi4py, ask_torch
+from dualdist.asked import SaidMpi4py, SaidTorch, ask_horovod, ask_mpi4py, ask_torch
 from dualdist.doctor import host
 from dualdist.doctor.facts import Facts, Starter
 from dualdist.environments.variables import text
-from dualdist.horovod_build.record import read_record
+from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launchers.run import mpi_of
 from dualdist.timeline.places import TIMELINE, problem_of
 from dualdist.topology import Topology
@@ -37,6 +38,7 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> Facts:
     with ThreadPoolExecutor() as pool:
         torch = pool.submit(lambda: ask_torch(environ) if installed["torch"] else None)
         mpi4py = pool.submit(lambda: ask_mpi4py(environ) if installed["mpi4py"] else None)
+        horovod = pool.submit(_horovod, environ)
         here = pool.submit(host.look)
         srun = pool.submit(_srun_mpi, environ)
         master = pool.submit(_master_problem, topology)
@@ -52,13 +54,22 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> Facts:
         python_on_path=_python_on_path(environ),
         torch=said_torch,
         vision_needs=_vision_needs(),
-        horovod=read_record(),
+        horovod=horovod.result(),
         mpi4py=said_mpi4py,
         starters=tuple(found),
         srun_mpi=srun.result(),
         master_problem=master.result(),
         timeline_problem=problem_of(Path(timeline).absolute()) if (timeline := text(environ, TIMELINE)) else "",
     )
+
+
+def _horovod(environ: Mapping[str, str]) -> BuildRecord | None:
+    """Its record; one that dualdist did not build has none, and is asked, as long as it can be imported."""
+    record = read_record()
+    if record is None or record.gloo is not None:
+        return record
+    said = ask_horovod(environ)
+    return record if isinstance(said, str) else replace(record, gloo=said.gloo, mpi=said.mpi, nccl=said.nccl or None)
 
 
 def _programs(path: str) -> Iterator[tuple[str, str]]:

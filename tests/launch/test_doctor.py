@@ -98,6 +98,27 @@ def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: La
     assert "--no-deps" in told["torchvision-other-torch"]["do"]
 
 
+OTHERS_HOROVOD = """
+import sys, types
+built = {"gloo_built": lambda: False, "mpi_built": lambda: True, "nccl_built": lambda: 21805}
+torch = sys.modules["horovod.torch"] = types.SimpleNamespace(**built)
+"""
+
+
+def test_a_horovod_that_somebody_else_built_is_asked_with_what(launch: Launch) -> None:
+    path = packages(launch.directory / "a", horovod=("0.28.1", "", OTHERS_HOROVOD))
+    outcome = launch([*DOCTOR, "--json", "-"], env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"}, check=False)
+    horovod = json.loads(outcome.stdout)["backends"]["horovod"]
+    assert (horovod["gloo"], horovod["mpi"], horovod["nccl"]) == (False, True, "21805"), str(outcome)
+    assert "horovod-without-gloo" in found(outcome)
+
+
+def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> None:
+    """Asked as one that somebody else built would be, it says what its record says."""
+    program = "from os import environ; from dualdist.asked import ask_horovod; print(ask_horovod(environ))"
+    assert launch([sys.executable, "-c", program]).stdout == "SaidHorovod(gloo=True, mpi=True, nccl='')\n"
+
+
 def test_a_python_without_anything_is_told_what_to_install(launch: Launch) -> None:
     """-S leaves site-packages out: no torch, no Horovod, no mpi4py, only dualdist's own source."""
     outcome = launch([sys.executable, "-S", *DOCTOR[1:], "--json", "-"], check=False)
