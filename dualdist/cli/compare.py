@@ -98,7 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work("--script", metavar="FILE", help="your own program that calls dd.wrap_optimizer, instead of a model")
     work("--as-horovod", action="store_true", help="the script was written for Horovod: it finds dualdist.hvd instead")
     work("arguments", nargs="*", metavar="ARGUMENT", help="the script's own arguments, after --")
-    work("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1)")
+    work("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank (default: as dualdist run gives it)")
     work("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU where torch sees one")
     work("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank; again for more")
     out = parser.add_argument_group("results").add_argument

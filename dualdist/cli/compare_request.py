@@ -21,7 +21,8 @@ from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import Site
-from dualdist.launchers.planning import SLURM_JOB
+from dualdist.launchers.planning import SLURM_JOB, THREADS, threads
+from dualdist.limits import usable_cores
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Script
@@ -138,14 +139,22 @@ def setting_of(args: argparse.Namespace) -> Setting:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+    return Setting(args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), variables)
+
+
+def _threads(args: argparse.Namespace) -> int:
+    """Of a rank: what was asked for, else what `dualdist run` gives it here, where a saved choice shall count."""
+    if args.threads is not None:
+        return int(args.threads)
+    own = os.environ.get(THREADS, "").partition(",")[0].strip()  # the first number is that of the outermost level
+    return int(own) if own.isdecimal() and int(own) else threads(usable_cores(), args.ranks)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """As they count: what was left open has the value that it gets."""
     names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
     names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
-    found = {name: getattr(args, name) for name in names}
+    found = {**{name: getattr(args, name) for name in names}, "threads": _threads(args)}
     if args.script is not None:
         return {**found, "steps": args.steps or SCRIPT_STEPS}
     model = MODELS[args.model]

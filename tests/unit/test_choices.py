@@ -149,11 +149,30 @@ def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
-    assert found(JOB, threads=2) is None
     assert found(replace(JOB, nodes=2, local_size=1)) is None
     assert found(replace(JOB, inferred=frozenset({"local_size", "nodes"}))) is None  # who knows?
     for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):
         assert found(JOB, saved=replace(SAVED, conditions=changed)) is None
+
+
+def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = replace(HERE, threads=torch.get_num_threads())
+    other = replace(SAVED, conditions=replace(here, threads=here.threads + 2))
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    choices.save(choices.path_of(environ), [other])
+    told: list[str] = []
+    assert saved_choice(JOB, "", environ, told.append) is None
+    (line,) = told
+    assert f"not taken: ranks had {here.threads + 2} threads there, and have {here.threads} thread" in line
+    assert line.endswith(f"OMP_NUM_THREADS={here.threads + 2} takes it")
+    assert saved_choice(replace(JOB, launcher="mpirun"), "", environ, told.append) is None
+    assert len(told) == 1
+    own = replace(SAVED, conditions=here, backend="native")
+    choices.save(choices.path_of(environ), [own])
+    assert saved_choice(JOB, "", environ, told.append) == own
 
 
 def test_the_file_is_in_the_users_configuration() -> None:

@@ -13,7 +13,7 @@ import pytest
 from comparisons import launch
 
 from dualdist.cli import compare
-from dualdist.cli.compare_request import conditions_of, seconds
+from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.figures import last_words, result
 from dualdist.compare.folder import CONDITIONS, claimed
@@ -83,10 +83,14 @@ def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -
         read(path)
 
 
-def conditions(*words: str) -> dict[str, Any]:
+def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
-    return conditions_of(parser.parse_args(words))
+    return parser.parse_args(words)
+
+
+def conditions(*words: str) -> dict[str, Any]:
+    return conditions_of(parsed(*words))
 
 
 def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) -> None:
@@ -108,6 +112,19 @@ def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) ->
     script.unlink()
     with pytest.raises(UsageError, match=r"train\.py: cannot be read \(No such file or directory\)"):
         conditions(*words)
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "threads"),
+    [("", (), 4), ("3", (), 3), ("3,2", (), 3), ("nonsense", (), 4), ("3", ("--threads", "2"), 2)],
+)
+def test_ranks_have_the_threads_that_dualdist_run_would_give_them(
+    monkeypatch: pytest.MonkeyPatch, own: str, words: tuple[str, ...], threads: int
+) -> None:
+    monkeypatch.setattr("dualdist.cli.compare_request.usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", own)
+    args = parsed(*words)
+    assert (setting_of(args).threads, settings_of(args)["threads"]) == (threads, threads)
 
 
 def claim(folder: Path, conditions: dict[str, Any]) -> None:
