@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,10 +17,11 @@ from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_
 from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
 from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
-from dualdist.compare.report import check_file, record, show, write_json
+from dualdist.compare.report import check_file, record, show, typed, write_json
 from dualdist.compare.scaling import Link
 from dualdist.errors import UsageError
 from dualdist.launchers.run import look
+from dualdist.redaction import hidden_in
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 Done = list[tuple[Planned, list[dict[str, Any]]]]
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         done = list(_launch(jobs, args.timeout))
     results = judge(done)
     kept = record(
-        args.what, _command(), _settings(args), [_job(planned, reports) for planned, reports in done], results
+        args.what, typed(sys.argv[1:]), _settings(args), [_job(planned, reports) for planned, reports in done], results
     )
     if args.json is not None:
         write_json(kept, args.json)
@@ -260,12 +260,8 @@ def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("ranks", "threads", "device", "rounds", "launches", "env")
-    return {name: getattr(args, name) for name in names}
-
-
-def _command() -> str:
-    return shlex.join(["dualdist", *sys.argv[1:]])
+    names = ("ranks", "threads", "device", "rounds", "launches")
+    return {**{name: getattr(args, name) for name in names}, "env": hidden_in(args.env)}
 
 
 @contextmanager

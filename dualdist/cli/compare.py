@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from dualdist.compare.cases import IMAGE_SIZE, MODELS
 from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
 from dualdist.compare.folder import RUNNING, claimed
 from dualdist.compare.jobs import Setting
-from dualdist.compare.report import record, show, write_json
+from dualdist.compare.report import record, show, typed, write_json
 from dualdist.errors import UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import LAUNCHERS, Site
@@ -164,7 +163,7 @@ def _report(
     from dualdist.compare.tables import tables, write_csv
 
     jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
-    kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), settings_of(args), jobs, asdict(found))
+    kept = record("compare", typed(sys.argv[1:]), settings_of(args), jobs, asdict(found))
     if args.json != "-":
         show(kept, list(tables(found)), sys.stdout)
         print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}")

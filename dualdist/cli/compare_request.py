@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import Site
 from dualdist.launchers.planning import SLURM_JOB, THREADS, threads
 from dualdist.limits import usable_cores
+from dualdist.redaction import hidden_in
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Script
@@ -154,8 +156,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """As they count: what was left open has the value that it gets."""
     names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
     names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
-    found = {**{name: getattr(args, name) for name in names}, "threads": _threads(args)}
+    found = {**{name: getattr(args, name) for name in names}, "threads": _threads(args), "env": hidden_in(args.env)}
     if args.script is not None:
+        found["arguments"] = hidden_in(args.arguments)
         return {**found, "steps": args.steps or SCRIPT_STEPS}
     model = MODELS[args.model]
     return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
@@ -165,10 +168,23 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    more = {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
+    more: dict[str, Any] = {"env": _kept(args.env)}
+    more |= {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
     if args.script is not None:
-        more |= {"script": str(Path(args.script).resolve()), "script_sha256": _digest_of_script(args.script)}
+        more |= {
+            "arguments": _kept(args.arguments),
+            "script": str(Path(args.script).resolve()),
+            "script_sha256": _digest_of_script(args.script),
+        }
     return {**settings, **more, "machine": asdict(machine()), "versions": versions()}
+
+
+def _kept(words: Sequence[str]) -> list[str]:
+    """The words without the values of secrets; a hash says whether these are the same."""
+    return [
+        shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
+        for word, shown in zip(words, hidden_in(words), strict=True)
+    ]
 
 
 def _digest_of_script(name: str) -> str:

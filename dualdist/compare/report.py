@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 
 from dualdist.compare.machine import machine, versions
 from dualdist.errors import UsageError
+from dualdist.redaction import hidden_in
 
 SCHEMA = 1
 
@@ -43,6 +45,11 @@ def record(
         "results": results,
         "jobs": jobs,
     }
+
+
+def typed(words: Sequence[str]) -> str:
+    """The command line of these words, without the values of secrets."""
+    return shlex.join(["dualdist", *hidden_in(words)])
 
 
 def heading(kept: dict[str, Any]) -> str:

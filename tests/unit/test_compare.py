@@ -19,7 +19,7 @@ from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, rep
 from dualdist.compare.jobs import Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
-from dualdist.compare.report import Table, plain, size_words
+from dualdist.compare.report import Table, plain, size_words, typed
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Command, Site
 
@@ -121,6 +121,23 @@ def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_sa
     head, exception, *shown = str(told.value).splitlines()
     assert head.startswith("x failed (exit code 3): ")
     assert (exception, shown[-1], len(shown)) == ("ValueError: boom", "after 98", 31)
+
+
+def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of_its_failure() -> None:
+    program = "import os, sys; sys.exit('no ' + os.environ['A_TOKEN'])"
+    failing = Planned("x", Command((sys.executable, "-c", program, "--env=B_TOKEN=hush-2"), {"A_TOKEN": "hush-1"}), ())
+    assert failing.line.startswith("env 'A_TOKEN=***' ")
+    assert failing.line.endswith(" '--env=B_TOKEN=***'")
+    with pytest.raises(LaunchError, match=r"no \*\*\*$") as told:
+        launched(failing, 60)
+    assert "hush" not in str(told.value)
+    assert typed(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
+        "dualdist bench step '--env=B_TOKEN=***' --env 'A_TOKEN=***'"
+    )
+    slow = Planned("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
+    with pytest.raises(LaunchError, match=r"was not done after") as told:
+        launched(slow, 0.5)
+    assert "hush" not in str(told.value)
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:

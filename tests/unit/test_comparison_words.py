@@ -127,6 +127,22 @@ def test_ranks_have_the_threads_that_dualdist_run_would_give_them(
     assert (setting_of(args).threads, settings_of(args)["threads"]) == (threads, threads)
 
 
+def test_conditions_and_settings_hold_no_secret_and_conditions_tell_two_apart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+
+    def words(secret: str, key: str = "hush-3") -> tuple[str, ...]:
+        return ("--env", f"A_TOKEN={secret}", "--env", "A=b", "--script", f"{tmp_path}/train.py", "--", f"KEY={key}")
+
+    before = conditions(*words("hush-1"))
+    assert before["env"][1] == "A=b"
+    assert before == conditions(*words("hush-1"))
+    assert before != conditions(*words("hush-2"))
+    assert before != conditions(*words("hush-1", "hush-4"))
+    settings = settings_of(parsed(*words("hush-1")))
+    assert (settings["env"], settings["arguments"]) == (["A_TOKEN=***", "A=b"], ["KEY=***"])
+    assert "hush" not in json.dumps([before, settings])
+
+
 def claim(folder: Path, conditions: dict[str, Any]) -> None:
     with claimed(folder, conditions):
         assert json.loads((folder / CONDITIONS).read_text()) == conditions
