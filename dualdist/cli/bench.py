@@ -17,14 +17,17 @@ from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_
 from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
 from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
-from dualdist.compare.report import check_file, record, show, typed, write_json
+from dualdist.compare.report import Table, check_file, last_words, record, show, typed, write_json
 from dualdist.compare.scaling import Link
-from dualdist.errors import UsageError
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.run import look
 from dualdist.redaction import hidden_in
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
+INTERRUPTED = 130
 Done = list[tuple[Planned, list[dict[str, Any]]]]
+Failed = list[tuple[Planned, str]]  # and why
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +111,7 @@ def _part(parts: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the jobs, and print or write what they found."""
+    """Launch the jobs, and print or write what they found; 1 where a job failed, 130 after Ctrl-C."""
     check_file("--json", args.json)
     for name in ("rounds", "launches"):
         if getattr(args, name) < 1:
@@ -119,16 +122,16 @@ def run(args: argparse.Namespace) -> int:
             for planned in jobs:
                 print(planned.line)
             return 0
-        done = list(_launch(jobs, args.timeout))
+        done, failed, code = _launched(jobs, args.timeout)
     results = judge(done)
-    kept = record(
-        args.what, typed(sys.argv[1:]), _settings(args), [_job(planned, reports) for planned, reports in done], results
-    )
+    told = [_job(planned, reports) for planned, reports in done]
+    told += [{**_job(planned, []), "error": error} for planned, error in failed]
+    kept = record(args.what, typed(sys.argv[1:]), _settings(args), told, results)
     if args.json is not None:
         write_json(kept, args.json)
     if args.json != "-":
-        show(kept, list(tables(results)), sys.stdout)
-    return 0
+        show(kept, [*tables(results), *_missing(failed)], sys.stdout)
+    return code
 
 
 Bench = tuple[list[Planned], Callable[[Done], Any], Callable[[Any], Any]]
@@ -249,10 +252,38 @@ def _backends(args: argparse.Namespace) -> str:
     return "native,horovod" if has_horovod and args.transport is None else "native"
 
 
-def _launch(jobs: list[Planned], timeout_s: float) -> Iterator[tuple[Planned, list[dict[str, Any]]]]:
-    for number, planned in enumerate(jobs, 1):
-        print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
-        yield planned, launched(planned, timeout_s)
+def _launched(jobs: list[Planned], timeout_s: float) -> tuple[Done, Failed, int]:
+    """What was measured, what was not and why, and the exit code. What failed once is not launched again."""
+    done: Done = []
+    failed: Failed = []
+    try:
+        with termination_raises():
+            for number, planned in enumerate(jobs, 1):
+                if any(_is_again(planned, other) for other, _ in failed):
+                    failed.append((planned, "it failed before, and was not launched again"))
+                    continue
+                print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
+                try:
+                    done.append((planned, launched(planned, timeout_s)))
+                except LaunchError as error:
+                    failed.append((planned, str(error)))
+                    print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = INTERRUPTED if isinstance(end, KeyboardInterrupt) else int(end.code or 0)
+        rest = jobs[len(done) + len(failed) :]
+        return done, [*failed, *((planned, "interrupted") for planned in rest)], code
+    return done, failed, 1 if failed else 0
+
+
+def _is_again(planned: Planned, other: Planned) -> bool:
+    """Whether both are the same but for the number of the launch."""
+    return {**planned.tags, "launch": 0} == {**other.tags, "launch": 0}
+
+
+def _missing(failed: Failed) -> Iterator[Table]:
+    if failed:
+        rows = tuple((planned.what, last_words(error)) for planned, error in failed)
+        yield Table("Missing", ("job", "why"), rows, words=2)
 
 
 def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:

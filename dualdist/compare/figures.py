@@ -11,10 +11,10 @@ from dualdist.compare.bench_allreduce import bus_bandwidth
 from dualdist.compare.cells import APART, Cell, Refused
 from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.paired import Centre, centre, difference_of
+from dualdist.compare.report import last_words
 from dualdist.compare.sameness import Sameness, sameness
 from dualdist.compare.statistics import LOADED_CORES, NOISY_ROUNDS, is_loaded
 from dualdist.compare.verdict import Verdict, against, pairs, ranking, step_ratio, verdict
-from dualdist.launchers.tracebacks import exception_in
 
 LATENCY_BYTES = 8
 
@@ -110,13 +110,6 @@ def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str,
     if cell.key not in found:
         return last.error
     return f"in round {last.round + 1} it failed, and was not launched again: {last_words(last.error or '')}"
-
-
-def last_words(reason: str) -> str:
-    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line or "error:" in line]
-    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
 
 
 def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> Figures:

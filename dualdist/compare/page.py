@@ -10,11 +10,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dualdist.compare.figures import Figures, Result, last_words
+from dualdist.compare.figures import Figures, Result
 from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.machine import Machine
 from dualdist.compare.plots import plots
-from dualdist.compare.report import size_words
+from dualdist.compare.report import last_words, size_words
 from dualdist.compare.tables import curve_table, tables, write_csv
 
 TEMPLATE = "page.html.j2"

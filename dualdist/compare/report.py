@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from dualdist.compare.machine import machine, versions
 from dualdist.errors import UsageError
+from dualdist.launchers.tracebacks import exception_in
 from dualdist.redaction import hidden_in
 
 SCHEMA = 1
@@ -134,6 +135,13 @@ def check_file(option: str, where: str | None) -> None:
         raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {where}: this cannot be written; name another file")
+
+
+def last_words(reason: str) -> str:
+    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
 
 
 def milliseconds(seconds: float) -> str:

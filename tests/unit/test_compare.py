@@ -7,19 +7,23 @@ import itertools
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dualdist.cli.bench import _numbers, _size
+from dualdist.compare import bench_scale, bench_startup
+from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.bench_startup import where_raw_starts
 from dualdist.compare.bench_step import check
 from dualdist.compare.cases import CONTENDERS, MODELS, StepOptions
 from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
-from dualdist.compare.jobs import Place, Planned, Setting, launched, places, worker_command
+from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
 from dualdist.compare.report import Table, plain, size_words, typed
+from dualdist.compare.scaling import Link
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Command, Site
 
@@ -153,6 +157,28 @@ def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
     assert [place.launcher for place in found] == ["torchrun", "horovodrun", "mpirun"]
     with pytest.raises(UsageError, match="takes no --launcher"):
         where_raw_starts(found, launcher_was_named=True)
+
+
+def started(kind: str, number: int) -> tuple[Planned, list[dict[str, Any]]]:
+    tags = {"place": Place("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
+    held: dict[str, Any] = dict.fromkeys(bench_startup.HELD, 1)
+    report = {"seconds": dict.fromkeys(bench_startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
+    return Planned("x", Command(("x",)), (), tags), [report]
+
+
+def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
+    whole = [started("raw", 0), started("dualdist", 0)]
+    (found,) = bench_startup.judge([*whole, started("raw", 1)])
+    assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
+    assert list(bench_startup.tables([found]))
+    assert bench_startup.judge([started("dualdist", 0)]) == []
+
+
+def test_scale_without_its_step_or_its_sweep_predicts_nothing_and_shows_the_rest() -> None:
+    for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", Link(1e-6, 1e-9))):
+        found = bench_scale.judge([], options)
+        assert found["outlook"] == []
+        assert list(bench_scale.tables(found)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])

@@ -15,11 +15,12 @@ from comparisons import launch
 from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
 from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.figures import last_words, result
+from dualdist.compare.figures import result
 from dualdist.compare.folder import CONDITIONS, claimed
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
+from dualdist.compare.report import last_words
 from dualdist.compare.tables import tables, write_csv
 from dualdist.errors import UsageError
 
