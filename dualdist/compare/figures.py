@@ -169,11 +169,9 @@ def _exposed(own: Sequence[Launch], none: Sequence[Launch]) -> Centre | None:
 
 
 def _curve(launches: Sequence[Launch]) -> list[Point]:
-    known = [each for each in launches if each.allreduce is not None]
-    if not known:
-        return []
-    ranks, points = len(known[0].ranks), []
-    for sizes in zip(*((each.allreduce or {})["sizes"] for each in known), strict=True):
+    known = [sizes for each in launches if (sizes := (each.allreduce or {}).get("sizes")) is not None]
+    ranks, points = len(launches[0].ranks), []
+    for sizes in zip(*known, strict=True):
         nbytes = sizes[0]["bytes"]
         ours, theirs = (median(median(size["seconds"][call]) for size in sizes) for call in ("dualdist_", "raw_"))
         rates = (bus_bandwidth(nbytes, seconds, ranks) for seconds in (ours, theirs))
