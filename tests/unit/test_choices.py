@@ -17,6 +17,7 @@ from dualdist import choices
 from dualdist.choices import Conditions, Saved
 from dualdist.compare.choosing import chosen
 from dualdist.compare.launches import Launch
+from dualdist.compare.paired import least_launches
 from dualdist.errors import UsageError
 from dualdist.meeting.selection import saved_choice
 from dualdist.topology import Topology
@@ -73,13 +74,28 @@ def test_no_difference_saves_nothing() -> None:
     assert isinstance(next(chosen(few, "today")), str)
 
 
-def test_of_six_that_are_the_same_chance_saves_none() -> None:
-    """The fastest and the slowest of several always differ; 5% of 60 is 3."""
+@pytest.mark.parametrize(("names", "runs"), [("ab", 6), ("abc", 6), ("abc", 7), ("abcd", 8), ("abcdef", 10)])
+def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -> None:
+    """The fastest and the slowest of several always differ; with 15 or more of 200 a rate of 5% would be found out in
+    92 of 100 cases.
+    """
     draw = random.Random(0)
     drawn = (
-        {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(9)]) for name in "abcdef"} for _ in range(60)
+        {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(runs)]) for name in names} for _ in range(200)
     )
-    assert sum(isinstance(told, Saved) for each in drawn for told in chosen(each, "today")) <= 6
+    assert sum(isinstance(told, Saved) for each in drawn for told in chosen(each, "today")) <= 14
+
+
+def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None:
+    assert [least_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
+
+    def told(names: str, runs: int) -> Saved | str:
+        (found,) = chosen({name: launches(name, [place] * runs) for place, name in enumerate(names, 1)}, "today")
+        return found
+
+    assert str(told("abc", 6)).endswith(": 3 contenders need 7 runs of each")
+    assert isinstance(told("abc", 7), Saved)
+    assert str(told("abcd", 7)).endswith(": 4 contenders need 8 runs of each")
 
 
 def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:

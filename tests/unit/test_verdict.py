@@ -9,14 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from comparisons import launch, launches
+from comparisons import launch, launches, rank
 from scipy import stats
 
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.contest import unfit
 from dualdist.compare.figures import result
 from dualdist.compare.jobs import Place
-from dualdist.compare.launches import Launch, by_cell
+from dualdist.compare.launches import Launch, Rank, by_cell, foreign_of
 from dualdist.compare.paired import LEAST_LAUNCHES, centre, ratio_of, student
 from dualdist.compare.sameness import sameness
 from dualdist.compare.schedule import Limits, Rounds, order_of
@@ -294,6 +294,31 @@ def test_figures_follow_from_what_ranks_recorded() -> None:
     assert ours.exposed_s.value == pytest.approx(0.05)
     assert (ours.startup_s, ours.init_s) == (4.0, 2.0)
     assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
+
+
+def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() -> None:
+    cell = Cell(OURS, PLACE)
+    timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
+    swept, not_swept = (
+        launch(cell.key, number, 1.0).model_copy(update={"allreduce": allreduce})
+        for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
+    )
+    (found,) = result([cell], [], [not_swept, swept], "complete").cells
+    assert (found.runs, [point.seconds for point in found.curve]) == (2, [2.0])
+    (found,) = result([cell], [], [not_swept], "complete").cells
+    assert (found.runs, found.curve, found.latency_s) == (1, [], None)
+
+
+def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
+    def ranks(*nodes: int, **changes: object) -> list[Rank]:
+        return [rank(number, 0.1, node=node, **changes) for number, node in enumerate(nodes)]
+
+    seen: dict[str, object] = {"window_s": 2.0, "machine_s": 3.0, "own_s": 1.0}
+    assert foreign_of(ranks(0, 0, **seen)) == 0.5
+    assert foreign_of(ranks(0, 1, **seen)) == 1.0  # of each host
+    assert foreign_of(ranks(0, 0, **seen | {"window_s": 0.5})) is None
+    assert foreign_of([*ranks(0, **seen), rank(1, 0.1, window_s=None, machine_s=None, own_s=None)]) is None
+    assert foreign_of(ranks(0, 0, **seen | {"machine_s": None})) is None
 
 
 def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
