@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dualdist.compare.launches import Launch
     from dualdist.compare.schedule import Rounds
 
-ROUNDS, BUDGET = 9, "5m"
+ROUNDS, BUDGET = 9, "15m"
 WARMUP = 3
 EXAMPLES = (
     "dualdist compare",
@@ -43,7 +43,7 @@ EXAMPLES = (
 )
 COMMON = {
     "ranks": "how many ranks, on this host (default: 2)",
-    "budget": "start no round that would end later (default: 5m)",
+    "budget": f"start no round that would end later (default: {BUDGET})",
     "backends": "of native, horovod, mpi (default: all)",
     "transports": "of shm, gloo, mpi, nccl (default: all)",
     "launchers": "default: the one that fits each",

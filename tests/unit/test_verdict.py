@@ -379,14 +379,25 @@ def test_no_round_begins_that_would_not_end_within_the_budget() -> None:
     rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert rounds.left_s() == 100.0  # all would take longer
     assert len(list(rounds)) == 9  # three rounds of 30 s
-    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up")
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 30 s")
 
 
 def test_a_first_round_that_takes_too_long_is_broken_off() -> None:
     clock = Clock(60.0)
     rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert len(list(rounds)) == 2
-    assert "first round" in rounds.ended
+    assert "used up in the first round; a round takes about 180 s, more than the budget" in rounds.ended
+
+
+def test_every_run_that_goes_on_comes_further_though_no_round_fits_the_budget() -> None:
+    done: list[Launch] = []
+    for _ in range(4):
+        before = len(done)
+        clock = Clock(60.0)
+        rounds = Rounds(CELLS, Limits(2, 100.0), clock.launch, done, clock=lambda clock=clock: clock.now)
+        done += list(rounds)
+        assert len(done) > before
+    assert rounds.ended == "complete"
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was() -> None:
