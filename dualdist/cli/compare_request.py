@@ -22,7 +22,10 @@ from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import Site
-from dualdist.launchers.planning import SLURM_JOB, THREADS, threads
+from dualdist.launchers.base import BACKEND, TRANSPORT
+from dualdist.launchers.link import LINK
+from dualdist.launchers.planning import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads
+from dualdist.launchers.processes import MARK
 from dualdist.limits import usable_cores
 from dualdist.redaction import hidden_in
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
+# Variables that ranks inherit and that change how they communicate or compute.
+INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_", "MPICH_", "I_MPI_", "CUDA_")
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -168,7 +173,12 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    more: dict[str, Any] = {"env": _kept(args.env)}
+    own = {BACKEND, TRANSPORT, LINK, MARK, *setting_of(args).variables()}
+    names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
+    more: dict[str, Any] = {
+        "env": _kept(args.env),
+        "inherited": _kept([f"{name}={os.environ[name]}" for name in names]),
+    }
     more |= {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
     if args.script is not None:
         more |= {

@@ -41,11 +41,19 @@ def record(
         "command": command,
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": asdict(machine()),
-        "versions": versions(),
+        "versions": versions() | _of_gpus(jobs),
         "settings": settings,
         "results": results,
         "jobs": jobs,
     }
+
+
+def _of_gpus(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The CUDA and the NCCL that ranks on GPUs had."""
+    for rank in (rank for job in jobs for rank in job.get("ranks") or job.get("reports") or ()):
+        if rank.get("cuda"):
+            return {"CUDA": rank["cuda"], "NCCL": rank["nccl"]}
+    return {}
 
 
 def typed(words: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, rep
 from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
-from dualdist.compare.report import Table, plain, size_words, typed
+from dualdist.compare.report import Table, plain, record, size_words, typed
 from dualdist.compare.scaling import Link
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Command, Site
@@ -142,6 +142,13 @@ def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of
     with pytest.raises(LaunchError, match=r"was not done after") as told:
         launched(slow, 0.5)
     assert "hush" not in str(told.value)
+
+
+def test_the_record_has_the_cuda_and_nccl_of_ranks_on_gpus() -> None:
+    on_cpu, on_gpu = {"cuda": None, "nccl": None}, {"cuda": "13.0", "nccl": "2.28.3"}
+    for jobs in ([{"ranks": [on_cpu]}, {"ranks": [on_gpu]}], [{"reports": [{}]}, {"reports": [on_gpu]}]):
+        assert record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
+    assert "CUDA" not in record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:

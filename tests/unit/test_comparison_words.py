@@ -115,6 +115,39 @@ def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) ->
         conditions(*words)
 
 
+def test_conditions_hold_the_gpus_and_what_ranks_inherit_that_changes_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = conditions()
+    assert before["machine"].keys() >= {"gpus", "driver"}
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_ALGO",
+        "HOROVOD_CYCLE_TIME",
+        "OMPI_MCA_btl",
+        "UCX_TLS",
+        "CUDA_VISIBLE_DEVICES",
+    ):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "changed")
+            assert f"{name}=changed" in conditions()["inherited"]
+    for name in (
+        "OMP_NUM_THREADS",
+        "DUALDIST_BACKEND",
+        "DUALDIST_JOB",
+        "EDITOR",
+    ):  # each launch sets its own, or none reads it
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "changed")
+            assert conditions("--threads", "1") == before
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush-1")
+    kept = conditions()
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush-2")
+    assert kept != conditions()
+    assert "hush" not in json.dumps([kept, conditions()])
+
+
 @pytest.mark.parametrize(
     ("own", "words", "threads"),
     [("", (), 4), ("3", (), 3), ("3,2", (), 3), ("nonsense", (), 4), ("3", ("--threads", "2"), 2)],
