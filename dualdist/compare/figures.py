@@ -47,7 +47,7 @@ class Figures:
     rate: Centre | None  # samples a second, of all ranks
     rate_of_ranks: list[float] | None
     over_fastest: Centre | None  # its step over the fastest contender's
-    efficiency: Centre | None  # of the ranks, against one rank on its own part of the batch
+    efficiency: Centre | None  # of the ranks, against one rank on its own part of the batch; a script's is not known
     exposed_s: Centre | None  # what a step takes more than without communication
     latency_s: float | None
     bus_gb_s: float | None  # of the largest allreduce
@@ -115,9 +115,7 @@ def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str,
 def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> Figures:
     own = found[cell.key]
     first = own[0].first
-    one, none = (
-        next((each for key, each in found.items() if key.startswith(f"{kind}-")), []) for kind in ("one", "none")
-    )
+    none, one = (_of_kind(found, kind) for kind in APART)
     batch = own[0].batch
     curve = _curve(own)
     return Figures(
@@ -134,7 +132,7 @@ def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[La
         rate=centre([batch / each.step_s for each in own]) if batch else None,
         rate_of_ranks=_rates(own, batch) if batch else None,
         over_fastest=step_ratio(own, fastest) if cell.kind not in APART else None,
-        efficiency=step_ratio(one, own) if cell.kind != "one" else None,
+        efficiency=step_ratio(one, own) if cell.kind != "one" and batch else None,
         exposed_s=_exposed(own, none) if cell.kind not in APART else None,
         latency_s=next((point.seconds for point in curve if point.nbytes == LATENCY_BYTES), None),
         bus_gb_s=curve[-1].bus_gb_s if curve else None,

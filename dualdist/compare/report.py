@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -120,9 +121,22 @@ def _by_rich(table: Table, out: TextIO) -> bool:
     return True
 
 
+def dumps(data: Any, indent: int | None = None) -> str:
+    """The data as JSON that any program reads: it knows no NaN and no infinity, for which null stands."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
+
+
 def write_json(kept: dict[str, Any], where: str) -> None:
     """The record is in the file, or on standard output for -."""
-    text = json.dumps(kept, indent=1)
+    text = dumps(kept, indent=1)
     if where == "-":
         sys.stdout.write(f"{text}\n")
         return
@@ -134,11 +148,16 @@ def write_json(kept: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def check_file(option: str, where: str | None) -> None:
-    """UsageError now rather than after an hour of measuring, where the file could not be written."""
+def check_file(option: str, where: str | None, folder: str | None = None) -> None:
+    """UsageError now rather than after an hour of measuring, where the file could not be written.
+
+    The folder will be there by then.
+    """
     if where in (None, "-"):
         return
     path = Path(str(where)).resolve()
+    if folder is not None and path.parent == Path(folder).resolve() and not path.parent.exists():
+        return
     if not path.parent.is_dir():
         raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

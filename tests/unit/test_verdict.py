@@ -296,6 +296,12 @@ def test_figures_follow_from_what_ranks_recorded() -> None:
     assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
 
 
+def test_of_a_script_no_efficiency_is_told_as_nobody_knows_what_one_rank_has_to_do_alone() -> None:
+    cell, one = Cell(OURS, PLACE), Cell("one", Place("auto", None, "python"))
+    found = [launch(each.key, 0, 0.1).model_copy(update={"batch": None}) for each in (cell, one)]
+    assert [each.efficiency for each in result([cell, one], [], found, "complete").cells] == [None, None]
+
+
 def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() -> None:
     cell = Cell(OURS, PLACE)
     timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
