@@ -18,9 +18,9 @@ from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds
 from dualdist.cli.helping import completes
 from dualdist.compare.cases import IMAGE_SIZE, MODELS
 from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
-from dualdist.compare.folder import RUNNING, claimed
+from dualdist.compare.folder import RUNNING, claimed, looked_at
 from dualdist.compare.jobs import Setting
-from dualdist.compare.report import record, show, typed, write_json
+from dualdist.compare.report import last_words, record, show, typed, write_json
 from dualdist.errors import UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import LAUNCHERS, Site
@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         kept = contest.kept(cells)
         rounds = _rounds(args, contest, cells, kept)
         if args.dry_run:
+            for each in refused:
+                print(f"dualdist compare: not {each.cell.label}: {last_words(each.reason)}", file=sys.stderr)
             for number in range(args.rounds):
                 for cell in rounds.left_in(number):
                     print(contest.planned(cell, number).line)
@@ -216,9 +218,13 @@ def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept:
 
 @contextmanager
 def _folder(args: argparse.Namespace) -> Iterator[Path]:
-    """Where launches are kept: in the output, or only until the end."""
-    if args.output is not None and not args.dry_run:
+    """Where launches are kept: in the output, which a dry run leaves as it is, or only until the end."""
+    if args.output is not None:
         folder = Path(args.output).resolve()
+        if args.dry_run:
+            looked_at(folder, conditions_of(args))
+            yield folder
+            return
         with claimed(folder, conditions_of(args)):
             try:
                 yield folder

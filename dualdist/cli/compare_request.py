@@ -14,10 +14,20 @@ import dualdist
 from dualdist import choices
 from dualdist.asked import ask_torch
 from dualdist.compare.cases import MODELS, TrainOptions
-from dualdist.compare.cells import DEFAULT_REFERENCES, OURS, Cell, Facts, Refused, places_of, references, sorted_out
+from dualdist.compare.cells import (
+    DEFAULT_REFERENCES,
+    OURS,
+    REFERENCES,
+    Cell,
+    Facts,
+    Refused,
+    places_of,
+    references,
+    sorted_out,
+)
 from dualdist.compare.jobs import Setting
 from dualdist.compare.machine import machine, versions
-from dualdist.compare.report import check_file
+from dualdist.compare.report import check_file, last_words
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.jobs.pairs import CARRIERS
@@ -42,7 +52,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
     """What will run, and what cannot."""
     facts = Facts(
-        gpus=0 if args.device == "cpu" else _gpus(site),
+        gpus=0 if args.device == "cpu" else gpus_of(site),
         device=args.device,
         backends=installed_backends(),
         is_in_slurm=SLURM_JOB in os.environ,
@@ -57,18 +67,26 @@ def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[li
     if cells and args.self_check is not None:
         first = cells[0].place
         cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
-    names = list(DEFAULT_REFERENCES) if args.references is None else _words(args.references) or []
+    names = list(dict.fromkeys(DEFAULT_REFERENCES if args.references is None else _words(args.references) or []))
+    for name in names:
+        if name not in REFERENCES:
+            raise UsageError(f"reference {name!r}: expected one of {', '.join(REFERENCES)}")
     if args.script is not None:
+        if args.references is not None and set(names) - {"one"}:
+            raise UsageError(f"--references {args.references}: beside a script only `one` can run, one rank alone")
         names = [name for name in names if name == "one"]
     for each in references(names, cells, facts):
         if isinstance(each, Cell):
             cells.append(each)
         else:
             refused.append(each)
+    if not any(cell.is_contender for cell in cells):
+        reasons = [f"{each.cell.label}: {last_words(each.reason)}" for each in refused if each.cell.is_contender]
+        raise UsageError("\n  ".join(["no contender can run here:", *reasons]))
     return cells, refused
 
 
-def _gpus(site: Site) -> int:
+def gpus_of(site: Site) -> int:
     """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
     if versions().get("torch", "").endswith("+cpu"):
         return 0
@@ -118,8 +136,8 @@ def seconds(text: str) -> float:
 
 def check(args: argparse.Namespace) -> None:
     """UsageError for what cannot be right, before anything takes time."""
-    check_file("--json", args.json)
-    check_file("--csv", args.csv)
+    check_file("--json", args.json, args.output)
+    check_file("--csv", args.csv, args.output)
     if args.save_choice:
         choices.load(choices.path_of(os.environ))
     seconds(args.budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,7 @@ from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, rep
 from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
-from dualdist.compare.report import Table, plain, record, size_words, typed
+from dualdist.compare.report import Table, check_file, dumps, plain, record, size_words, typed
 from dualdist.compare.scaling import Link
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Command, Site
@@ -149,6 +150,18 @@ def test_the_record_has_the_cuda_and_nccl_of_ranks_on_gpus() -> None:
     for jobs in ([{"ranks": [on_cpu]}, {"ranks": [on_gpu]}], [{"reports": [{}]}, {"reports": [on_gpu]}]):
         assert record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
     assert "CUDA" not in record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
+
+
+def test_json_has_null_where_a_number_is_none() -> None:
+    data = {"a": [math.nan, 1.5, (math.inf, "NaN")], "b": {"c": -math.inf, "d": None, "e": True}}
+    assert dumps(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
+
+
+def test_a_file_may_lie_in_the_folder_that_will_be_made(tmp_path: Path) -> None:
+    check_file("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")
+    for folder in (None, f"{tmp_path}/other"):
+        with pytest.raises(UsageError, match="there is no folder"):
+            check_file("--json", f"{tmp_path}/new/x.json", folder)
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:

@@ -16,7 +16,7 @@ from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.figures import result
-from dualdist.compare.folder import CONDITIONS, claimed
+from dualdist.compare.folder import CONDITIONS, claimed, looked_at
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
@@ -185,6 +185,11 @@ def claim(folder: Path, conditions: dict[str, Any]) -> None:
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    looked_at(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    looked_at(tmp_path / "none", {})
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
+        looked_at(tmp_path / "new", {"seed": 0, "model": "resnet18"})
     assert [path.name for path in (tmp_path / "new").iterdir()] == [CONDITIONS]
     with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
         claim(tmp_path / "new", {"seed": 0, "model": "resnet18"})
