@@ -171,7 +171,18 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, what: st
         assert argv[:3] == ["env", "OMP_NUM_THREADS=1", "DUALDIST_BACKEND=native"]
         assert any(word.endswith("/torchrun") for word in argv)
     assert outcome.stderr == ""
-    assert not list((tmp_path / "kept").iterdir())
+    assert not (tmp_path / "kept").exists()
+
+
+def test_what_is_measured_where_no_backend_is_named_is_all_that_can_run(launch: Launch, openmpi: OpenMPI) -> None:
+    def backends(*words: str) -> list[str]:
+        lines = launch([*BENCH, *words, "--dry-run", "--device", "cpu"]).stdout.splitlines()
+        found = [word for line in lines for word in shlex.split(line) if word.startswith("DUALDIST_BACKEND=")]
+        return [word.partition("=")[2] for word in dict.fromkeys(found)]
+
+    assert backends("allreduce") == backends("step") == backends("startup") == ["native", "horovod", "mpi"]
+    assert backends("allreduce", "--transport", "shm") == ["native"]
+    assert backends("allreduce", "--launcher", "torchrun") == ["native", "horovod"]
 
 
 def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path) -> None:
@@ -209,6 +220,9 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("scale", "--ranks", "1"), "ranks [1]: expected numbers of 2 or more"),
         (("scale", "--alpha-us", "3"), "give both"),
         (("scale", "--compute-ms", "3"), "give both, or neither"),
+        (("scale", "--alpha-us", "0", "--beta-gb-s", "inf", "--compute-ms", "3", "--bytes", "8"), "as 2.5 and 12"),
+        (("scale", "--alpha-us", "nan", "--beta-gb-s", "1"), "as 2.5 and 12"),
+        (("scale", "--compute-ms", "0", "--bytes", "8"), "--compute-ms 0: expected a time above 0"),
         (("scale", "--ranks", "64"), "nothing to fit"),
         (("scale", "--backend", "native,horovod"), "one backend at a time"),
     ],
