@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def can_count(topology: Topology) -> bool:
 
 
 def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], tuple[str, int]]) -> Saved | None:
-    """The choice that was made for such a job on such a host, if there is one.
+    """The choice that was made for such a job on such a host, else one for other threads, if there is one.
 
     `device` gives "cpu" or a GPU's name, and a rank's threads, which take a while to find out.
     """
@@ -115,4 +115,5 @@ def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], tupl
         return None
     name, threads = device()
     here = Conditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
-    return next((each for each in saved if each.conditions == here), None)
+    near = [each for each in saved if replace(each.conditions, threads=threads) == here]
+    return next((each for each in near if each.conditions == here), next(iter(near), None))

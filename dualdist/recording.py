@@ -171,6 +171,7 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
     cuda = device.type == "cuda"
     return {
         "ranks": topology.size,
+        "node": topology.node,
         "nodes": topology.nodes,
         "backend": backend,
         "transport": transport,

@@ -14,6 +14,7 @@ SECRET = (
 )
 SECRET_NAME = re.compile(SECRET, re.IGNORECASE)
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
+OPTION = re.compile(r"--?[\w-]+=(?=[A-Za-z_]\w*=)")  # whose value is a setting: --env=NAME=value
 # Shorter values are words that may stand in any text.
 LEAST_LENGTH = 4
 QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
@@ -55,6 +56,8 @@ def hidden_in(argv: Iterable[str]) -> list[str]:
 
 
 def _hidden_in(word: str) -> str:
+    if option := OPTION.match(word):
+        return option[0] + _hidden_in(word[option.end() :])
     name, equals, _ = word.partition("=")
     is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)  # whatever blanks and quotes the value has
     return f"{name}={HIDDEN}" if is_whole else redacted(word)

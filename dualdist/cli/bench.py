@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import shlex
+import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,18 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.cli.bench_help import HELP, WHATS
+from dualdist.cli.compare_request import gpus_of
 from dualdist.cli.helping import add_help, add_list, completes
 from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_step
 from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
-from dualdist.compare.jobs import CHOICES, Planned, Setting, launched, places
-from dualdist.compare.report import check_file, record, show, write_json
+from dualdist.compare.cells import Facts, refusal
+from dualdist.compare.jobs import CHOICES, Place, Planned, Setting, launched, places
+from dualdist.compare.report import Table, check_file, last_words, record, show, typed, write_json
 from dualdist.compare.scaling import Link
-from dualdist.errors import UsageError
+from dualdist.doctor import installed_backends
+from dualdist.errors import LaunchError, UsageError
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.planning import SLURM_JOB
 from dualdist.launchers.run import look
+from dualdist.redaction import hidden_in
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
+INTERRUPTED = 130
 Done = list[tuple[Planned, list[dict[str, Any]]]]
+Failed = list[tuple[Planned, str]]  # and why
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +94,9 @@ def _part(parts: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
         "--backend",
         default=None,
         metavar="B[:T],...",
-        help="backends, each a job of its own, with a transport if need be: native,horovod:mpi (default: all usable)",
+        help="one backend, with a transport if need be: horovod:mpi (default: native)"
+        if name == "scale"
+        else "backends, each a job of its own, with a transport if need be: native,horovod:mpi (default: all usable)",
     )
     add("--transport", metavar="T", help="for the backends that are named without one")
     add("--launcher", metavar="L", help=f"of {', '.join(CHOICES)} (default: mpirun for MPI, else torchrun)")
@@ -108,27 +119,27 @@ def _part(parts: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the jobs, and print or write what they found."""
+    """Launch the jobs, and print or write what they found; 1 where a job failed, 130 after Ctrl-C."""
     check_file("--json", args.json)
     for name in ("rounds", "launches"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: expected 1 or more")
-    with _folder(args.keep) as folder:
+    with _folder(args.keep, is_dry=args.dry_run) as folder:
         jobs, judge, tables = BENCHES[args.what](args, folder)
         if args.dry_run:
             for planned in jobs:
                 print(planned.line)
             return 0
-        done = list(_launch(jobs, args.timeout))
+        done, failed, code = _launched(jobs, args.timeout)
     results = judge(done)
-    kept = record(
-        args.what, _command(), _settings(args), [_job(planned, reports) for planned, reports in done], results
-    )
+    told = [_job(planned, reports) for planned, reports in done]
+    told += [{**_job(planned, []), "error": error} for planned, error in failed]
+    kept = record(args.what, typed(sys.argv[1:]), _settings(args), told, results)
     if args.json is not None:
         write_json(kept, args.json)
     if args.json != "-":
-        show(kept, list(tables(results)), sys.stdout)
-    return 0
+        show(kept, [*tables(results), *_missing(failed)], sys.stdout)
+    return code
 
 
 Bench = tuple[list[Planned], Callable[[Done], Any], Callable[[Any], Any]]
@@ -146,7 +157,8 @@ def _step(args: argparse.Namespace, folder: Path) -> Bench:
             raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {value} or more")
     shared = {name: getattr(args, name) for name in ("rounds", "steps", "block_s", "warmup", "batch", "image_size")}
     options = [StepOptions(name, chosen, **shared) for name in names]
-    where, setting = places(_backends(args), args.transport, args.launcher), _setting(args)
+    setting = _setting(args)
+    where = _places(args, setting, args.launcher)
     jobs = bench_step.plan(
         where, options, setting, look(), folder, launches=args.launches, with_memory=not args.no_memory
     )
@@ -155,7 +167,8 @@ def _step(args: argparse.Namespace, folder: Path) -> Bench:
 
 def _allreduce(args: argparse.Namespace, folder: Path) -> Bench:
     options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
-    where, setting = places(_backends(args), args.transport, args.launcher), _setting(args)
+    setting = _setting(args)
+    where = _places(args, setting, args.launcher)
     jobs = bench_allreduce.plan(where, options, setting, look(), folder, launches=args.launches)
     return list(jobs), bench_allreduce.judge, bench_allreduce.tables
 
@@ -163,9 +176,9 @@ def _allreduce(args: argparse.Namespace, folder: Path) -> Bench:
 def _startup(args: argparse.Namespace, folder: Path) -> Bench:
     if args.launches != 1:
         raise UsageError("bench startup launches every job anew anyway: say --rounds, not --launches")
-    found = places(_backends(args), args.transport, None)
-    where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
     settings = [_setting(args, ranks=ranks) for ranks in _numbers(args.ranks)]
+    found = _places(args, settings[-1], None)
+    where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
     jobs = bench_startup.plan(where, settings, look(), folder, rounds=args.rounds)
     return list(jobs), bench_startup.judge, bench_startup.tables
 
@@ -175,6 +188,8 @@ def _scale(args: argparse.Namespace, folder: Path) -> Bench:
         raise UsageError("bench scale takes no --launches: say --rounds")
     if args.model not in MODELS:
         raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    if args.compute_ms is not None and not 0 < args.compute_ms < math.inf:
+        raise UsageError(f"--compute-ms {args.compute_ms:g}: expected a time above 0")
     options = ScaleOptions(
         _numbers(args.ranks),
         args.measure_up_to,
@@ -204,7 +219,7 @@ def _link(args: argparse.Namespace) -> Link | None:
     given = (args.alpha_us, args.beta_gb_s)
     if given == (None, None):
         return None
-    if None in given or args.alpha_us < 0 or args.beta_gb_s <= 0:
+    if None in given or not (0 <= args.alpha_us < math.inf and 0 < args.beta_gb_s < math.inf):
         raise UsageError("--alpha-us and --beta-gb-s describe one link together: give both, as 2.5 and 12")
     return Link(args.alpha_us / 1e6, 1 / (args.beta_gb_s * 1e9))
 
@@ -241,18 +256,53 @@ def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
     )
 
 
-def _backends(args: argparse.Namespace) -> str:
-    """What was named, else every backend that is installed here."""
+def _places(args: argparse.Namespace, setting: Setting, launcher: str | None) -> list[Place]:
+    """Those of the backends that were named, else of all that can run here."""
     if args.backend is not None:
-        return str(args.backend)
-    has_horovod = importlib.util.find_spec("horovod") is not None
-    return "native,horovod" if has_horovod and args.transport is None else "native"
+        return places(args.backend, args.transport, launcher)
+    site, found = look(), places(",".join(CARRIERS), args.transport, launcher)
+    gpus = 0 if args.device == "cpu" else gpus_of(site)
+    facts = Facts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
+    reasons = {place: refusal(place, setting, site, facts) for place in found}
+    # raw mpi4py, beside which the backend is measured, moves CPU tensors only.
+    usable = [place for place in found if reasons[place] is None and not (place.backend == "mpi" and gpus)]
+    if not usable:
+        raise UsageError(f"no backend can run here: {'; '.join(filter(None, reasons.values()))}")
+    return usable
 
 
-def _launch(jobs: list[Planned], timeout_s: float) -> Iterator[tuple[Planned, list[dict[str, Any]]]]:
-    for number, planned in enumerate(jobs, 1):
-        print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
-        yield planned, launched(planned, timeout_s)
+def _launched(jobs: list[Planned], timeout_s: float) -> tuple[Done, Failed, int]:
+    """What was measured, what was not and why, and the exit code. What failed once is not launched again."""
+    done: Done = []
+    failed: Failed = []
+    try:
+        with termination_raises():
+            for number, planned in enumerate(jobs, 1):
+                if any(_is_again(planned, other) for other, _ in failed):
+                    failed.append((planned, "it failed before, and was not launched again"))
+                    continue
+                print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
+                try:
+                    done.append((planned, launched(planned, timeout_s)))
+                except LaunchError as error:
+                    failed.append((planned, str(error)))
+                    print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = INTERRUPTED if isinstance(end, KeyboardInterrupt) else int(end.code or 0)
+        rest = jobs[len(done) + len(failed) :]
+        return done, [*failed, *((planned, "interrupted") for planned in rest)], code
+    return done, failed, 1 if failed else 0
+
+
+def _is_again(planned: Planned, other: Planned) -> bool:
+    """Whether both are the same but for the number of the launch."""
+    return {**planned.tags, "launch": 0} == {**other.tags, "launch": 0}
+
+
+def _missing(failed: Failed) -> Iterator[Table]:
+    if failed:
+        rows = tuple((planned.what, last_words(error)) for planned, error in failed)
+        yield Table("Missing", ("job", "why"), rows, words=2)
 
 
 def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -260,22 +310,19 @@ def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("ranks", "threads", "device", "rounds", "launches", "env")
-    return {name: getattr(args, name) for name in names}
-
-
-def _command() -> str:
-    return shlex.join(["dualdist", *sys.argv[1:]])
+    names = ("ranks", "threads", "device", "rounds", "launches")
+    return {**{name: getattr(args, name) for name in names}, "env": hidden_in(args.env)}
 
 
 @contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
-    """Where the ranks leave their reports: new, so that no old report is taken for one of theirs."""
+def _folder(keep: str | None, *, is_dry: bool) -> Iterator[Path]:
+    """Where the ranks leave their reports: new, so that no old one is taken for theirs. A dry run makes none."""
     if keep is not None:
         folder = Path(keep).resolve()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            is_empty = not any(folder.iterdir())
+            if not is_dry:
+                folder.mkdir(parents=True, exist_ok=True)
+            is_empty = not folder.exists() or not any(folder.iterdir())
         except OSError as error:
             raise UsageError(f"--keep {keep}: cannot be used ({error.strerror}); name a new or empty folder") from error
         if not is_empty:

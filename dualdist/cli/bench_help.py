@@ -31,7 +31,9 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "startup": (EVERY, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
     "scale": (
-        {"model": "whose step is measured on one rank", "measure_up_to": "launch no more ranks than these", **EVERY},
+        {"model": "whose step is measured on one rank", "measure_up_to": "launch no more ranks than these"}
+        | EVERY
+        | {"backend": "one, as horovod:mpi (default: native)"},
         ("dualdist bench scale --ranks 2,4,8,64,512",),
     ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -19,9 +18,9 @@ from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds
 from dualdist.cli.helping import completes
 from dualdist.compare.cases import IMAGE_SIZE, MODELS
 from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
-from dualdist.compare.folder import RUNNING, claimed
+from dualdist.compare.folder import RUNNING, claimed, looked_at
 from dualdist.compare.jobs import Setting
-from dualdist.compare.report import record, show, write_json
+from dualdist.compare.report import last_words, record, show, typed, write_json
 from dualdist.errors import UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import LAUNCHERS, Site
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from dualdist.compare.launches import Launch
     from dualdist.compare.schedule import Rounds
 
-ROUNDS, BUDGET = 9, "5m"
+ROUNDS, BUDGET = 9, "15m"
 WARMUP = 3
 EXAMPLES = (
     "dualdist compare",
@@ -44,7 +43,7 @@ EXAMPLES = (
 )
 COMMON = {
     "ranks": "how many ranks, on this host (default: 2)",
-    "budget": "start no round that would end later (default: 5m)",
+    "budget": f"start no round that would end later (default: {BUDGET})",
     "backends": "of native, horovod, mpi (default: all)",
     "transports": "of shm, gloo, mpi, nccl (default: all)",
     "launchers": "default: the one that fits each",
@@ -98,7 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work("--script", metavar="FILE", help="your own program that calls dd.wrap_optimizer, instead of a model")
     work("--as-horovod", action="store_true", help="the script was written for Horovod: it finds dualdist.hvd instead")
     work("arguments", nargs="*", metavar="ARGUMENT", help="the script's own arguments, after --")
-    work("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS of each rank (default: 1)")
+    work("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank (default: as dualdist run gives it)")
     work("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU where torch sees one")
     work("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank; again for more")
     out = parser.add_argument_group("results").add_argument
@@ -126,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         kept = contest.kept(cells)
         rounds = _rounds(args, contest, cells, kept)
         if args.dry_run:
+            for each in refused:
+                print(f"dualdist compare: not {each.cell.label}: {last_words(each.reason)}", file=sys.stderr)
             for number in range(args.rounds):
                 for cell in rounds.left_in(number):
                     print(contest.planned(cell, number).line)
@@ -164,7 +165,7 @@ def _report(
     from dualdist.compare.tables import tables, write_csv
 
     jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
-    kept = record("compare", shlex.join(["dualdist", *sys.argv[1:]]), settings_of(args), jobs, asdict(found))
+    kept = record("compare", typed(sys.argv[1:]), settings_of(args), jobs, asdict(found))
     if args.json != "-":
         show(kept, list(tables(found)), sys.stdout)
         print(f"\nmachine   {found.noise}\nlaunches  {found.launches}, {found.ended}")
@@ -217,9 +218,13 @@ def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept:
 
 @contextmanager
 def _folder(args: argparse.Namespace) -> Iterator[Path]:
-    """Where launches are kept: in the output, or only until the end."""
-    if args.output is not None and not args.dry_run:
+    """Where launches are kept: in the output, which a dry run leaves as it is, or only until the end."""
+    if args.output is not None:
         folder = Path(args.output).resolve()
+        if args.dry_run:
+            looked_at(folder, conditions_of(args))
+            yield folder
+            return
         with claimed(folder, conditions_of(args)):
             try:
                 yield folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,28 +14,45 @@ import dualdist
 from dualdist import choices
 from dualdist.asked import ask_torch
 from dualdist.compare.cases import MODELS, TrainOptions
-from dualdist.compare.cells import DEFAULT_REFERENCES, OURS, Cell, Facts, Refused, places_of, references, sorted_out
+from dualdist.compare.cells import (
+    DEFAULT_REFERENCES,
+    OURS,
+    REFERENCES,
+    Cell,
+    Facts,
+    Refused,
+    places_of,
+    references,
+    sorted_out,
+)
 from dualdist.compare.jobs import Setting
 from dualdist.compare.machine import machine, versions
-from dualdist.compare.report import check_file
+from dualdist.compare.report import check_file, last_words
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.jobs.pairs import CARRIERS
 from dualdist.launchers import Site
-from dualdist.launchers.planning import SLURM_JOB
+from dualdist.launchers.base import BACKEND, TRANSPORT
+from dualdist.launchers.link import LINK
+from dualdist.launchers.planning import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads
+from dualdist.launchers.processes import MARK
+from dualdist.limits import usable_cores
+from dualdist.redaction import hidden_in
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Script
 
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
+# Variables that ranks inherit and that change how they communicate or compute.
+INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_", "MPICH_", "I_MPI_", "CUDA_")
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
     """What will run, and what cannot."""
     facts = Facts(
-        gpus=0 if args.device == "cpu" else _gpus(site),
+        gpus=0 if args.device == "cpu" else gpus_of(site),
         device=args.device,
         backends=installed_backends(),
         is_in_slurm=SLURM_JOB in os.environ,
@@ -49,18 +67,26 @@ def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[li
     if cells and args.self_check is not None:
         first = cells[0].place
         cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
-    names = list(DEFAULT_REFERENCES) if args.references is None else _words(args.references) or []
+    names = list(dict.fromkeys(DEFAULT_REFERENCES if args.references is None else _words(args.references) or []))
+    for name in names:
+        if name not in REFERENCES:
+            raise UsageError(f"reference {name!r}: expected one of {', '.join(REFERENCES)}")
     if args.script is not None:
+        if args.references is not None and set(names) - {"one"}:
+            raise UsageError(f"--references {args.references}: beside a script only `one` can run, one rank alone")
         names = [name for name in names if name == "one"]
     for each in references(names, cells, facts):
         if isinstance(each, Cell):
             cells.append(each)
         else:
             refused.append(each)
+    if not any(cell.is_contender for cell in cells):
+        reasons = [f"{each.cell.label}: {last_words(each.reason)}" for each in refused if each.cell.is_contender]
+        raise UsageError("\n  ".join(["no contender can run here:", *reasons]))
     return cells, refused
 
 
-def _gpus(site: Site) -> int:
+def gpus_of(site: Site) -> int:
     """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
     if versions().get("torch", "").endswith("+cpu"):
         return 0
@@ -110,8 +136,8 @@ def seconds(text: str) -> float:
 
 def check(args: argparse.Namespace) -> None:
     """UsageError for what cannot be right, before anything takes time."""
-    check_file("--json", args.json)
-    check_file("--csv", args.csv)
+    check_file("--json", args.json, args.output)
+    check_file("--csv", args.csv, args.output)
     if args.save_choice:
         choices.load(choices.path_of(os.environ))
     seconds(args.budget)
@@ -138,15 +164,24 @@ def setting_of(args: argparse.Namespace) -> Setting:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(args.ranks, args.threads, args.device, args.timeout, min(300.0, args.timeout), variables)
+    return Setting(args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), variables)
+
+
+def _threads(args: argparse.Namespace) -> int:
+    """Of a rank: what was asked for, else what `dualdist run` gives it here, where a saved choice shall count."""
+    if args.threads is not None:
+        return int(args.threads)
+    own = os.environ.get(THREADS, "").partition(",")[0].strip()  # the first number is that of the outermost level
+    return int(own) if own.isdecimal() and int(own) else threads(usable_cores(), args.ranks)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """As they count: what was left open has the value that it gets."""
     names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
     names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
-    found = {name: getattr(args, name) for name in names}
+    found = {**{name: getattr(args, name) for name in names}, "threads": _threads(args), "env": hidden_in(args.env)}
     if args.script is not None:
+        found["arguments"] = hidden_in(args.arguments)
         return {**found, "steps": args.steps or SCRIPT_STEPS}
     model = MODELS[args.model]
     return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
@@ -156,10 +191,28 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    more = {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
+    own = {BACKEND, TRANSPORT, LINK, MARK, *setting_of(args).variables()}
+    names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
+    more: dict[str, Any] = {
+        "env": _kept(args.env),
+        "inherited": _kept([f"{name}={os.environ[name]}" for name in names]),
+    }
+    more |= {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
     if args.script is not None:
-        more |= {"script": str(Path(args.script).resolve()), "script_sha256": _digest_of_script(args.script)}
+        more |= {
+            "arguments": _kept(args.arguments),
+            "script": str(Path(args.script).resolve()),
+            "script_sha256": _digest_of_script(args.script),
+        }
     return {**settings, **more, "machine": asdict(machine()), "versions": versions()}
+
+
+def _kept(words: Sequence[str]) -> list[str]:
+    """The words without the values of secrets; a hash says whether these are the same."""
+    return [
+        shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
+        for word, shown in zip(words, hidden_in(words), strict=True)
+    ]
 
 
 def _digest_of_script(name: str) -> str:

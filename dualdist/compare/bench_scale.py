@@ -72,20 +72,21 @@ def plan(
 
 
 def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
-    """The fits, their check against what was measured, and the predictions."""
+    """The fits, their check against what was measured, and the predictions, where there is all that they need."""
     sweeps = bench_allreduce.judge([each for each in done if "ranks" in each[0].tags])
     steps = bench_step.judge([each for each in done if "model" in each[0].tags])
     compute_s, nbytes = options.compute_s, options.nbytes
     if steps:
         compute_s = steps[0]["contenders"]["none"]["seconds"]["value"]
         nbytes = steps[0]["gradient_bytes"]
-    assert compute_s is not None, "given, or measured"
-    assert nbytes is not None, "given, or measured"
     measured = {sweep["ranks"]: _points(sweep) for sweep in sweeps}
     fits = {(name, ranks): fit(name, ranks, points) for ranks, points in measured.items() for name in ALGORITHMS}
     base = min(measured) if measured else None
-    links = {name: options.link or fits[name, base or 0].link for name in ALGORITHMS}
-    buckets = max(1, -(-nbytes // BUCKET_BYTES))
+    if options.link is not None:
+        links = dict.fromkeys(ALGORITHMS, options.link)
+    else:
+        links = {} if base is None else {name: fits[name, base].link for name in ALGORITHMS}
+    buckets = max(1, -(-(nbytes or 0) // BUCKET_BYTES))
     return {
         "sweeps": sweeps,
         "fitted_on": base,
@@ -123,7 +124,8 @@ def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]], options: ScaleOp
         "outlook": [
             asdict(outlook(name, links[name], ranks, nbytes, compute_s, buckets))
             for ranks in options.ranks
-            for name in ALGORITHMS
+            for name in links
+            if compute_s is not None and nbytes is not None
         ],
     }
 
@@ -143,7 +145,8 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         yield from _residuals(result)
     if result["checks"]:
         yield _checks(result)
-    yield _outlook(result)
+    if result["outlook"]:
+        yield _outlook(result)
 
 
 def _fits(result: dict[str, Any]) -> Table:

@@ -69,16 +69,22 @@ def _job(place: Place, setting: Setting, site: Site, folder: Path, kind: str, nu
     reports = tuple(own / f"{rank}.json" for rank in range(setting.ranks))
     name = LIBRARIES[place.backend] if kind == "raw" else f"dualdist {place.backend}"
     what = f"round {number + 1}, start-up of {name}, {setting.ranks} ranks, {place}"
-    tags = {"place": place, "kind": kind, "ranks": setting.ranks}
+    tags = {"place": place, "kind": kind, "ranks": setting.ranks, "launch": number}
     return Planned(what, program_command(place, program, setting, site), reports, tags)
 
 
 def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """One result for every place and number of ranks, place by place."""
-    groups: dict[tuple[Place, int], dict[str, list[list[dict[str, Any]]]]] = {}
+    """One result for every place and number of ranks, place by place, from the rounds that both libraries ended."""
+    rounds: dict[tuple[Place, int, int], dict[str, list[dict[str, Any]]]] = {}
     for planned, reports in done:
-        key = (planned.tags["place"], planned.tags["ranks"])
-        groups.setdefault(key, {kind: [] for kind in KINDS})[planned.tags["kind"]].append(reports)
+        tags = planned.tags
+        rounds.setdefault((tags["place"], tags["ranks"], tags["launch"]), {})[tags["kind"]] = reports
+    groups: dict[tuple[Place, int], dict[str, list[list[dict[str, Any]]]]] = {}
+    for (place, ranks, _), found in rounds.items():
+        if len(found) == len(KINDS):
+            group = groups.setdefault((place, ranks), {kind: [] for kind in KINDS})
+            for kind, reports in found.items():
+                group[kind].append(reports)
     places = list(dict.fromkeys(place for place, _ in groups))
     return [_result(one, kinds) for place in places for (one, _), kinds in groups.items() if one == place]
 

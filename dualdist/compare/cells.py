@@ -133,7 +133,7 @@ def _against(place: Place, setting: Setting, site: Site, facts: Facts) -> Iterat
         yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
     if place.transport == "nccl":
         yield from _against_nccl(place, setting, facts)
-    elif place.backend == "native" and facts.uses_gpus:
+    elif place.backend == "native" and place.transport is not None and facts.uses_gpus:
         yield "on GPUs the backend native moves tensors by nccl: add --device cpu"
     if place.backend == "horovod" and place.transport == "gloo" and installed.gloo is False:
         yield "the installed Horovod was built without Gloo"
@@ -157,11 +157,9 @@ def sorted_out(places: Sequence[Place], setting: Setting, site: Site, facts: Fac
 
 
 def references(names: Sequence[str], cells: Sequence[Cell], facts: Facts) -> Iterator[Cell | Refused]:
-    """The references that go with these cells; the names are known."""
+    """The references that go with these cells; the names are those of REFERENCES."""
     own = None if facts.uses_gpus else "gloo"
     for name in names:
-        if name not in REFERENCES:
-            raise UsageError(f"reference {name!r}: expected one of {', '.join(REFERENCES)}")
         cell = Cell(name, Place("native", own, "torchrun"))
         if name == "one":
             cell = Cell(name, Place("auto", None, "python"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dualdist.choices import Conditions, Saved
 from dualdist.compare.launches import Launch
+from dualdist.compare.paired import least_launches
 from dualdist.compare.verdict import ranking, step_ratio
 
 Launches = Mapping[str, Sequence[Launch]]
@@ -21,8 +22,12 @@ def chosen(contenders: Launches, at: str) -> Iterator[Saved | str]:
             yield f"nothing saved for {conditions}: {next(iter(found))} was the only one that it started"
             continue
         first, *others = ranking(found)
-        ratios = {other: step_ratio(found[other], found[first], among=len(others)) for other in others}
+        pairs = len(found) * (len(found) - 1) // 2  # the first is looked for, and any of them may come out as that
+        ratios = {other: step_ratio(found[other], found[first], among=pairs) for other in others}
         slower = {other: each for other, each in ratios.items() if each and each.value > 1 and each.differs_from(1.0)}
+        if not slower and not any(each and each.is_sound for each in ratios.values()):
+            yield f"nothing saved for {conditions}: {len(found)} contenders need {least_launches(pairs)} runs of each"
+            continue
         if not slower:
             yield f"nothing saved for {conditions}: no difference that these runs can show"
             continue

@@ -13,7 +13,7 @@ from dualdist.compare.cases import TrainOptions
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.folder import LAUNCHES, RUNNING
 from dualdist.compare.jobs import FOREIGN, Planned, Setting, launched, program_command, worker_command
-from dualdist.compare.launches import Launch, Rank
+from dualdist.compare.launches import Launch, Rank, foreign_of
 from dualdist.errors import LaunchError
 from dualdist.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
@@ -93,7 +93,8 @@ class Contest:
             ranks = [Rank.model_validate(report) for report in reports[: self.ranks(cell)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
             known = {"ranks": ranks, "allreduce": allreduce, "error": unfit(cell, ranks)}
-            found = found.model_copy(update={**known, "foreign_cores": reports[0][FOREIGN]})
+            foreign = foreign_of(ranks) if cell.place.launcher == "srun" else reports[0][FOREIGN]
+            found = found.model_copy(update={**known, "foreign_cores": foreign})
         except LaunchError as error:
             hint = NO_STEPS if isinstance(self.work, Script) and "it left no report" in str(error) else ""
             found = found.model_copy(update={"error": hint + str(error)})

@@ -11,10 +11,10 @@ from dualdist.compare.bench_allreduce import bus_bandwidth
 from dualdist.compare.cells import APART, Cell, Refused
 from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.paired import Centre, centre, difference_of
+from dualdist.compare.report import last_words
 from dualdist.compare.sameness import Sameness, sameness
 from dualdist.compare.statistics import LOADED_CORES, NOISY_ROUNDS, is_loaded
 from dualdist.compare.verdict import Verdict, against, pairs, ranking, step_ratio, verdict
-from dualdist.launchers.tracebacks import exception_in
 
 LATENCY_BYTES = 8
 
@@ -47,7 +47,7 @@ class Figures:
     rate: Centre | None  # samples a second, of all ranks
     rate_of_ranks: list[float] | None
     over_fastest: Centre | None  # its step over the fastest contender's
-    efficiency: Centre | None  # of the ranks, against one rank on its own part of the batch
+    efficiency: Centre | None  # of the ranks, against one rank on its own part of the batch; a script's is not known
     exposed_s: Centre | None  # what a step takes more than without communication
     latency_s: float | None
     bus_gb_s: float | None  # of the largest allreduce
@@ -112,19 +112,10 @@ def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str,
     return f"in round {last.round + 1} it failed, and was not launched again: {last_words(last.error or '')}"
 
 
-def last_words(reason: str) -> str:
-    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line or "error:" in line]
-    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
-
-
 def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> Figures:
     own = found[cell.key]
     first = own[0].first
-    one, none = (
-        next((each for key, each in found.items() if key.startswith(f"{kind}-")), []) for kind in ("one", "none")
-    )
+    none, one = (_of_kind(found, kind) for kind in APART)
     batch = own[0].batch
     curve = _curve(own)
     return Figures(
@@ -141,7 +132,7 @@ def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[La
         rate=centre([batch / each.step_s for each in own]) if batch else None,
         rate_of_ranks=_rates(own, batch) if batch else None,
         over_fastest=step_ratio(own, fastest) if cell.kind not in APART else None,
-        efficiency=step_ratio(one, own) if cell.kind != "one" else None,
+        efficiency=step_ratio(one, own) if cell.kind != "one" and batch else None,
         exposed_s=_exposed(own, none) if cell.kind not in APART else None,
         latency_s=next((point.seconds for point in curve if point.nbytes == LATENCY_BYTES), None),
         bus_gb_s=curve[-1].bus_gb_s if curve else None,
@@ -176,11 +167,9 @@ def _exposed(own: Sequence[Launch], none: Sequence[Launch]) -> Centre | None:
 
 
 def _curve(launches: Sequence[Launch]) -> list[Point]:
-    known = [each for each in launches if each.allreduce is not None]
-    if not known:
-        return []
-    ranks, points = len(known[0].ranks), []
-    for sizes in zip(*((each.allreduce or {})["sizes"] for each in known), strict=True):
+    known = [sizes for each in launches if (sizes := (each.allreduce or {}).get("sizes")) is not None]
+    ranks, points = len(launches[0].ranks), []
+    for sizes in zip(*known, strict=True):
         nbytes = sizes[0]["bytes"]
         ours, theirs = (median(median(size["seconds"][call]) for size in sizes) for call in ("dualdist_", "raw_"))
         rates = (bus_bandwidth(nbytes, seconds, ranks) for seconds in (ours, theirs))

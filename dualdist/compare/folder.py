@@ -37,6 +37,12 @@ def claimed(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
         os.close(lock)
 
 
+def looked_at(folder: Path, conditions: Mapping[str, Any]) -> None:
+    """UsageError where claimed() would refuse the folder, which stays as it is."""
+    if folder.exists():
+        _check(folder, json.loads(json.dumps(conditions)))
+
+
 def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,15 +55,24 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _claim(folder: Path, conditions: Mapping[str, Any]) -> None:
+    if _check(folder, conditions):
+        return
+    try:
+        draft = folder / DRAFT
+        draft.write_text(json.dumps(conditions, indent=1))
+        draft.replace(folder / CONDITIONS)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _check(folder: Path, conditions: Mapping[str, Any]) -> bool:
+    """Whether a comparison under these conditions has begun there; UsageError where it was another one, or none."""
     file = folder / CONDITIONS
     try:
         if not file.exists():
             if any(path.name != DRAFT for path in folder.iterdir()):
                 raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
-            draft = folder / DRAFT
-            draft.write_text(json.dumps(conditions, indent=1))
-            draft.replace(file)
-            return
+            return False
         before = json.loads(file.read_text())
         if not isinstance(before, dict):
             raise ValueError(f"{CONDITIONS} holds no conditions")
@@ -72,6 +87,7 @@ def _claim(folder: Path, conditions: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
         )
+    return True
 
 
 def _unusable(folder: Path, error: Exception) -> UsageError:

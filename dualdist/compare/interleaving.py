@@ -88,11 +88,11 @@ def together(sights: Sequence[Sight]) -> dict[str, Any]:
     return {
         "seconds": {name: [max(sight.seconds[name][i] for sight in sights) for i in rounds] for name in names},
         "cpu_s": {name: [sum(sight.cpu_s[name][i] for sight in sights) for i in rounds] for name in names},
-        "foreign_cores": [_worst([(sight.node, sight.rounds[i]) for sight in sights]) for i in rounds],
+        "foreign_cores": [worst([(sight.node, sight.rounds[i]) for sight in sights]) for i in rounds],
     }
 
 
-def _worst(uses: Sequence[tuple[int, CpuUse]]) -> float | None:
+def worst(uses: Sequence[tuple[int, CpuUse]]) -> float | None:
     """The foreign load of the host that had most of it."""
     nodes = {node for node, _ in uses}
     found = [foreign_cores([use for node, use in uses if node == chosen]) for chosen in nodes]

@@ -16,6 +16,7 @@ from dualdist.launchers import LAUNCHERS, Command, Job, Site, command
 from dualdist.launchers.run import run
 from dualdist.launchers.tracebacks import exception_in
 from dualdist.meeting.selection import BACKENDS, TRANSPORTS
+from dualdist.redaction import hidden, hidden_in, redactor
 
 WORKER = ("-m", "dualdist.compare.worker")
 SPAWNED = ("-m", "dualdist.compare.spawned")
@@ -96,9 +97,9 @@ class Planned:
 
     @property
     def line(self) -> str:
-        """The command as one would type it in a shell."""
-        variables = [f"{name}={value}" for name, value in self.command.env.items()]
-        return shlex.join([*(["env", *variables] if variables else []), *self.command.argv])
+        """The command as one would type it in a shell, without the values of secrets: it is shown and kept."""
+        variables = [f"{name}={value}" for name, value in hidden(self.command.env).items()]
+        return shlex.join([*(["env", *variables] if variables else []), *hidden_in(self.command.argv)])
 
 
 def worker_command(place: Place, words: Sequence[str], setting: Setting, site: Site) -> Command:
@@ -117,9 +118,14 @@ def program_command(place: Place, program: tuple[str, ...], setting: Setting, si
 
 
 def launched(planned: Planned, timeout_s: float) -> list[dict[str, Any]]:
-    """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed."""
-    before = read_cpu(children=True)
-    result = run(planned.command, timeout_s=timeout_s, what=planned.what)
+    """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed, in
+    which the values of its own secret variables are hidden.
+    """
+    before, redact = read_cpu(children=True), redactor(planned.command.env)
+    try:
+        result = run(planned.command, timeout_s=timeout_s, what=planned.what)
+    except LaunchError as error:
+        raise LaunchError(redact(str(error))) from error
     foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
     missing = [path for path in planned.reports if not path.exists()]
     if result.code != 0 or missing:
@@ -128,5 +134,5 @@ def launched(planned: Planned, timeout_s: float) -> list[dict[str, Any]]:
         if told is not None and told not in shown:  # torchrun alone has as many lines to say after it
             shown = f"{told}\n[...]\n{shown}"
         why = f"exit code {result.code}" if result.code else "it left no report"
-        raise LaunchError(f"{planned.what} failed ({why}): {planned.line}\n{shown}")
+        raise LaunchError(f"{planned.what} failed ({why}): {planned.line}\n{redact(shown)}")
     return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]

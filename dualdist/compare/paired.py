@@ -12,23 +12,35 @@ import numpy
 from dualdist.compare.statistics import LEVEL, quantile
 
 RESAMPLES = 4000
-# With fewer the range of all values holds the median in less than 95% of cases: 1 - 2 / 2**5 is 94%.
-LEAST_LAUNCHES = 6
+
+
+def least_launches(among: int = 1) -> int:
+    """So many that the range of all values, which a bootstrap cannot leave, holds the median in 95% of cases; `among`
+    intervals at once. The range of n values misses it with a chance of 2 / 2**n: 1 - 2 / 2**5 is 94%.
+    """
+    return math.ceil(1 + math.log2(among / (1 - LEVEL)))
+
+
+LEAST_LAUNCHES = least_launches()
 
 
 @dataclass(frozen=True)
 class Centre:
-    """A median over launches, and its 95% interval; below LEAST_LAUNCHES the range of what was seen instead."""
+    """A median over launches, and its 95% interval; with too few launches the range of what was seen instead.
+
+    `among` is how many intervals hold at once in 95% of cases.
+    """
 
     value: float
     low: float
     high: float
     launches: int
+    among: int = 1
 
     @property
     def is_sound(self) -> bool:
         """Whether there were enough launches for an interval."""
-        return self.launches >= LEAST_LAUNCHES
+        return self.launches >= least_launches(self.among)
 
     def differs_from(self, value: float) -> bool:
         return self.is_sound and not self.low <= value <= self.high
@@ -41,20 +53,20 @@ def centre(values: Sequence[float], *, among: int = 1, seed: int = 0) -> Centre:
     Launches are independent of each other; steps inside one are not, as a launch moves as a whole. The percentiles are
     widened for few launches as Hesterberg does for means (The American Statistician 69(4), 2015, section 5.3).
     """
-    if len(values) < LEAST_LAUNCHES:
-        return Centre(median(values), min(values), max(values), len(values))
+    if len(values) < least_launches(among):
+        return Centre(median(values), min(values), max(values), len(values), among)
     count = len(values)
     draws = numpy.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     found = sorted(numpy.median(numpy.asarray(values)[draws], axis=1).tolist())
     widened = student(1 - (1 - LEVEL) / 2 / among, count - 1) * math.sqrt(count / (count - 1))
     edge = NormalDist().cdf(-widened)
-    return Centre(median(values), quantile(found, edge), quantile(found, 1 - edge), count)
+    return Centre(median(values), quantile(found, edge), quantile(found, 1 - edge), count, among)
 
 
 def ratio_of(over: Sequence[float], under: Sequence[float], *, among: int = 1) -> Centre:
     """over / under, launch by launch: each pair ran in the same round, in an order that was drawn."""
     logs = centre([math.log(a / b) for a, b in zip(over, under, strict=True)], among=among)
-    return Centre(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches)
+    return Centre(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches, among)
 
 
 def difference_of(minuend: Sequence[float], subtrahend: Sequence[float]) -> Centre:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any, TextIO
 
 from dualdist.compare.machine import machine, versions
 from dualdist.errors import UsageError
+from dualdist.launchers.tracebacks import exception_in
+from dualdist.redaction import hidden_in
 
 SCHEMA = 1
 
@@ -38,11 +42,24 @@ def record(
         "command": command,
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": asdict(machine()),
-        "versions": versions(),
+        "versions": versions() | _of_gpus(jobs),
         "settings": settings,
         "results": results,
         "jobs": jobs,
     }
+
+
+def _of_gpus(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The CUDA and the NCCL that ranks on GPUs had."""
+    for rank in (rank for job in jobs for rank in job.get("ranks") or job.get("reports") or ()):
+        if rank.get("cuda"):
+            return {"CUDA": rank["cuda"], "NCCL": rank["nccl"]}
+    return {}
+
+
+def typed(words: Sequence[str]) -> str:
+    """The command line of these words, without the values of secrets."""
+    return shlex.join(["dualdist", *hidden_in(words)])
 
 
 def heading(kept: dict[str, Any]) -> str:
@@ -104,9 +121,22 @@ def _by_rich(table: Table, out: TextIO) -> bool:
     return True
 
 
+def dumps(data: Any, indent: int | None = None) -> str:
+    """The data as JSON that any program reads: it knows no NaN and no infinity, for which null stands."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
+
+
 def write_json(kept: dict[str, Any], where: str) -> None:
     """The record is in the file, or on standard output for -."""
-    text = json.dumps(kept, indent=1)
+    text = dumps(kept, indent=1)
     if where == "-":
         sys.stdout.write(f"{text}\n")
         return
@@ -118,15 +148,27 @@ def write_json(kept: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def check_file(option: str, where: str | None) -> None:
-    """UsageError now rather than after an hour of measuring, where the file could not be written."""
+def check_file(option: str, where: str | None, folder: str | None = None) -> None:
+    """UsageError now rather than after an hour of measuring, where the file could not be written.
+
+    The folder will be there by then.
+    """
     if where in (None, "-"):
         return
     path = Path(str(where)).resolve()
+    if folder is not None and path.parent == Path(folder).resolve() and not path.parent.exists():
+        return
     if not path.parent.is_dir():
         raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {where}: this cannot be written; name another file")
+
+
+def last_words(reason: str) -> str:
+    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "error:" in line]
+    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
 
 
 def milliseconds(seconds: float) -> str:

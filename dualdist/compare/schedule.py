@@ -56,14 +56,15 @@ class Rounds:
         self.failed: set[str] = set()
 
     def __iter__(self) -> Iterator[Launch]:
+        budget_s, is_first = self._limits.budget_s, True  # a run that is gone on with shall come further each time
         for number in range(self._limits.rounds):
             left = self.left_in(number)
-            if self._seconds and self.spent_s + self._cost(left) > self._limits.budget_s:
-                self.ended = f"the budget of {self._limits.budget_s:g} s was used up"
+            if not is_first and left and self.spent_s + self._cost(left) > budget_s:
+                self.ended = self._used_up("")
                 return
             for cell in left:
-                if number == 0 and self.spent_s > self._limits.budget_s:
-                    self.ended = f"the budget of {self._limits.budget_s:g} s was used up in the first round"
+                if is_first and self.spent_s > budget_s:
+                    self.ended = self._used_up(" in the first round")
                     return
                 found = self._launch(cell, number)
                 self._seconds.setdefault(cell.key, []).append(found.seconds)
@@ -71,7 +72,15 @@ class Rounds:
                 if found.error is not None:
                     self.failed.add(cell.key)
                 yield found
+            is_first = is_first and not left
         self.ended = "complete"
+
+    def _used_up(self, where: str) -> str:
+        round_s = self._cost([cell for cell in self._cells if cell.key not in self.failed])
+        more = ", more than the budget" if round_s > self._limits.budget_s else ""
+        return (
+            f"the budget of {self._limits.budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
+        )
 
     @property
     def spent_s(self) -> float:

@@ -6,10 +6,10 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dualdist.compare.figures import Figures, Result, last_words
+from dualdist.compare.figures import Figures, Result
 from dualdist.compare.launches import Launch
 from dualdist.compare.paired import LEAST_LAUNCHES, Centre
-from dualdist.compare.report import Table, size_words
+from dualdist.compare.report import Table, last_words, size_words
 
 SPEED = ("contender", "runs", "samples/s", "95%", "of each rank", "step ms", "/ fastest", "95% ")
 SPEED_OF_SCRIPT = ("contender", "runs", "steps/s", "95%", "step ms", "/ fastest", "95% ")

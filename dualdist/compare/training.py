@@ -16,6 +16,7 @@ from dualdist.compare import allreduces, raw
 from dualdist.compare.cases import WITH_TORCH, AllreduceOptions, TrainOptions
 from dualdist.compare.models import Case, case_of
 from dualdist.compare.steps import Contender, contender
+from dualdist.errors import UnsupportedError
 from dualdist.recording import Plan, Recorder, place_of
 
 BATCHES = 8  # that come round again and again, in the same order for everybody
@@ -23,7 +24,9 @@ ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # of each launch, and there are 
 
 
 def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] | None:
-    """Train on an open session; every rank leaves its record in the folder, and gets what allreduces took."""
+    """Train on an open session; every rank leaves its record in the folder, and gets what allreduces took, or why
+    they cannot be timed here.
+    """
     device = dd.device()
     place = place_of(session.current().topology, dd.backend(), dd.transport(), device)
     plan = Plan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
@@ -42,7 +45,10 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
     if not options.sizes:
         return None
     sweep = AllreduceOptions(options.sizes, ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S, options.device, options.timeout_s)
-    return allreduces.measure(sweep)
+    try:
+        return allreduces.measure(sweep)
+    except UnsupportedError as error:  # on every rank alike; the training has been recorded
+        return {"unmeasured": str(error)}
 
 
 def batches(options: TrainOptions, device: torch.device) -> list[Case]:

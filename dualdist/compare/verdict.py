@@ -100,7 +100,7 @@ def against(winner: str, launches: Mapping[str, Sequence[Launch]]) -> dict[str, 
 
 
 def _inverse(ratio: Centre) -> Centre:
-    return Centre(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.launches)
+    return Centre(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.launches, ratio.among)
 
 
 def runs(count: int) -> str:

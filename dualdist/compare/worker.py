@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The words that launch() in dualdist.compare.jobs writes."""
+    """The words that follow `python -m dualdist.compare.worker`."""
     whole = argparse.ArgumentParser(prog="python -m dualdist.compare.worker")
     parts = whole.add_subparsers(dest="what", required=True)
     for name in MEASURES:

@@ -35,6 +35,17 @@ def notices(hear: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A signal that would end the block does so at its end: what it was starting is known by then, and can be ended."""
+    came: list[int] = []
+    numbers = [number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) != signal.SIG_IGN]
+    with _handled(numbers, lambda number, frame: came.append(number)):
+        yield
+    if came:
+        signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """No signal that asks the program to end interrupts the block: it is ending already."""
     with _handled([*ENDING, *SIGNALS, signal.SIGINT], signal.SIG_IGN):

@@ -18,7 +18,7 @@ from typing import IO
 from dualdist.errors import LaunchError
 from dualdist.launchers import processes
 from dualdist.launchers.base import INSTALL, Command, Mpi, Site
-from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.interrupts import held, termination_raises
 from dualdist.launchers.mpirun import AGENT
 from dualdist.redaction import hidden_in
 
@@ -64,21 +64,22 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
     mark, marking = processes.marked(os.environ)
     started = time.monotonic()
     with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
+        process = None
         try:
-            process = subprocess.Popen(
-                command.argv,
-                env={**command.environment(os.environ), **marking},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if capture else None,
-                start_new_session=True,
-            )
+            with held():
+                process = subprocess.Popen(
+                    command.argv,
+                    env={**command.environment(os.environ), **marking},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if capture else None,
+                    start_new_session=True,
+                )
+            code = process.wait(timeout_s)
         except OSError as error:
             raise LaunchError(
                 f"{what} could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
             ) from error
-        try:
-            code = process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             alive = processes.describe(processes.members(mark))
             _end(process, mark)
@@ -100,8 +101,10 @@ def _read(output: IO[bytes] | None) -> str:
     return output.read().decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> str:
+def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
     """End what is left of the job, first the launcher, and return when it is gone; say what the launcher had left."""
+    if process is None:
+        return ""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)

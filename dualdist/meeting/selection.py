@@ -103,7 +103,12 @@ def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str],
 
 
 def _lack(saved: Saved) -> str | None:
-    """Why this Python cannot have the choice, which the user's other one has made; None where it can."""
+    """Why the choice does not count: other threads, or this Python lacks what the user's other one had; else None."""
+    import torch
+
+    own, theirs = torch.get_num_threads(), saved.conditions.threads
+    if own != theirs:
+        return f"ranks had {_threads(theirs)} there, and have {_threads(own)} here: OMP_NUM_THREADS={theirs} takes it"
     if saved.backend == "mpi":
         return None if find_spec("mpi4py") is not None else "mpi4py is not installed"
     if saved.backend == "horovod":
@@ -116,6 +121,10 @@ def _lack(saved: Saved) -> str | None:
         if saved.transport == "mpi" and not horovod.is_built_with_mpi():
             return "this Horovod was built without MPI"
     return None
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def told(saved: Saved, environ: Mapping[str, str]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import pytest
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
@@ -18,6 +21,7 @@ from dualdist.compare.statistics import RESAMPLES
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
 ROUNDS = 2
+WAIT_S = 60
 
 
 def record(launch: Launch, *words: str, timeout_s: float = 240.0) -> dict[str, Any]:
@@ -167,7 +171,18 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, what: st
         assert argv[:3] == ["env", "OMP_NUM_THREADS=1", "DUALDIST_BACKEND=native"]
         assert any(word.endswith("/torchrun") for word in argv)
     assert outcome.stderr == ""
-    assert not list((tmp_path / "kept").iterdir())
+    assert not (tmp_path / "kept").exists()
+
+
+def test_what_is_measured_where_no_backend_is_named_is_all_that_can_run(launch: Launch, openmpi: OpenMPI) -> None:
+    def backends(*words: str) -> list[str]:
+        lines = launch([*BENCH, *words, "--dry-run", "--device", "cpu"]).stdout.splitlines()
+        found = [word for line in lines for word in shlex.split(line) if word.startswith("DUALDIST_BACKEND=")]
+        return [word.partition("=")[2] for word in dict.fromkeys(found)]
+
+    assert backends("allreduce") == backends("step") == backends("startup") == ["native", "horovod", "mpi"]
+    assert backends("allreduce", "--transport", "shm") == ["native"]
+    assert backends("allreduce", "--launcher", "torchrun") == ["native", "horovod"]
 
 
 def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path) -> None:
@@ -205,6 +220,9 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("scale", "--ranks", "1"), "ranks [1]: expected numbers of 2 or more"),
         (("scale", "--alpha-us", "3"), "give both"),
         (("scale", "--compute-ms", "3"), "give both, or neither"),
+        (("scale", "--alpha-us", "0", "--beta-gb-s", "inf", "--compute-ms", "3", "--bytes", "8"), "as 2.5 and 12"),
+        (("scale", "--alpha-us", "nan", "--beta-gb-s", "1"), "as 2.5 and 12"),
+        (("scale", "--compute-ms", "0", "--bytes", "8"), "--compute-ms 0: expected a time above 0"),
         (("scale", "--ranks", "64"), "nothing to fit"),
         (("scale", "--backend", "native,horovod"), "one backend at a time"),
     ],
@@ -231,6 +249,38 @@ def test_a_job_that_takes_too_long_is_ended(launch: Launch) -> None:
     outcome = launch([*BENCH, *QUICK_STEP, "--no-memory", "--backend", "native", "--timeout", "1"], check=False)
     assert outcome.rc == 1
     assert "was not done after 1 s and was ended" in outcome.stderr
+
+
+def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: Path) -> None:
+    words = ("--sizes", "8,64K", "--rounds", "2", "--launches", "2", "--block-s", "0.005", "--device", "cpu")
+    kept = str(tmp_path / "kept.json")
+    outcome = launch([*BENCH, "allreduce", *words, "--backend", "native:nccl,native:gloo", "--json", kept], check=False)
+    assert outcome.rc == 1
+    (result,) = json.loads(Path(kept).read_text())["results"]
+    assert (result["transport"], result["launches"]) == ("gloo", 2)
+    jobs = json.loads(Path(kept).read_text())["jobs"]
+    assert ["error" in job for job in jobs] == [False, False, True, True]
+    assert "latency and bandwidth" in outcome.stdout or "64 KiB" in outcome.stdout
+    assert "DUALDIST_TRANSPORT=nccl" in outcome.stderr
+    assert "it failed before, and was not launched again" in outcome.stdout
+    assert "Traceback" not in outcome.stderr
+
+
+def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
+    words = ("--sizes", "8,64K", "--rounds", "2", "--block-s", "0.005", "--backend", "native:gloo,native:shm")
+    with launch.start([*BENCH, "allreduce", *words]) as job:
+        deadline = time.monotonic() + WAIT_S
+        while "[2/2]" not in job.output():
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.02)
+        (command, *_) = psutil.Process(job.pid).children()
+        command.send_signal(signal.SIGINT)
+        outcome = job.wait(WAIT_S)
+    assert outcome.rc == 130, str(outcome)
+    assert outcome.left == ()
+    assert "64 KiB" in outcome.stdout
+    assert "interrupted" in outcome.stdout
+    assert "Traceback" not in outcome.stderr
 
 
 def test_resamples_are_enough_for_the_edges_of_an_interval() -> None:

@@ -209,6 +209,7 @@ def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> N
     after = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
     assert len(after) == 2
     assert before[0] in after  # not measured again
+    assert launch([*words, "--dry-run"]).stdout == ""
     other = launch([*words, "--seed", "7"], check=False)
     assert other.rc == 1
     assert "holds a comparison under other conditions (seed was 0 and is 7)" in other.stderr
@@ -311,11 +312,13 @@ def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
 
 
 def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:
-    words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun", "--references", "ddp", "--rounds", "3")
-    outcome = launch([*COMPARE, *words, "--dry-run", "--output", "out"])
+    words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun,python", "--references", "ddp")
+    outcome = launch([*COMPARE, *words, "--rounds", "3", "--dry-run", "--output", "out"])
     lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
     assert len(lines) == 9
     assert all(line[0] == "env" and "dualdist.compare.worker" in line for line in lines)
+    assert all(f"--folder={launch.directory}/out/running/" in " ".join(line) for line in lines)
+    assert outcome.stderr.startswith("dualdist compare: not native over gloo (python): plain python starts one rank")
     assert not (launch.directory / "out").exists()
 
 

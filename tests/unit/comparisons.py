@@ -15,6 +15,7 @@ def rank(number: int, step_s: float, **changes: object) -> Rank:
     found = {
         "rank": number,
         "ranks": 2,
+        "node": 0,
         "nodes": 1,
         "backend": "native",
         "transport": "shm",

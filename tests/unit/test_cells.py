@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
 
+from dualdist.cli import compare
+from dualdist.cli.compare_request import cells_of
 from dualdist.compare.cells import Cell, Facts, Refused, places_of, references, refusal, sorted_out
 from dualdist.compare.jobs import Place, Setting
 from dualdist.doctor import Availability
@@ -106,8 +109,36 @@ def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> Non
     ]
     (alone,) = references(["hvd"], [], FACTS)
     assert isinstance(alone, Refused)
-    with pytest.raises(UsageError, match="reference 'hvt': expected one of ddp"):
-        list(references(["hvt"], [], FACTS))
+
+
+def asked(*words: str) -> list[Cell]:
+    parser = argparse.ArgumentParser()
+    compare.configure(parser)
+    args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
+    return cells_of(args, SITE, Setting(2))[0]
+
+
+def test_references_are_launched_once_and_unknown_ones_refused_beside_a_script_too() -> None:
+    kinds = [cell.kind for cell in asked("--transports", "gloo", "--references", "ddp,one,ddp")]
+    assert kinds == ["dualdist", "ddp", "one"]
+    assert [cell.kind for cell in asked("--transports", "gloo", "--script", "x.py")] == ["dualdist", "one"]
+    for script in ((), ("--script", "x.py")):
+        with pytest.raises(UsageError, match="reference 'hvt': expected one of ddp"):
+            asked("--references", "hvt", *script)
+    with pytest.raises(UsageError, match="--references one,ddp: beside a script only `one` can run"):
+        asked("--references", "one,ddp", "--script", "x.py")
+
+
+def test_nothing_is_launched_where_no_contender_is_left_and_the_reasons_are_told() -> None:
+    with pytest.raises(UsageError) as told:
+        asked("--transports", "nccl,mpi")
+    head, *reasons = str(told.value).splitlines()
+    assert head == "no contender can run here:"
+    assert [line.split(":")[0].strip() for line in reasons] == [
+        "native over nccl (torchrun)",
+        "native over mpi (mpirun)",
+    ]
+    assert "torch sees no GPU" in reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dualdist import choices
 from dualdist.choices import Conditions, Saved
 from dualdist.compare.choosing import chosen
 from dualdist.compare.launches import Launch
+from dualdist.compare.paired import least_launches
 from dualdist.errors import UsageError
 from dualdist.meeting.selection import saved_choice
 from dualdist.topology import Topology
@@ -73,13 +74,28 @@ def test_no_difference_saves_nothing() -> None:
     assert isinstance(next(chosen(few, "today")), str)
 
 
-def test_of_six_that_are_the_same_chance_saves_none() -> None:
-    """The fastest and the slowest of several always differ; 5% of 60 is 3."""
+@pytest.mark.parametrize(("names", "runs"), [("ab", 6), ("abc", 6), ("abc", 7), ("abcd", 8), ("abcdef", 10)])
+def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -> None:
+    """The fastest and the slowest of several always differ; with 15 or more of 200 a rate of 5% would be found out in
+    92 of 100 cases.
+    """
     draw = random.Random(0)
     drawn = (
-        {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(9)]) for name in "abcdef"} for _ in range(60)
+        {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(runs)]) for name in names} for _ in range(200)
     )
-    assert sum(isinstance(told, Saved) for each in drawn for told in chosen(each, "today")) <= 6
+    assert sum(isinstance(told, Saved) for each in drawn for told in chosen(each, "today")) <= 14
+
+
+def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None:
+    assert [least_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
+
+    def told(names: str, runs: int) -> Saved | str:
+        (found,) = chosen({name: launches(name, [place] * runs) for place, name in enumerate(names, 1)}, "today")
+        return found
+
+    assert str(told("abc", 6)).endswith(": 3 contenders need 7 runs of each")
+    assert isinstance(told("abc", 7), Saved)
+    assert str(told("abcd", 7)).endswith(": 4 contenders need 8 runs of each")
 
 
 def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:
@@ -149,11 +165,30 @@ def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
-    assert found(JOB, threads=2) is None
     assert found(replace(JOB, nodes=2, local_size=1)) is None
     assert found(replace(JOB, inferred=frozenset({"local_size", "nodes"}))) is None  # who knows?
     for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):
         assert found(JOB, saved=replace(SAVED, conditions=changed)) is None
+
+
+def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = replace(HERE, threads=torch.get_num_threads())
+    other = replace(SAVED, conditions=replace(here, threads=here.threads + 2))
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    choices.save(choices.path_of(environ), [other])
+    told: list[str] = []
+    assert saved_choice(JOB, "", environ, told.append) is None
+    (line,) = told
+    assert f"not taken: ranks had {here.threads + 2} threads there, and have {here.threads} thread" in line
+    assert line.endswith(f"OMP_NUM_THREADS={here.threads + 2} takes it")
+    assert saved_choice(replace(JOB, launcher="mpirun"), "", environ, told.append) is None
+    assert len(told) == 1
+    own = replace(SAVED, conditions=here, backend="native")
+    choices.save(choices.path_of(environ), [own])
+    assert saved_choice(JOB, "", environ, told.append) == own
 
 
 def test_the_file_is_in_the_users_configuration() -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dualdist.cli.bench import _numbers, _size
+from dualdist.compare import bench_scale, bench_startup
+from dualdist.compare.bench_scale import ScaleOptions
 from dualdist.compare.bench_startup import where_raw_starts
 from dualdist.compare.bench_step import check
 from dualdist.compare.cases import CONTENDERS, MODELS, StepOptions
 from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
-from dualdist.compare.jobs import Place, Planned, Setting, launched, places, worker_command
+from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
 from dualdist.compare.machine import CpuUse
 from dualdist.compare.models import case_of
-from dualdist.compare.report import Table, plain, size_words
+from dualdist.compare.report import Table, check_file, dumps, plain, record, size_words, typed
+from dualdist.compare.scaling import Link
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launchers import Command, Site
 
@@ -123,6 +128,42 @@ def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_sa
     assert (exception, shown[-1], len(shown)) == ("ValueError: boom", "after 98", 31)
 
 
+def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of_its_failure() -> None:
+    program = "import os, sys; sys.exit('no ' + os.environ['A_TOKEN'])"
+    failing = Planned("x", Command((sys.executable, "-c", program, "--env=B_TOKEN=hush-2"), {"A_TOKEN": "hush-1"}), ())
+    assert failing.line.startswith("env 'A_TOKEN=***' ")
+    assert failing.line.endswith(" '--env=B_TOKEN=***'")
+    with pytest.raises(LaunchError, match=r"no \*\*\*$") as told:
+        launched(failing, 60)
+    assert "hush" not in str(told.value)
+    assert typed(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
+        "dualdist bench step '--env=B_TOKEN=***' --env 'A_TOKEN=***'"
+    )
+    slow = Planned("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
+    with pytest.raises(LaunchError, match=r"was not done after") as told:
+        launched(slow, 0.5)
+    assert "hush" not in str(told.value)
+
+
+def test_the_record_has_the_cuda_and_nccl_of_ranks_on_gpus() -> None:
+    on_cpu, on_gpu = {"cuda": None, "nccl": None}, {"cuda": "13.0", "nccl": "2.28.3"}
+    for jobs in ([{"ranks": [on_cpu]}, {"ranks": [on_gpu]}], [{"reports": [{}]}, {"reports": [on_gpu]}]):
+        assert record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
+    assert "CUDA" not in record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
+
+
+def test_json_has_null_where_a_number_is_none() -> None:
+    data = {"a": [math.nan, 1.5, (math.inf, "NaN")], "b": {"c": -math.inf, "d": None, "e": True}}
+    assert dumps(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
+
+
+def test_a_file_may_lie_in_the_folder_that_will_be_made(tmp_path: Path) -> None:
+    check_file("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")
+    for folder in (None, f"{tmp_path}/other"):
+        with pytest.raises(UsageError, match="there is no folder"):
+            check_file("--json", f"{tmp_path}/new/x.json", folder)
+
+
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:
     check(["hvd"], Place("horovod", None, "torchrun"))
     with pytest.raises(UsageError, match="--backend horovod"):
@@ -136,6 +177,28 @@ def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
     assert [place.launcher for place in found] == ["torchrun", "horovodrun", "mpirun"]
     with pytest.raises(UsageError, match="takes no --launcher"):
         where_raw_starts(found, launcher_was_named=True)
+
+
+def started(kind: str, number: int) -> tuple[Planned, list[dict[str, Any]]]:
+    tags = {"place": Place("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
+    held: dict[str, Any] = dict.fromkeys(bench_startup.HELD, 1)
+    report = {"seconds": dict.fromkeys(bench_startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
+    return Planned("x", Command(("x",)), (), tags), [report]
+
+
+def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
+    whole = [started("raw", 0), started("dualdist", 0)]
+    (found,) = bench_startup.judge([*whole, started("raw", 1)])
+    assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
+    assert list(bench_startup.tables([found]))
+    assert bench_startup.judge([started("dualdist", 0)]) == []
+
+
+def test_scale_without_its_step_or_its_sweep_predicts_nothing_and_shows_the_rest() -> None:
+    for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", Link(1e-6, 1e-9))):
+        found = bench_scale.judge([], options)
+        assert found["outlook"] == []
+        assert list(bench_scale.tables(found)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])

@@ -13,13 +13,14 @@ import pytest
 from comparisons import launch
 
 from dualdist.cli import compare
-from dualdist.cli.compare_request import conditions_of, seconds
+from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
 from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.figures import last_words, result
-from dualdist.compare.folder import CONDITIONS, claimed
+from dualdist.compare.figures import result
+from dualdist.compare.folder import CONDITIONS, claimed, looked_at
 from dualdist.compare.jobs import Place
 from dualdist.compare.launches import Launch, read, write
 from dualdist.compare.progress import duration
+from dualdist.compare.report import last_words
 from dualdist.compare.tables import tables, write_csv
 from dualdist.errors import UsageError
 
@@ -83,10 +84,14 @@ def test_a_launch_survives_its_file_and_a_damaged_one_is_named(tmp_path: Path) -
         read(path)
 
 
-def conditions(*words: str) -> dict[str, Any]:
+def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
-    return conditions_of(parser.parse_args(words))
+    return parser.parse_args(words)
+
+
+def conditions(*words: str) -> dict[str, Any]:
+    return conditions_of(parsed(*words))
 
 
 def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) -> None:
@@ -110,6 +115,68 @@ def test_conditions_are_the_work_that_launches_have_in_common(tmp_path: Path) ->
         conditions(*words)
 
 
+def test_conditions_hold_the_gpus_and_what_ranks_inherit_that_changes_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = conditions()
+    assert before["machine"].keys() >= {"gpus", "driver"}
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_ALGO",
+        "HOROVOD_CYCLE_TIME",
+        "OMPI_MCA_btl",
+        "UCX_TLS",
+        "CUDA_VISIBLE_DEVICES",
+    ):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "changed")
+            assert f"{name}=changed" in conditions()["inherited"]
+    for name in (
+        "OMP_NUM_THREADS",
+        "DUALDIST_BACKEND",
+        "DUALDIST_JOB",
+        "EDITOR",
+    ):  # each launch sets its own, or none reads it
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "changed")
+            assert conditions("--threads", "1") == before
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush-1")
+    kept = conditions()
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush-2")
+    assert kept != conditions()
+    assert "hush" not in json.dumps([kept, conditions()])
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "threads"),
+    [("", (), 4), ("3", (), 3), ("3,2", (), 3), ("nonsense", (), 4), ("3", ("--threads", "2"), 2)],
+)
+def test_ranks_have_the_threads_that_dualdist_run_would_give_them(
+    monkeypatch: pytest.MonkeyPatch, own: str, words: tuple[str, ...], threads: int
+) -> None:
+    monkeypatch.setattr("dualdist.cli.compare_request.usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", own)
+    args = parsed(*words)
+    assert (setting_of(args).threads, settings_of(args)["threads"]) == (threads, threads)
+
+
+def test_conditions_and_settings_hold_no_secret_and_conditions_tell_two_apart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+
+    def words(secret: str, key: str = "hush-3") -> tuple[str, ...]:
+        return ("--env", f"A_TOKEN={secret}", "--env", "A=b", "--script", f"{tmp_path}/train.py", "--", f"KEY={key}")
+
+    before = conditions(*words("hush-1"))
+    assert before["env"][1] == "A=b"
+    assert before == conditions(*words("hush-1"))
+    assert before != conditions(*words("hush-2"))
+    assert before != conditions(*words("hush-1", "hush-4"))
+    settings = settings_of(parsed(*words("hush-1")))
+    assert (settings["env"], settings["arguments"]) == (["A_TOKEN=***", "A=b"], ["KEY=***"])
+    assert "hush" not in json.dumps([before, settings])
+
+
 def claim(folder: Path, conditions: dict[str, Any]) -> None:
     with claimed(folder, conditions):
         assert json.loads((folder / CONDITIONS).read_text()) == conditions
@@ -118,6 +185,11 @@ def claim(folder: Path, conditions: dict[str, Any]) -> None:
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
     claim(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    looked_at(tmp_path / "new", {"seed": 0, "model": "mlp"})
+    looked_at(tmp_path / "none", {})
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
+        looked_at(tmp_path / "new", {"seed": 0, "model": "resnet18"})
     assert [path.name for path in (tmp_path / "new").iterdir()] == [CONDITIONS]
     with pytest.raises(UsageError, match="model was 'mlp' and is 'resnet18'"):
         claim(tmp_path / "new", {"seed": 0, "model": "resnet18"})

@@ -14,6 +14,7 @@ import pytest
 
 from dualdist.errors import LaunchError
 from dualdist.launchers import Command, processes
+from dualdist.launchers.interrupts import held, termination_raises
 from dualdist.launchers.run import look, run
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
@@ -132,6 +133,20 @@ if os.geteuid() == 0:
 processes.send([1, os.getpid()], signal.SIGURG)
 """
     assert run(python(program), timeout_s=60, what="a job").code == 0
+
+
+def test_a_signal_waits_until_what_was_begun_is_known() -> None:
+    begun: list[signal.Signals] = []
+
+    def begin(number: signal.Signals) -> None:
+        with termination_raises(), held():
+            signal.raise_signal(number)
+            begun.append(number)
+
+    for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        with pytest.raises(ending):
+            begin(number)
+    assert begun == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_runs_outside_the_main_thread() -> None:

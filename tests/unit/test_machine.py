@@ -11,6 +11,7 @@ from dualdist.compare import machine as machine_module
 from dualdist.compare.machine import (
     CpuReading,
     CpuUse,
+    Machine,
     foreign_cores,
     machine,
     peak_kib,
@@ -60,6 +61,25 @@ def test_peak_memory_sees_what_was_there_for_a_moment() -> None:
     assert before is not None
     assert after is not None
     assert after - before > 60 << 10
+
+
+def test_gpus_and_their_driver_are_named_as_the_driver_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Machine("p", 2, 4.0, False, "s").gpus, str(Machine("p", 2, 4.0, False, "s"))) == (
+        (),
+        "p, 2 cores, 4 GiB, s",
+    )
+    nvidia = tmp_path / "driver" / "nvidia"
+    for bus in ("0000:18:00.0", "0000:2a:00.0"):
+        (nvidia / "gpus" / bus).mkdir(parents=True)
+        (nvidia / "gpus" / bus / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 412\n")
+    monkeypatch.setattr(machine_module, "PROC", tmp_path)
+    for version in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\nGCC version: gcc 13",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n",
+    ):
+        (nvidia / "version").write_text(version)
+        assert machine().gpus == ("NVIDIA H200", "NVIDIA H200")
+        assert ", 2 x NVIDIA H200, driver 580.95.05, " in str(machine())
 
 
 def test_the_record_names_processor_cores_and_versions() -> None:

@@ -9,14 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from comparisons import launch, launches
+from comparisons import launch, launches, rank
 from scipy import stats
 
 from dualdist.compare.cells import OURS, Cell
 from dualdist.compare.contest import unfit
 from dualdist.compare.figures import result
 from dualdist.compare.jobs import Place
-from dualdist.compare.launches import Launch, by_cell
+from dualdist.compare.launches import Launch, Rank, by_cell, foreign_of
 from dualdist.compare.paired import LEAST_LAUNCHES, centre, ratio_of, student
 from dualdist.compare.sameness import sameness
 from dualdist.compare.schedule import Limits, Rounds, order_of
@@ -296,6 +296,37 @@ def test_figures_follow_from_what_ranks_recorded() -> None:
     assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
 
 
+def test_of_a_script_no_efficiency_is_told_as_nobody_knows_what_one_rank_has_to_do_alone() -> None:
+    cell, one = Cell(OURS, PLACE), Cell("one", Place("auto", None, "python"))
+    found = [launch(each.key, 0, 0.1).model_copy(update={"batch": None}) for each in (cell, one)]
+    assert [each.efficiency for each in result([cell, one], [], found, "complete").cells] == [None, None]
+
+
+def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() -> None:
+    cell = Cell(OURS, PLACE)
+    timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
+    swept, not_swept = (
+        launch(cell.key, number, 1.0).model_copy(update={"allreduce": allreduce})
+        for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
+    )
+    (found,) = result([cell], [], [not_swept, swept], "complete").cells
+    assert (found.runs, [point.seconds for point in found.curve]) == (2, [2.0])
+    (found,) = result([cell], [], [not_swept], "complete").cells
+    assert (found.runs, found.curve, found.latency_s) == (1, [], None)
+
+
+def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
+    def ranks(*nodes: int, **changes: object) -> list[Rank]:
+        return [rank(number, 0.1, node=node, **changes) for number, node in enumerate(nodes)]
+
+    seen: dict[str, object] = {"window_s": 2.0, "machine_s": 3.0, "own_s": 1.0}
+    assert foreign_of(ranks(0, 0, **seen)) == 0.5
+    assert foreign_of(ranks(0, 1, **seen)) == 1.0  # of each host
+    assert foreign_of(ranks(0, 0, **seen | {"window_s": 0.5})) is None
+    assert foreign_of([*ranks(0, **seen), rank(1, 0.1, window_s=None, machine_s=None, own_s=None)]) is None
+    assert foreign_of(ranks(0, 0, **seen | {"machine_s": None})) is None
+
+
 def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
     cell, other = Cell(OURS, PLACE), Cell(OURS, Place("horovod", "gloo", "torchrun"))
     failed = Launch(cell=other.key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
@@ -354,14 +385,25 @@ def test_no_round_begins_that_would_not_end_within_the_budget() -> None:
     rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert rounds.left_s() == 100.0  # all would take longer
     assert len(list(rounds)) == 9  # three rounds of 30 s
-    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up")
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 30 s")
 
 
 def test_a_first_round_that_takes_too_long_is_broken_off() -> None:
     clock = Clock(60.0)
     rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert len(list(rounds)) == 2
-    assert "first round" in rounds.ended
+    assert "used up in the first round; a round takes about 180 s, more than the budget" in rounds.ended
+
+
+def test_every_run_that_goes_on_comes_further_though_no_round_fits_the_budget() -> None:
+    done: list[Launch] = []
+    for _ in range(4):
+        before = len(done)
+        clock = Clock(60.0)
+        rounds = Rounds(CELLS, Limits(2, 100.0), clock.launch, done, clock=lambda clock=clock: clock.now)
+        done += list(rounds)
+        assert len(done) > before
+    assert rounds.ended == "complete"
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was() -> None:
