@@ -13,7 +13,7 @@ import torch
 
 from dualdist import recovery, session
 from dualdist.backends.horovod_driver import is_elastic
-from dualdist.checkpoints.state import has_state
+from dualdist.checkpoints.state import has_state, require_free
 from dualdist.checkpoints.state_copy import Copy, shared
 from dualdist.compiling import uncompiled
 from dualdist.data import Sampler
@@ -97,11 +97,12 @@ class State:
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:
             raise UsageError(f"{', '.join(taken)}: a State has attributes of its own of that name; choose another one")
+        require_free([*parts])
         samplers = [part for part in parts.values() if isinstance(part, Sampler)]
         if any(each.count is None and each.remainder == "uneven" for each in samplers):
             raise UsageError(
-                'of an iterable data set without a length that remainder="uneven" shares out, no rank knows whether all '
-                'have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
+                'of an iterable data set without a length, shared out by remainder="uneven", no rank knows whether '
+                'all have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
             )
         self._path = path
         self._every = every

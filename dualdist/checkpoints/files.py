@@ -26,6 +26,8 @@ NAMED = ".pt"  # a path that ends so means a file
 # Of what a checkpoint holds: what is not a program's object.
 ABOUT = "dualdist"
 EXTRA = "extra"
+# Arguments that say how to save and load: a part of that name would be taken for one, or the other way round.
+HOW = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment

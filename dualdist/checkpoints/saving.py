@@ -23,9 +23,9 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.checkpoints import random_state
 from dualdist.checkpoints import writing as checkpoint_writing
-from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress
+from dualdist.checkpoints.files import ABOUT, FORMAT, Progress
 from dualdist.checkpoints.random_state import RandomState
-from dualdist.checkpoints.state import contents, dtypes_of, shapes_of
+from dualdist.checkpoints.state import contents, dtypes_of, require_free, shapes_of
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.group import Group
@@ -192,9 +192,7 @@ def _check(parts: Mapping[str, Any], keep: int | None) -> None:
     """UsageError where the arguments cannot be saved, whatever they hold."""
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    for name in (ABOUT, EXTRA):
-        if name in parts:
-            raise UsageError(f"{name}= is a name that a checkpoint needs itself: choose another one")
+    require_free(parts)
 
 
 def _gathered_states(
