@@ -271,6 +271,9 @@ def _last_step() -> LastStep:
     if found is None:
         rank = here.topology.rank
         notice = Notice(file_of(os.environ.get(NOTICE)) if rank == 0 else None)
-        found = here.extras[LAST_STEP] = LastStep(notice, here.store, here.key, here.world.ranks, rank)
-        here.endings.extend([found.close, notice.close])
+        made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
+        found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
+        if found is made:
+            made.start()
+            here.endings.extend([made.close, notice.close])
     return found
