@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
-from dualdist.arguments import path_of
+from dualdist.arguments import path_of, require_flags
 from dualdist.compiling import uncompiled
 
 if TYPE_CHECKING:
@@ -401,6 +401,7 @@ def save_checkpoint(
     'run/checkpoint-00000001.pt'
     """
     here = session.current()
+    require_flags(async_op=async_op)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | extra
     saving = _saver(here).save(path_of(path), parts, keep, async_op=async_op)
@@ -444,6 +445,7 @@ def load_checkpoint(
     from dualdist.checkpoints import loading as resuming
 
     here = session.current()
+    require_flags(required=required, random=random)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | objects
     saver = _saver(here)

@@ -62,3 +62,10 @@ def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float,
         return float(prescale), float(postscale)
     except (TypeError, ValueError):
         raise UsageError(f"prescale={prescale!r}, postscale={postscale!r}: expected numbers") from None
+
+
+def require_flags(**flags: object) -> None:
+    """UsageError where one is a part of a checkpoint that has the name of an argument."""
+    for name, value in flags.items():
+        if not isinstance(value, int):
+            raise UsageError(f"{name}={value!r}: expected True or False; a part of a checkpoint needs another name")

@@ -13,7 +13,7 @@ import torch
 
 from dualdist import recovery, session
 from dualdist.backends.horovod_driver import is_elastic
-from dualdist.checkpoints.state import has_state
+from dualdist.checkpoints.state import has_state, require_free
 from dualdist.checkpoints.state_copy import Copy, shared
 from dualdist.compiling import uncompiled
 from dualdist.data import Sampler
@@ -97,11 +97,12 @@ class State:
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:
             raise UsageError(f"{', '.join(taken)}: a State has attributes of its own of that name; choose another one")
+        require_free([*parts])
         samplers = [part for part in parts.values() if isinstance(part, Sampler)]
         if any(each.count is None and each.remainder == "uneven" for each in samplers):
             raise UsageError(
-                'of an iterable data set without a length that remainder="uneven" shares out, no rank knows whether all '
-                'have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
+                'of an iterable data set without a length, shared out by remainder="uneven", no rank knows whether '
+                'all have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
             )
         self._path = path
         self._every = every
@@ -270,6 +271,9 @@ def _last_step() -> LastStep:
     if found is None:
         rank = here.topology.rank
         notice = Notice(file_of(os.environ.get(NOTICE)) if rank == 0 else None)
-        found = here.extras[LAST_STEP] = LastStep(notice, here.store, here.key, here.world.ranks, rank)
-        here.endings.extend([found.close, notice.close])
+        made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
+        found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
+        if found is made:
+            made.start()
+            here.endings.extend([made.close, notice.close])
     return found

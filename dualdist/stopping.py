@@ -122,6 +122,9 @@ class LastStep:
         self._found: tuple[str, str] = "", ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="dualdist-last-step", daemon=True)
+
+    def start(self) -> None:
+        """Look from now on whether another rank was told something."""
         self._thread.start()
         atexit.register(self.close)  # as of a roll call: a thread in the store's code must not outlive the interpreter
 
@@ -137,11 +140,14 @@ class LastStep:
             return "", ""
         if self._store is None:
             return self.notice.kind, self.notice.words
-        if not must_know:
-            self._ask(self._store)
-            self._answer(self._store)
-        if self._last is None:
-            self._wait(self._store)
+        try:
+            if not must_know:
+                self._ask(self._store)
+                self._answer(self._store)
+            if self._last is None:
+                self._wait(self._store)
+        except (RendezvousError, TimeoutError) as error:
+            raise CollectiveTimeoutError(f"the ranks are to stop together, but {error}") from error
         assert self._last is not None
         return self._found if self._steps >= self._last else ("", "")
 
@@ -191,20 +197,17 @@ class LastStep:
     def _wait(self, store: Store) -> None:
         """Until the last step is known; CollectiveTimeoutError where a rank does not answer."""
         deadline = Deadline(self._answer_s)
-        try:
-            while not store.has(self._at("last")):
-                if deadline.passed():
-                    silent = [str(rank) for rank in self._ranks if not store.has(self._at(f"answer/{rank}"))]
-                    raise CollectiveTimeoutError(
-                        f"the ranks are to stop together, but rank {', '.join(silent)} did not say within "
-                        f"{self._answer_s:g} s how far it is: ended or stopped"
-                    )
-                deadline.sleep(POLL_S)
-            self._last = int(store.get(self._at("last"), self._answer_s))
-            kind, _, words = store.get(self._at("asked"), self._answer_s).partition(" ")
-            self._found = kind, words
-        except (RendezvousError, TimeoutError) as error:
-            raise CollectiveTimeoutError(f"the ranks are to stop together, but {error}") from error
+        while not store.has(self._at("last")):
+            if deadline.passed():
+                silent = [str(rank) for rank in self._ranks if not store.has(self._at(f"answer/{rank}"))]
+                raise CollectiveTimeoutError(
+                    f"the ranks are to stop together, but rank {', '.join(silent)} did not say within "
+                    f"{self._answer_s:g} s how far it is: ended or stopped"
+                )
+            deadline.sleep(POLL_S)
+        self._last = int(store.get(self._at("last"), self._answer_s))
+        kind, _, words = store.get(self._at("asked"), self._answer_s).partition(" ")
+        self._found = kind, words
 
     def _at(self, name: str) -> str:
         return f"{self._key}/last-step/{name}"

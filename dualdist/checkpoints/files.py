@@ -8,6 +8,7 @@ missing or has been altered, the seal does not fit.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import stat
@@ -26,6 +27,8 @@ NAMED = ".pt"  # a path that ends so means a file
 # Of what a checkpoint holds: what is not a program's object.
 ABOUT = "dualdist"
 EXTRA = "extra"
+# Arguments that say how to save and load: a part of that name would be taken for one, or the other way round.
+HOW = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
@@ -101,8 +104,9 @@ def _newer(path: Path) -> tuple[Path, ...]:
 def read(path: Path, progress: Progress) -> dict[str, Any]:
     """What the file holds; CheckpointError where it is not as it was written, and no code of it is run."""
     try:
-        with open(path, "rb", opener=_opened) as file:
-            _require_seal(path, file, progress)
+        with io.BufferedReader(_Counted(path, progress)) as opened:
+            file = cast(IO[bytes], opened)
+            _require_seal(path, file)
             _require_archive(path, file)
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -116,6 +120,19 @@ def read(path: Path, progress: Progress) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(extra, dict):
         raise CheckpointError(f"{path} is no checkpoint of this version of dualdist: expected format {FORMAT} in it")
     return cast(dict[str, Any], content)
+
+
+class _Counted(io.FileIO):
+    """A file, of which whatever the disk gives is counted, to whoever reads."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(path, opener=_opened)
+        self._progress = progress
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self._progress.nbytes += count or 0
+        return count
 
 
 def _opened(path: str, flags: int) -> int:
@@ -133,13 +150,12 @@ def seal(digest: str) -> bytes:
     return len(comment).to_bytes(2, "little") + comment
 
 
-def _require_seal(path: Path, file: IO[bytes], progress: Progress) -> None:
+def _require_seal(path: Path, file: IO[bytes]) -> None:
     """CheckpointError unless the file is as it was written: Note [seal]."""
     left = os.fstat(file.fileno()).st_size - SEAL_BYTES
     digest = hashlib.sha256()
     while left > 0 and (piece := file.read(min(left, CHUNK_BYTES))):
         digest.update(piece)
-        progress.nbytes += len(piece)
         left -= len(piece)
     digest.update(b"\0\0")  # the comment's length, as torch wrote it
     end = file.read()

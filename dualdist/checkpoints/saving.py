@@ -1,14 +1,16 @@
 """Saving a job's state: every rank takes part, rank 0 alone touches the disk, and all learn what goes wrong there.
 
 Note [patience]: a large file takes longer than ranks may wait for each other. So rank 0 writes and reads in a thread,
-and tells the others every BEAT_S seconds that it moves on; when it has not for as long as a wait may take, that is
-the error. The thread may hang for ever, or go on when the disk is back, and the program's tensors are others by then,
-and newer checkpoints there: a file that nobody waits for any more is given up, and never appears.
+and tells the others every BEAT_S seconds that it moves on: the disk takes or gives something, or the thread computes,
+as torch does in between. When it has done neither for as long as a wait may take, that is the error. The thread may
+hang for ever, or go on when the disk is back, and the program's tensors are others by then, and newer checkpoints
+there: a file that nobody waits for any more is given up, and never appears.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import pickle
 import sys
 import threading
@@ -23,9 +25,9 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.checkpoints import random_state
 from dualdist.checkpoints import writing as checkpoint_writing
-from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress
+from dualdist.checkpoints.files import ABOUT, FORMAT, Progress
 from dualdist.checkpoints.random_state import RandomState
-from dualdist.checkpoints.state import contents, dtypes_of, shapes_of
+from dualdist.checkpoints.state import contents, dtypes_of, require_free, shapes_of
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.group import Group
@@ -58,11 +60,14 @@ class Task:
         self.error: Exception | None = None
         self._limit_s = limit_s
         self._thread = threading.Thread(target=self._run, args=(call,), name="dualdist-checkpoint", daemon=True)
+        self._clock: int | None = None
         self._thread.start()
-        self._seen = 0, time.monotonic()
+        self._seen = (0, 0.0), time.monotonic()
         atexit.register(self._finish)  # a program that ends does not cut a checkpoint short
 
     def _run(self, call: Callable[[Progress], Any]) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.value = call(self.progress)
         except Exception as error:  # told to all ranks
@@ -74,12 +79,18 @@ class Task:
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
             return Outcome(self.value) if self.error is None else Outcome(error=words_of(self.error))
-        if self.progress.nbytes != self._seen[0]:
-            self._seen = self.progress.nbytes, time.monotonic()
+        if (moved := (self.progress.nbytes, self._computed_s())) != self._seen[0]:
+            self._seen = moved, time.monotonic()
         if time.monotonic() - self._seen[1] > self._limit_s:
             self.give_up()
             return Outcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
         return None
+
+    def _computed_s(self) -> float:
+        """What the thread has used of a processor, in tenths of a second: nothing while it waits for the disk."""
+        with contextlib.suppress(OSError):  # it has just ended
+            return 0.0 if self._clock is None else round(time.clock_gettime(self._clock), 1)
+        return -1.0
 
     def give_up(self) -> None:
         """What is not on the disk yet never will be: Note [patience]."""
@@ -192,9 +203,7 @@ def _check(parts: Mapping[str, Any], keep: int | None) -> None:
     """UsageError where the arguments cannot be saved, whatever they hold."""
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    for name in (ABOUT, EXTRA):
-        if name in parts:
-            raise UsageError(f"{name}= is a name that a checkpoint needs itself: choose another one")
+    require_free(parts)
 
 
 def _gathered_states(

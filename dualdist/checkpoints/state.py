@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import nn
 
-from dualdist.checkpoints.files import ABOUT, EXTRA
+from dualdist.checkpoints.files import ABOUT, EXTRA, HOW
 from dualdist.data import Sampler
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.structures import mapped
@@ -24,6 +24,15 @@ SHOWN = 5  # names, at most, in an error
 def has_state(part: object) -> bool:
     """Whether it is an object with a state, rather than plain data."""
     return callable(getattr(part, "state_dict", None))
+
+
+def require_free(names: Iterable[str]) -> None:
+    """UsageError where a part has a name that is not to be had."""
+    for name in names:
+        if name in (ABOUT, EXTRA):
+            raise UsageError(f"{name}= is a name that a checkpoint needs itself: choose another one")
+        if name in HOW:
+            raise UsageError(f"{name}= says how to save or load a checkpoint: choose another name for a part of it")
 
 
 def contents(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dualdist.checkpoints import random_state
 from dualdist.checkpoints.files import ABOUT, EXTRA
 from dualdist.checkpoints.random_state import RandomState
 from dualdist.checkpoints.state import contents, dtypes_of, has_state, restore
+from dualdist.data import Sampler
 from dualdist.errors import UsageError
 from dualdist.group import Group
 from dualdist.objects import allgather_object, broadcast_object
@@ -59,7 +60,7 @@ def shared(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
             broadcast_optimizer_state(group, part, ROOT)
         elif has_state(part):
             state = broadcast_object(group, part.state_dict() if group.rank == ROOT else None, ROOT)
-            if group.rank != ROOT:
+            if group.rank != ROOT or isinstance(part, Sampler):  # which shares out anew what is left
                 part.load_state_dict(state)
     plain = {name: part for name, part in parts.items() if not has_state(part)}
     return broadcast_object(group, plain, ROOT)

@@ -18,6 +18,7 @@ from dualdist.errors import RendezvousError
 LOOPBACK = "127.0.0.1"
 SLURM_NODE_NAME = "SLURMD_NODENAME"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+OWN_IPV6 = "/proc/net/if_inet6"  # each line begins with an address, and ends with its interface
 PROBE_S = 5.0
 
 
@@ -43,20 +44,36 @@ def own_addresses() -> list[str]:
     return addresses
 
 
+def address_of(host: str) -> str:
+    """An address of the host, IPv4 where it has such a one; RendezvousError where it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RendezvousError(f"{host} has no address: {reason(error)}") from error
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
 def interface_towards(address: str) -> str | None:
     """The name of the interface from which packets to `address` leave, None where no route exists."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # UDP: chooses a route, sends nothing
+        found = address_of(address)
+        with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((found, 9))  # UDP: chooses a route, sends nothing
             source = probe.getsockname()[0]
-    except OSError:
+    except (OSError, RendezvousError):
         return None
     return interface_with(source)
 
 
 def interface_with(address: str) -> str | None:
     """The name of this host's interface that has the address, None where none has."""
-    return next((name for name, own in interfaces().items() if own == address), None)
+    if ":" not in address:
+        return next((name for name, own in interfaces().items() if own == address), None)
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path(OWN_IPV6).read_text().splitlines()]
+        return next((name for own, *_, name in lines if own == digits), None)
+    return None
 
 
 def host_identity(environ: Mapping[str, str]) -> str:

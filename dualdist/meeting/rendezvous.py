@@ -218,7 +218,7 @@ def _interface(store: Store, places: list[Place], rank: int, session: str, deadl
     if elsewhere is None:
         return None
     if rank == elsewhere:
-        store.set(f"{session}/reached", socket.gethostbyname(store.address))
+        store.set(f"{session}/reached", network.address_of(store.address))
     if places[rank].node != first:
         return network.interface_towards(store.address)
     try:

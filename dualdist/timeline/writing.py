@@ -37,7 +37,9 @@ class Timeline:
         self._world = world
         self._title = title
         with contextlib.suppress(OSError):  # of an earlier run: it would be joined with ours
-            part_of(path, world.rank).unlink()
+            part_of(path, world.rank).unlink(missing_ok=True)
+            if world.rank == 0:
+                _joining(path).unlink(missing_ok=True)  # it was killed then, and nobody would join ours
         problems = allgather_object(world, problem_of(path) if world.rank == 0 else "")
         if problems[0]:
             raise _cannot(path, problems[0])
@@ -127,7 +129,7 @@ class Timeline:
         if not all(part.exists() for part in parts):
             return not parts[self._world.rank].exists()  # another rank has joined them by now
         try:
-            os.close(os.open(self._path.with_name(f"{self._path.name}.joining"), os.O_CREAT | os.O_EXCL))
+            os.close(os.open(_joining(self._path), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return True  # another rank is at it
         try:
@@ -136,7 +138,7 @@ class Timeline:
             for part in parts:
                 part.unlink(missing_ok=True)
         finally:
-            self._path.with_name(f"{self._path.name}.joining").unlink(missing_ok=True)
+            _joining(self._path).unlink(missing_ok=True)
         return True
 
 
@@ -151,6 +153,11 @@ def start(path: str, world: Group, number: int, **about: Any) -> Timeline:
         place = place.with_stem(f"{place.stem}-{number + 1}")
     told = ", ".join(str(value) for value in about.values())
     return Timeline(place, world, f"rank {world.rank} ({socket.gethostname().partition('.')[0]}, {told})")
+
+
+def _joining(path: Path) -> Path:
+    """It is there while a rank makes one file of all parts."""
+    return path.with_name(f"{path.name}.joining")
 
 
 def _cannot(path: Path, why: str) -> UsageError:

@@ -308,3 +308,26 @@ def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -
     end.set()
     while task.outcome() != Outcome("done"):
         pass
+
+
+@pytest.mark.parametrize("way", ["saves", "loads"])
+def test_a_disk_is_not_blamed_for_what_torch_computes(tmp_path: Path, way: str) -> None:
+    """Thousands of small tensors; the disk itself takes and gives little, and at once."""
+    big = content() | {"model": {str(number): torch.zeros(1) for number in range(10_000)}}
+    path = write(tmp_path, big, None, Progress())
+
+    def work(progress: Progress) -> Any:
+        return read(path, progress) if way == "loads" else write(tmp_path, big, None, progress)
+
+    task = Task(work, limit_s=0.3)
+    while (outcome := task.outcome()) is None:
+        pass
+    assert not outcome.error
+
+
+def test_whatever_a_disk_gives_is_counted(tmp_path: Path) -> None:
+    """Once by the checksum, and once by torch."""
+    progress = Progress()
+    path = save(tmp_path, 1, count=100_000)
+    read(path, progress)
+    assert progress.nbytes > 1.9 * path.stat().st_size

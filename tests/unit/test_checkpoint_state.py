@@ -151,6 +151,22 @@ def test_what_cannot_be_read_without_running_code_is_refused_when_it_is_saved(
         dd.save_checkpoint(tmp_path / "run", dualdist=1)
 
 
+@pytest.mark.parametrize("name", ["random", "required", "async_op", "dualdist", "extra"])
+def test_a_part_whose_name_says_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    """It would not be loaded, and nobody would know."""
+    path = dd.save_checkpoint(tmp_path, step=1)
+    for part in (nn.Linear(1, 1), 1):
+        with pytest.raises(UsageError, match=f"{name}="):
+            dd.elastic.State(tmp_path, **{name: part})  # type: ignore[arg-type]
+        if name == "async_op" and part == 1:
+            continue
+        with pytest.raises(UsageError, match=f"{name}="):
+            dd.save_checkpoint(tmp_path, **{name: part})  # type: ignore[call-overload]
+    if name in ("random", "required"):
+        with pytest.raises(UsageError, match=rf"{name}=Linear.*expected True or False"):
+            dd.load_checkpoint(path, **{name: nn.Linear(1, 1)})  # type: ignore[arg-type]
+
+
 STRANGE: tuple[Any, ...] = (5, None, [], {}, {"param_groups": 5}, {"state": 1, "param_groups": [{"params": [0, 1]}]})
 
 

@@ -8,14 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dualdist.backends import native_store
 from dualdist.backends.native import TcpStore
 from dualdist.deadline import Deadline, call_within
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.meeting.network import LOOPBACK, Invitation, host_identity, interfaces, listen, wait_until_listening
+from dualdist.meeting.network import (
+    LOOPBACK,
+    OWN_IPV6,
+    Invitation,
+    address_of,
+    host_identity,
+    interface_towards,
+    interfaces,
+    listen,
+    wait_until_listening,
+)
 from dualdist.meeting.placement import Place, Report
-from dualdist.meeting.rendezvous import FileExchange, Met, assemble, meet
+from dualdist.meeting.rendezvous import FileExchange, Met, _interface, assemble, meet
 from dualdist.topology import Topology
 
 
@@ -132,6 +143,23 @@ def test_an_invitation_survives_its_journey_and_garbage_is_refused() -> None:
 
 def test_loopback_is_an_interface() -> None:
     assert interfaces()["lo"] == LOOPBACK
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
+    store = native_store.TcpStore(dist.HashStore(), address, "the test's store")
+    places = [Place(0, 0), Place(1, 0)]
+    own = {line.split()[-1] for line in Path(OWN_IPV6).read_text().splitlines()} if Path(OWN_IPV6).exists() else set()
+    expected = "lo" if address == LOOPBACK or "lo" in own else None
+    assert [_interface(store, places, rank, "key", Deadline(5)) for rank in (1, 0)] == [expected] * 2
+    assert store.get("key/reached", 5) == address
+
+
+def test_a_name_without_an_address_is_an_error_of_ours() -> None:
+    assert address_of("localhost") == LOOPBACK
+    with pytest.raises(RendezvousError, match="::1%none has no address"):
+        address_of("::1%none")
+    assert interface_towards("::1%none") is None
 
 
 def test_waiting_for_a_port_ends_in_time_and_says_why() -> None:

@@ -391,3 +391,14 @@ def test_a_state_takes_no_sampler_whose_last_batch_only_some_ranks_have_and_none
                 dd.elastic.State(sampler=sampler)
         else:
             dd.elastic.State(sampler=sampler)
+
+
+def test_after_a_sync_what_is_left_is_shared_out_anew_on_rank_zero_too() -> None:
+    """Whose state it is: the ranks may be others than in its iteration."""
+    sampler = sampler_of()
+    loader = loader_of(sampler)
+    next(iter(loader))
+    state = dd.elastic.State(sampler=sampler)
+    state.sync()
+    assert (len(loader), sampler.position) == (4, 4)
+    assert len(batches(loader)) == 4

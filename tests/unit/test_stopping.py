@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import dualdist as dd
 from dualdist.backends.native_store import TcpStore
-from dualdist.errors import CollectiveTimeoutError, UsageError
+from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
 from dualdist.stopping import CHANGE, STOP, LastStep, Notice, file_of
 
 LOOK_S = 0.02
@@ -24,7 +26,10 @@ STEPS = 400
 
 def ranks_of(size: int) -> list[LastStep]:
     store = TcpStore(dist.HashStore(), "", "the test's store")
-    return [LastStep(Notice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
+    lasts = [LastStep(Notice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
+    for last in lasts:
+        last.start()
+    return lasts
 
 
 def steps_of(last: LastStep, pace_s: float, told_at: int | None = None, kind: str = STOP) -> tuple[int, str, str]:
@@ -82,10 +87,49 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     """Nothing of it is there."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
     here = LastStep(Notice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
+    here.start()
     here.notice.tell(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not say within 0\.3 s"):
         here.passed()
     here.close()
+
+
+class Gone:
+    """A store that answers to so many calls, and then fails in one of the ways of a store."""
+
+    def __init__(self, calls: int, error: Exception) -> None:
+        self._store = TcpStore(dist.HashStore(), "", "the test's store")
+        self._calls = calls
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls -= 1
+        if self._calls < 0:
+            raise self._error
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("error", [RendezvousError("the store is gone"), TimeoutError("the store is late")], ids=repr)
+@pytest.mark.parametrize("calls", range(10))
+def test_a_store_that_is_lost_is_an_error_from_which_elastic_training_goes_on(calls: int, error: Exception) -> None:
+    """Whichever of its answers is the first that does not come."""
+    last = LastStep(Notice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
+    last.notice.tell(STOP, "SIGTERM")
+    with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):
+        last.passed()
+
+
+def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
+    """Or else what one of them requests is lost."""
+    for _ in range(10):
+        dd.init()
+        with ThreadPoolExecutor(8, initializer=threading.Barrier(8).wait) as pool:
+            found = [pool.submit(dd.elastic._last_step) for _ in range(8)]
+        assert len({each.result() for each in found}) == 1
+        assert [thread.name for thread in threading.enumerate()].count("dualdist-last-step") == 1
+        dd.elastic.request_stop()
+        assert dd.elastic.should_stop()
+        dd.shutdown()
 
 
 @pytest.fixture
