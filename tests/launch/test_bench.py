@@ -13,15 +13,28 @@ from typing import Any
 
 import psutil
 import pytest
+from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
 
 from dualdist.compare.statistics import RESAMPLES
 
 BENCH = (sys.executable, "-m", "dualdist", "bench")
+# The README's lines, which the options behind them make short.
+SHOWN = [
+    shlex.split(line, comments=True)[2:]
+    for line in (ROOT / "README.md").read_text().splitlines()
+    if line.startswith("dualdist bench ")
+]
 QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
 ROUNDS = 2
 WAIT_S = 60
+
+
+def shown(*begin: str) -> list[str]:
+    """The one that begins so."""
+    (words,) = (words for words in SHOWN if words[: len(begin)] == list(begin))
+    return words
 
 
 def record(launch: Launch, *words: str, timeout_s: float = 240.0) -> dict[str, Any]:
@@ -52,7 +65,8 @@ def check_ratio(found: dict[str, Any], rounds: int) -> None:
 
 
 def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
-    kept = record(launch, *QUICK_STEP, "--no-memory", "--launches", "2", "--backend", "native,horovod")
+    line = ["mlp" if word == "resnet18" else word for word in shown("step")]  # another --model would be one more
+    kept = record(launch, *line, *QUICK_STEP[3:], "--no-memory", "--launches", "2", "--backend", "native,horovod")
     check_record(kept, "step", jobs=4)
     native, horovod = kept["results"]
     assert list(native["contenders"]) == ["none", "ddp", "ddp_view", "dualdist", "naive"]
@@ -97,7 +111,7 @@ def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> N
 
 def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
-    kept = record(launch, "allreduce", *words)
+    kept = record(launch, *shown("allreduce"), *words)
     check_record(kept, "allreduce", jobs=2)
     assert [result["library"] for result in kept["results"]] == ["torch.distributed", "horovod"]
     for result in kept["results"]:
@@ -115,7 +129,9 @@ def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> No
 
 
 def test_startup_times_fresh_processes_of_every_backend(launch: Launch) -> None:
-    kept = record(launch, "startup", "--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1")
+    kept = record(
+        launch, *shown("startup", "--ranks"), "--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1"
+    )
     check_record(kept, "startup", jobs=8)
     found = [(result["launcher"], result["ranks"]) for result in kept["results"]]
     assert found == [("torchrun", 1), ("torchrun", 2), ("mpirun", 1), ("mpirun", 2)]
@@ -135,7 +151,7 @@ def test_startup_times_fresh_processes_of_every_backend(launch: Launch) -> None:
 
 def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
     words = ("--ranks", "2,3,64,4096", "--measure-up-to", "3", "--sizes", "8,64K,1M", "--rounds", "2", "--model", "mlp")
-    kept = record(launch, "scale", *words)
+    kept = record(launch, *shown("scale"), *words)
     check_record(kept, "scale", jobs=3)  # 2 ranks, 3 ranks, and a step
     found = kept["results"]
     assert found["fitted_on"] == 2
@@ -160,10 +176,10 @@ def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot
     assert "what this cannot know: a network" in outcome.stdout
 
 
-@pytest.mark.parametrize("what", ["step", "allreduce", "startup", "scale"])
-def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shown", SHOWN, ids=" ".join)
+def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: list[str], tmp_path: Path) -> None:
     words = ("--dry-run", "--backend", "native", "--rounds", "3", "--keep", str(tmp_path / "kept"))
-    outcome = launch([*BENCH, what, *words, *(("--ranks", "2,4") if what == "scale" else ("-np", "4"))])
+    outcome = launch([*BENCH, *shown, *words])
     lines = outcome.stdout.splitlines()
     assert lines
     for line in lines:
