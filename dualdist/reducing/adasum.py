@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Notices(Bucket):
     """Carries no gradients, only two flags for each: "I had one" and "it is not finite"."""
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
-        super().__init__(plan, Recipe("sum"), line)
+    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend, dense: set[int]) -> None:
+        super().__init__(plan, Recipe("sum"), line, dense)
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
         """A gradient that is not finite on some rank is NaN on all of them."""

@@ -255,7 +255,7 @@ class Reducer:
         drop(self._buckets)
         self._buckets.clear()
         self._members.clear()
-        self._rounds.buckets.clear()
+        self._rounds.clear()
         for place, members in enumerate(all_members):
             self._add_bucket(members, params)
             self._rounds.set_apart(place, [seat for seat, number in enumerate(members) if number in apart])

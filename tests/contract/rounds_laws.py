@@ -24,6 +24,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
+from dualdist.reducing import buckets
 
 
 class Tied(nn.Module):
@@ -136,9 +137,38 @@ def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None
                 torch.testing.assert_close(found.to_dense(), right.to_dense(), rtol=1e-4, atol=1e-5)
 
 
+@law
+def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> None:
+    """As on a GPU, where a rank that has the gradient dense does not hear that another has it sparse."""
+    usual, buckets.RUN_LATE = buckets.RUN_LATE, frozenset(("cpu",))
+    try:
+        for uses in ("dense mixed sparse", "sparse mixed dense sparse", "mixed sparse dense mixed"):
+            table = nn.Embedding(dd.size() + 1, 3, sparse=True)
+            dd.broadcast_parameters(table)
+            optimizer = dd.wrap_optimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+            were_dense = False
+            for use in uses.split():
+                are_dense = [use == "dense" or (use == "mixed" and rank == 0) for rank in ranks()]
+                right = torch.zeros(dd.size() + 1, 3)
+                for rank, is_dense in enumerate(are_dense):
+                    right[rank] += 1 / dd.size()
+                    right += is_dense / dd.size()
+                optimizer.zero_grad()
+                (
+                    table(torch.tensor([dd.rank()])).sum() + (table.weight.sum() if are_dense[dd.rank()] else 0)
+                ).backward()
+                found, were_dense = table.weight.grad, were_dense or (all(are_dense) and use == uses.split()[0])
+                assert found.is_sparse == (use == "sparse" and not were_dense), uses
+                torch.testing.assert_close(found.to_dense(), right)
+                optimizer.step()
+            assert_same_everywhere(table)
+    finally:
+        buckets.RUN_LATE = usual
+
+
 @law_alone
 def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next() -> None:
-    """It raises on rank 0 only; the others' gradients of that round are of no use to anybody."""
+    """It raises on rank 0 only, which tries again: what the others sent for the first time is of no use to anybody."""
     first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a bucket of its own
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
 
@@ -149,11 +179,9 @@ def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next()
         optimizer.zero_grad()
         product = first * 2
         loss = product.sum() + table(torch.tensor([dd.rank()])).sum()
+        product.register_hook(refuse)
         if dd.rank() == 0:
-            product.register_hook(refuse)
             raises(ValueError, loss.backward, "refused")
-        else:
-            loss.backward()
         optimizer.zero_grad()
         (table(torch.tensor([dd.rank()])).sum() + first.sum()).backward()
         grad = table.weight.grad.to_dense()
