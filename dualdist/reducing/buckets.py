@@ -15,7 +15,7 @@ from dualdist.reducing.finite import kinds_of
 from dualdist.reducing.holders import is_kept
 from dualdist.reducing.rows import Flat, Rows
 from dualdist.reducing.streams import Streams
-from dualdist.reductions import INTEGERS, allreduce_, divide, divide_, sparse_sum
+from dualdist.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
@@ -234,9 +234,7 @@ class Bucket:
         name, shape = f"{plan.name}.{number}", plan.shapes[number]
         if not as_dense:
             if grad is None:
-                rows = torch.empty(1, 0, dtype=torch.int64, device=plan.device)
-                values = torch.empty(0, *shape[1:], dtype=plan.dtype, device=plan.device)
-                grad = torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+                grad = empty_sparse(shape, plan.dtype, plan.device)
             return sparse_sum(line, grad.detach(), op, name)
         total = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         if grad is not None:

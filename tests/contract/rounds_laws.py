@@ -138,6 +138,32 @@ def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None
 
 
 @law
+def sparse_gradients_of_other_dimensions_are_added_up() -> None:
+    """An embedding's are rows, those of torch.gather single elements; a rank that has none knows of neither."""
+    places = torch.tensor([[0], [2], [1], [0]])
+    for uses in (["rows", "elements"], ["elements"], ["elements", "elements", "rows"]):
+        table, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([table, other], lr=1.0))
+        right = torch.zeros(4, 3)
+        if "rows" in uses[: dd.size()]:
+            right[1] += 1
+        right[torch.arange(4), places.view(-1)] += uses[: dd.size()].count("elements")
+        use = (uses + [""] * dd.size())[dd.rank()]
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = other.sum()
+            if use == "rows":
+                loss = loss + nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum()
+            elif use == "elements":
+                loss = loss + torch.gather(table, 1, places, sparse_grad=True).sum()
+            loss.backward()
+            dims = 1 if "rows" in uses[: dd.size()] else 2
+            assert (table.grad.is_sparse, table.grad.sparse_dim()) == (True, dims), uses
+            torch.testing.assert_close(table.grad.to_dense(), right / dd.size())
+            optimizer.step()
+
+
+@law
 def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> None:
     """As on a GPU, where a rank that has the gradient dense does not hear that another has it sparse."""
     usual, buckets.RUN_LATE = buckets.RUN_LATE, frozenset(("cpu",))
