@@ -63,6 +63,16 @@ class HostLine:
         self._turn = 0
         self._last: Whole | None = None
 
+    @property
+    def timeout_s(self) -> float:
+        return self.neighbours.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self.neighbours.timeout_s = value
+        if self.leaders is not None:
+            self.leaders.timeout_s = value
+
     def advance(self) -> None:
         """Take everything that is under way as far as it goes; between hosts, in the order in which it began."""
         may_leave = True
