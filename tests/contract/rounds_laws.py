@@ -327,6 +327,21 @@ def those_who_join_follow_one_optimizer_of_any_kind() -> None:
 
 
 @law_alone
+def those_who_join_follow_gradients_of_any_size_and_kind() -> None:
+    """Large ones of a compressor of one's own, and complex ones, which go other ways than those in a bucket."""
+    for dtype, compressor in ((torch.float32, Fixed), (torch.complex64, None)):
+        weight = nn.Parameter(torch.ones(20_000, dtype=dtype))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), compression=compressor)
+        for step in range(dd.rank() + 1):
+            optimizer.zero_grad()
+            weight.real.sum().backward()
+            assert weight.grad[0].real.item() == (dd.size() - step) / dd.size()
+            optimizer.step()
+        assert dd.join() == dd.size() - 1
+        del weight, optimizer  # so that the next one is the only one
+
+
+@law_alone
 def those_who_join_may_have_dropped_their_model() -> None:
     dropped = train_uneven(by_dd(), drops=True)
     if dd.rank() % 2:
