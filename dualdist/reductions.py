@@ -250,13 +250,14 @@ def _swapped(backend: Backend, mine: torch.Tensor, partner: int, name: str) -> t
 def sparse_sum(
     backend: Backend, mine: torch.Tensor, op: Op, name: str, scales: tuple[float, float] = (1.0, 1.0)
 ) -> torch.Tensor:
-    """Everybody's stored elements in one sparse COO tensor, coalesced: their sum, or mean, over all ranks."""
-    mine = mine.coalesce()
+    """Everybody's stored elements in one sparse COO tensor, coalesced: their sum, or mean, over all ranks.
+
+    Its sparse dimensions are as many as everybody's who has any elements, or as few as anybody's.
+    """
+    mine, counts = _alike(backend, mine.coalesce(), f"{name}.count")
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
     if scales[0] != 1.0:
         values = scale_(values.clone(), scales[0])
-    told = Exchange(backend, str(len(indices)).encode(), f"{name}.count").wait()
-    counts = [int(text) for text in told]
     rows = [count * indices.shape[1] * indices.element_size() for count in counts]
     sizes = [count * values.shape[1:].numel() * values.element_size() for count in counts]
     all_indices = allgather_bytes(backend, as_bytes(indices), rows, f"{name}.indices").view(indices.dtype)
@@ -270,6 +271,30 @@ def sparse_sum(
     ).coalesce()
     settle_(total.values(), op, backend.size, scales[1])
     return total
+
+
+def _alike(backend: Backend, mine: torch.Tensor, name: str) -> tuple[torch.Tensor, list[int]]:
+    """The tensor with as many sparse dimensions as on the other ranks, and how many elements each rank has stored."""
+    while True:
+        said = f"{mine._nnz()} {mine.sparse_dim()}".encode()
+        told = [(int(count), int(dim)) for count, dim in map(bytes.split, Exchange(backend, said, name).wait())]
+        dims = {dim for count, dim in told if count}
+        least = min(dims or [dim for _, dim in told])
+        if mine.sparse_dim() != least:
+            mine = (
+                mine.to_dense().to_sparse(least)
+                if mine._nnz()
+                else empty_sparse(mine.shape, mine.dtype, mine.device, least)
+            ).coalesce()
+        if len(dims) <= 1:  # else there may be other elements now
+            return mine, [count for count, _ in told]
+
+
+def empty_sparse(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse_dim: int = 1) -> torch.Tensor:
+    """A sparse COO tensor in which nothing is stored."""
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, *shape[sparse_dim:], dtype=dtype, device=device)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 def is_traceable(backend: Backend, tensor: torch.Tensor, op: Op) -> bool:

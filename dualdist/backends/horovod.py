@@ -16,11 +16,12 @@ import torch
 from dualdist.backends.base import ReduceOp
 from dualdist.backends.buffers import PlainBuffers
 from dualdist.backends.horovod_settings import DYNAMIC_SETS
-from dualdist.deadline import Deadline
+from dualdist.deadline import Deadline, call_within
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
+    DualdistError,
     MismatchError,
     NotInitializedError,
     RankLostError,
@@ -112,13 +113,14 @@ class ProcessSets:
         self._as_started = as_started
         self._sets: dict[tuple[int, ...], Any] = {}
         self._users: Counter[tuple[int, ...]] = Counter()
+        self._is_alone = False  # another rank has not answered, and will not for the next set either
 
     def take(self, ranks: tuple[int, ...]) -> Any:
         """The set of these ranks; every rank of the job calls this."""
-        self._users[ranks] += 1
         if ranks not in self._sets:
             everybody = len(ranks) == int(self._hvd.size())
             self._sets[ranks] = self._hvd.global_process_set if everybody else self._add(ranks)
+        self._users[ranks] += 1
         return self._sets[ranks]
 
     def _add(self, ranks: tuple[int, ...]) -> Any:
@@ -131,11 +133,24 @@ class ProcessSets:
                 f"{DYNAMIC_SETS}=1 on every rank, with which a rank that stops can hold up the others"
             ) from error
 
-    def give_back(self, ranks: tuple[int, ...]) -> None:
-        """One user less; every rank of the job calls this."""
+    def give_back(self, ranks: tuple[int, ...], timeout_s: float) -> None:
+        """One user less; every rank of the job calls this, and RankLostError says that some rank does not.
+
+        The engine then knows of the set until it ends.
+        """
         self._users[ranks] -= 1
-        if self._users[ranks] == 0:
-            self._hvd.remove_process_set(self._sets.pop(ranks))
+        if self._users[ranks] or self._is_alone:
+            return
+        process_set = self._sets.pop(ranks)
+
+        def late() -> DualdistError:
+            self._is_alone = True
+            return RankLostError(
+                f"Horovod could not end the group of ranks {list(ranks)} within {timeout_s:g} s: another rank does not "
+                "answer"
+            )
+
+        call_within(timeout_s, lambda: self._hvd.remove_process_set(process_set), late)
 
 
 class HorovodBackend(PlainBuffers):
@@ -192,10 +207,12 @@ class HorovodBackend(PlainBuffers):
         members = tuple(ranks)
         process_set = self._sets.take(members)
 
-        def leave() -> None:
-            self._sets.give_back(members)
+        timeout_s = self.timeout_s
 
-        return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, self.timeout_s, leave)
+        def leave() -> None:
+            self._sets.give_back(members, timeout_s)
+
+        return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, timeout_s, leave)
 
     def built_with(self) -> dict[str, int]:
         hvd = self._hvd

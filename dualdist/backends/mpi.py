@@ -216,9 +216,10 @@ class MpiBackend(PlainBuffers):
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         return Staged(start(copy), tensor, in_place=in_place)
 
-    def _ask(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Asked:
+    def _ask(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
         with self.mpi.calls():
-            return Asked(self, begin(), result, given)
+            requests = begin()
+            return Asked(self, requests, result, given) if requests else Finished(result)  # as far as this rank goes
 
     def _call(self, call: Callable[[], object], result: torch.Tensor) -> Called:
         if self._thread is None:

@@ -128,6 +128,7 @@ class NativeBackend:
         self._hosts = hosts
         self._host: HostLine | None = None
         self._is_full = False  # shared memory had no room
+        self._said: set[str] = set()  # once, by all lines together
         self._children: list[NativeBackend] = []
 
     @property
@@ -138,7 +139,7 @@ class NativeBackend:
     def timeout_s(self, value: float) -> None:
         self._timeout_s = value
         if self._host is not None:
-            self._host.neighbours.timeout_s = value
+            self._host.timeout_s = value
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         host = self._host
@@ -256,6 +257,7 @@ class NativeBackend:
             hosts=self._hosts if shares else (),
         )
         self._children.append(child)
+        child._said = self._said
         child._share_memory()
         if child._host is None or not child._host.is_only_host or self._on_gpu:
             child._groups()
@@ -284,8 +286,9 @@ class NativeBackend:
             segment = share(store, f"host/{mine[0]}", place, len(mine), line_bytes(len(mine)), deadline, room)
         except BackendUnavailableError as error:
             reason = str(error)
-            if place == 0:
+            if place == 0 and USES_GLOO not in self._said:
                 print(f"{USES_GLOO}: {reason}", file=sys.stderr)
+            self._said.add(USES_GLOO)
         if not is_only_host:
             fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
             self._allreduce_between_all_(fails, "max", "share").wait()

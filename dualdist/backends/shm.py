@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.backends.shm_slots import POSTED, Shared, shared_bytes
+from dualdist.backends.shm_slots import BEGUN, POSTED, Shared, shared_bytes
 from dualdist.backends.shm_work import PIECE_BYTES, REDUCE, OnHost, Passing, Posted, Reduction, SharedBuffer, Whole
 from dualdist.errors import BackendUnavailableError
 from dualdist.mailbox import Mailbox
@@ -61,7 +61,18 @@ class HostLine:
         self._made: dict[int, Shared] = {}
         self._dropped: dict[int, Shared] = {}
         self._turn = 0
+        self._begun = 0  # operations that pass through the stages
         self._last: Whole | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        return self.neighbours.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self.neighbours.timeout_s = value
+        if self.leaders is not None:
+            self.leaders.timeout_s = value
 
     def advance(self) -> None:
         """Take everything that is under way as far as it goes; between hosts, in the order in which it began."""
@@ -143,7 +154,15 @@ class HostLine:
             self._finish_last()
             self._last = Whole(self, buffer, op)
             return self._last
-        return Passing(lambda: self._in_pieces(buffer, op, name))
+        return self._passing(lambda: self._in_pieces(buffer, op, name))
+
+    def _passing(self, run: Callable[[], torch.Tensor]) -> Passing:
+        """What happens when it is waited for; the others see now that it has begun."""
+        self._begun += 1
+        stage, number = self._stages[0], self._begun
+        stage.say(BEGUN, number)
+        # Where there are other hosts, whether those have begun it is not known here.
+        return Passing(run, lambda: self.is_only_host and stage.have_all(BEGUN, number))
 
     def _in_pieces(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
         """Two ranks read all of each other's values; more ranks share the work out, which takes them two phases."""
@@ -192,7 +211,7 @@ class HostLine:
 
     def allgather(self, tensor: torch.Tensor) -> Passing:
         """See Backend.allgather; on the only host."""
-        return Passing(lambda: self._gathered(tensor))
+        return self._passing(lambda: self._gathered(tensor))
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         mine = as_bytes(tensor)
@@ -205,7 +224,7 @@ class HostLine:
 
     def broadcast_(self, buffer: torch.Tensor, root: int) -> Passing:
         """See Backend.broadcast_; on the only host."""
-        return Passing(lambda: self._broadcast(buffer, root))
+        return self._passing(lambda: self._broadcast(buffer, root))
 
     def _broadcast(self, buffer: torch.Tensor, root: int) -> torch.Tensor:
         is_root = self._segment.place == root

@@ -12,7 +12,7 @@ from dualdist.reducing.holders import uses
 from dualdist.shared_memory import Segment, pages
 
 # The words that each rank has in a buffer.
-POSTED, FINISHED, SPREAD, DROPPED, CHOSEN = range(5)
+POSTED, FINISHED, SPREAD, DROPPED, CHOSEN, BEGUN = range(6)
 REMOVE = 9  # madvise(2): MADV_REMOVE
 
 

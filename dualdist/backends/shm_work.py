@@ -210,14 +210,19 @@ class Posted:
 
 
 class Passing:
-    """An operation whose tensors pass through the stages; it happens in wait(). A Work."""
+    """An operation whose tensors pass through the stages; it happens in wait(). A Work.
 
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+    It counts as done once all have begun it: wait() then returns as soon as all wait. Who has joined finds out by this
+    that the others have begun something.
+    """
+
+    def __init__(self, run: Callable[[], torch.Tensor], have_begun: Callable[[], bool]) -> None:
         self._run: Callable[[], torch.Tensor] | None = run
+        self._have_begun = have_begun
         self._result: torch.Tensor
 
     def done(self) -> bool:
-        return self._run is None
+        return self._run is None or self._have_begun()
 
     def wait(self) -> torch.Tensor:
         if self._run is not None:

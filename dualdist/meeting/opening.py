@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,11 +76,12 @@ class Session:
 
     def close(self) -> None:
         """End the groups and the backend; the roll call last, for what fails on the way asks it."""
-        for group in (*self.groups, self.world):
-            group.close()
-        self.groups.clear()
-        if self.world.watch.roll is not None:
-            self.world.watch.roll.close()
+        with contextlib.ExitStack() as stack:  # all of them, in this order, though one should fail
+            if self.world.watch.roll is not None:
+                stack.callback(self.world.watch.roll.close)
+            for group in (self.world, *reversed(self.groups)):
+                stack.callback(group.close)
+            self.groups.clear()
 
 
 def open_session(requested: str, start: Start, tell: Tell) -> Session:
@@ -270,9 +272,17 @@ def _session(backend: Backend, store: Store | None, start: Start, places: Sequen
         store = None
     hosts = tuple(place.host for place in places)
     processes = processes_on_host(places, topology.rank)
-    roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll", processes, timeout_s)
-    line = backend.channel("operations")
-    mailbox = open_mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
+    begun: list[Callable[[], None]] = [backend.close]
+    try:
+        roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll", processes, timeout_s)
+        begun += [] if roll is None else [roll.close]
+        line = backend.channel("operations")
+        mailbox = open_mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
+    except BaseException:
+        for end in begun[::-1]:  # else the next init() would take torch's default group for the program's own
+            with contextlib.suppress(DualdistError):  # what failed first says more
+                end()
+        raise
     world = Group(line, Watch(roll, backend.ranks), backend, mailbox)
     return Session(world, topology, device_of(topology), timeout_s, hosts, store, key)
 

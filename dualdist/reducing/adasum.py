@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Notices(Bucket):
     """Carries no gradients, only two flags for each: "I had one" and "it is not finite"."""
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
-        super().__init__(plan, Recipe("sum"), line)
+    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend, dense: set[int]) -> None:
+        super().__init__(plan, Recipe("sum"), line, dense)
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
         """A gradient that is not finite on some rank is NaN on all of them."""
@@ -93,10 +93,10 @@ class DeltaSteps:
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace this rank's step by the Adasum of everybody's."""
-        start = self._starts.pop()
+        start, all_params = self._starts.pop(), self._reducer.params
         for place, device in enumerate(dict.fromkeys(tensor.device for tensor in start)):
             mine = [n for n, tensor in enumerate(start) if tensor.device == device]
-            before, params = [start[n] for n in mine], [self._reducer.params[n].detach() for n in mine]
+            before, params = [start[n] for n in mine], [all_params[n].detach() for n in mine]
             with self._reducer.errors():
                 delta = self._combined(torch._foreach_sub(params, before), place)
             torch._foreach_add_(before, delta)

@@ -15,12 +15,15 @@ from dualdist.reducing.finite import kinds_of
 from dualdist.reducing.holders import is_kept
 from dualdist.reducing.rows import Flat, Rows
 from dualdist.reducing.streams import Streams
-from dualdist.reductions import INTEGERS, allreduce_, divide, divide_, sparse_sum
+from dualdist.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
 # not touch the parameter. So the ranks tell each other by flags in the bucket, and what any of them has sparse is
 # reduced apart, in parameter order, after the buckets: as a dense one where another rank has it dense (of tied weights
 # a loss may touch one use only). From then on its place in the bucket is empty.
+#
+# A GPU's program does not wait for flags in every round. All ranks read them until each member has been dense, which
+# all learn in the same round; from then on a rank that has one sparse sends it as a dense one, and tells nobody.
 
 # Devices that the program runs ahead of: to read what lies there makes it wait.
 RUN_LATE = frozenset(("cuda",))
@@ -35,12 +38,13 @@ class Bucket:
     bucket. They travel as the gradients do, in whose dtype a sum of many ones may be no count: a flag is 0 or not.
     """
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend) -> None:
+    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend, dense: set[int]) -> None:
         self.plan = plan
         self.recipe = recipe
         self.waiting_for = len(plan.shapes)
         self.streams = Streams(plan.device) if plan.device.type == "cuda" else None
         self.reads_late = plan.device.type in RUN_LATE
+        self._dense = dense  # the members that all ranks know to have been dense
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
@@ -117,9 +121,10 @@ class Bucket:
     def _gather(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
         """What is not there yet; zeros where there is nothing."""
         packed, views, late = self._packed, [], []
+        may_be_dense = self.recipe.dense or self._all_stay_dense()
         for number, view in flat.views.items():
             grad = grads[number]
-            if grad is None or (grad.is_sparse and not self.recipe.dense):
+            if grad is None or (grad.is_sparse and not may_be_dense):
                 view.zero_()
                 continue
             taken = packed.get(number)
@@ -172,8 +177,8 @@ class Bucket:
         """
         reduced = self._done_flat()
         is_used_by_me = all(param.grad is not None and not param.grad.is_sparse for param in params)
-        # Reading the flags makes the program wait for a GPU: not where this rank has all gradients, dense as usual.
-        told = None if is_used_by_me and not self.plan.apart and reduced.values.is_cuda else self.told()
+        needs_none = self._all_stay_dense() or (self.reads_late and self.recipe.dense)
+        told = None if is_used_by_me and needs_none else self.told()
         targets, sources = [], []
         for number, view in reduced.views.items():
             dense, sparse = (True, False) if told is None else told[number]
@@ -194,6 +199,11 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
         return [] if told is None else self.to_reduce_apart(told)
 
+    def _all_stay_dense(self) -> bool:
+        """Whether no rank sends a sparse gradient any more: Note [sparse gradients]."""
+        is_known = self.reads_late and len(self._dense) == len(self.plan.shapes)
+        return is_known and not self.plan.apart and not self.recipe.dense
+
     def reduced_values(self) -> torch.Tensor:
         """All that has been reduced together, after unpack()."""
         return self._done_flat().gradients
@@ -205,7 +215,9 @@ class Bucket:
     def told(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""
         flags = (self._done_flat().tail[: -len(BUCKET_FLAGS)] != 0).tolist()
-        return list(zip(flags[: len(flags) // 2], flags[len(flags) // 2 :], strict=True))
+        told = list(zip(flags[: len(flags) // 2], flags[len(flags) // 2 :], strict=True))
+        self._dense.update(number for number, (dense, _) in enumerate(told) if dense)
+        return told
 
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         """The members that do not travel in the bucket now, and whether as dense ones: Note [sparse gradients]."""
@@ -222,9 +234,7 @@ class Bucket:
         name, shape = f"{plan.name}.{number}", plan.shapes[number]
         if not as_dense:
             if grad is None:
-                rows = torch.empty(1, 0, dtype=torch.int64, device=plan.device)
-                values = torch.empty(0, *shape[1:], dtype=plan.dtype, device=plan.device)
-                grad = torch.sparse_coo_tensor(rows, values, shape, check_invariants=False)
+                grad = empty_sparse(shape, plan.dtype, plan.device)
             return sparse_sum(line, grad.detach(), op, name)
         total = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         if grad is not None:
@@ -233,10 +243,11 @@ class Bucket:
         return divide_(total, line.size) if op == "mean" else total
 
     def _flags(self, grads: Sequence[torch.Tensor | None], flag: int) -> torch.Tensor:
-        dense = [not (grad is None or grad.is_sparse) for grad in grads]
+        stay_dense = self._all_stay_dense()
+        dense = [not (grad is None or (grad.is_sparse and not stay_dense)) for grad in grads]
         if flag == TAKES_PART and all(dense):
             return self._all_dense
-        sparse = [grad is not None and grad.is_sparse for grad in grads]
+        sparse = [grad is not None and grad.is_sparse and not stay_dense for grad in grads]
         return torch.tensor([*dense, *sparse, *_alone(flag)], dtype=torch.float32, device="cpu")
 
     def _compressed(self, flat: Flat) -> torch.Tensor:

@@ -146,6 +146,12 @@ class Reducer:
         """The parameters' gradients are none of this reducer's business any more."""
         for param in self.params:
             remove_hooks(param, self)
+        self._rounds.is_over = True
+        if self.group.is_open:
+            drop(self._buckets)
+        self._rounds.clear()
+        self._members.clear()
+        self._buckets.clear()
         if self.group.reducers[-1] is self._rounds:
             self.group.reducers.pop()  # whoever takes its place is not one of several
 
@@ -255,7 +261,7 @@ class Reducer:
         drop(self._buckets)
         self._buckets.clear()
         self._members.clear()
-        self._rounds.buckets.clear()
+        self._rounds.clear()
         for place, members in enumerate(all_members):
             self._add_bucket(members, params)
             self._rounds.set_apart(place, [seat for seat, number in enumerate(members) if number in apart])

@@ -27,10 +27,17 @@ class Rounds:
     recipe: Recipe
     reducer: weakref.ref[Reducer]
     buckets: list[BucketPlan] = field(default_factory=list)
+    dense: dict[int, set[int]] = field(default_factory=dict)  # of each bucket the members that have been dense
     is_over: bool = False  # no rank has the reducer any more
 
     def bucket(self, place: int, line: Backend) -> Bucket:
-        return (Notices if self.recipe.op == "adasum" else Bucket)(self.buckets[place], self.recipe, line)
+        kind, dense = Notices if self.recipe.op == "adasum" else Bucket, self.dense.setdefault(place, set())
+        return kind(self.buckets[place], self.recipe, line, dense)
+
+    def clear(self) -> None:
+        """There are no buckets."""
+        self.buckets.clear()
+        self.dense.clear()
 
     def set_apart(self, place: int, members: Sequence[int]) -> None:
         """From now on these members of a bucket travel by themselves: Note [sparse gradients]."""
@@ -60,7 +67,7 @@ def end_unused(group: Group) -> None:
             rounds.is_over = True
             for plan in rounds.buckets:
                 group.gradients.drop(plan.place)
-            rounds.buckets.clear()
+            rounds.clear()
 
 
 def launch_due(group: Group, flags: torch.Tensor) -> Work:

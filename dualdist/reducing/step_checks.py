@@ -34,13 +34,12 @@ class StepChecks:
         reducer = self._reducer
         if reducer.reductions == self._seen:
             return
-        self._seen = reducer.reductions
         self.gradients(optimizer)
-        if reducer.some_have_joined:
-            return  # their parameters are left behind by design
-        step, self._steps = self._steps, self._steps + 1
-        if step % self._every == 0:
-            self.parameters(step)
+        if not reducer.some_have_joined:  # whose parameters are left behind by design
+            if self._steps % self._every == 0:
+                self.parameters(self._steps)
+            self._steps += 1
+        self._seen = reducer.reductions  # now: a program that calls step() once more is refused once more
 
     def of_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
         """For each time that a closure is called: parameters are what they were before the step at the first one."""

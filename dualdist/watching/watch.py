@@ -107,7 +107,11 @@ class WatchedWork:
         self._ended = ended
 
     def done(self) -> bool:
-        is_done = self._work.done()
+        try:
+            is_done = self._work.done()
+        except CollectiveError:
+            with self._watch.over(self._what):
+                raise
         if is_done:
             self._ended()
         return is_done

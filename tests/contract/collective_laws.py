@@ -12,6 +12,7 @@ from contract.oracle import (
 )
 
 import dualdist as dd
+from dualdist import session
 from dualdist.errors import AlreadyInitializedError, MismatchError, UsageError
 
 
@@ -166,3 +167,11 @@ def rows_that_do_not_fit_are_an_error_on_every_rank() -> None:
         raises(
             MismatchError, lambda: dd.allgather(torch.ones(2, dtype=(torch.int8, torch.float64)[dd.rank() % 2])), "int8"
         )
+
+
+@law
+def an_alltoall_in_which_a_rank_keeps_everything_leaves_nothing_behind() -> None:
+    mine = torch.full((3,), float(dd.rank()))
+    counts = [3 * (rank == dd.rank()) for rank in ranks()]
+    assert dd.alltoall(mine, counts)[0].tolist() == mine.tolist()
+    assert not getattr(session.current().backend, "under_way", None)

@@ -24,6 +24,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
+from dualdist.reducing import buckets
 
 
 class Tied(nn.Module):
@@ -136,9 +137,64 @@ def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None
                 torch.testing.assert_close(found.to_dense(), right.to_dense(), rtol=1e-4, atol=1e-5)
 
 
+@law
+def sparse_gradients_of_other_dimensions_are_added_up() -> None:
+    """An embedding's are rows, those of torch.gather single elements; a rank that has none knows of neither."""
+    places = torch.tensor([[0], [2], [1], [0]])
+    for uses in (["rows", "elements"], ["elements"], ["elements", "elements", "rows"]):
+        table, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([table, other], lr=1.0))
+        right = torch.zeros(4, 3)
+        if "rows" in uses[: dd.size()]:
+            right[1] += 1
+        right[torch.arange(4), places.view(-1)] += uses[: dd.size()].count("elements")
+        use = (uses + [""] * dd.size())[dd.rank()]
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = other.sum()
+            if use == "rows":
+                loss = loss + nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum()
+            elif use == "elements":
+                loss = loss + torch.gather(table, 1, places, sparse_grad=True).sum()
+            loss.backward()
+            dims = 1 if "rows" in uses[: dd.size()] else 2
+            assert (table.grad.is_sparse, table.grad.sparse_dim()) == (True, dims), uses
+            torch.testing.assert_close(table.grad.to_dense(), right / dd.size())
+            optimizer.step()
+
+
+@law
+def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> None:
+    """As on a GPU, where a rank that has the gradient dense does not hear that another has it sparse."""
+    usual, buckets.RUN_LATE = buckets.RUN_LATE, frozenset(("cpu",))
+    try:
+        for uses in ("dense mixed sparse", "sparse mixed dense sparse", "mixed sparse dense mixed"):
+            table = nn.Embedding(dd.size() + 1, 3, sparse=True)
+            dd.broadcast_parameters(table)
+            optimizer = dd.wrap_optimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+            were_dense = False
+            for use in uses.split():
+                are_dense = [use == "dense" or (use == "mixed" and rank == 0) for rank in ranks()]
+                right = torch.zeros(dd.size() + 1, 3)
+                for rank, is_dense in enumerate(are_dense):
+                    right[rank] += 1 / dd.size()
+                    right += is_dense / dd.size()
+                optimizer.zero_grad()
+                (
+                    table(torch.tensor([dd.rank()])).sum() + (table.weight.sum() if are_dense[dd.rank()] else 0)
+                ).backward()
+                found, were_dense = table.weight.grad, were_dense or (all(are_dense) and use == uses.split()[0])
+                assert found.is_sparse == (use == "sparse" and not were_dense), uses
+                torch.testing.assert_close(found.to_dense(), right)
+                optimizer.step()
+            assert_same_everywhere(table)
+    finally:
+        buckets.RUN_LATE = usual
+
+
 @law_alone
 def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next() -> None:
-    """It raises on rank 0 only; the others' gradients of that round are of no use to anybody."""
+    """It raises on rank 0 only, which tries again: what the others sent for the first time is of no use to anybody."""
     first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a bucket of its own
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
 
@@ -149,11 +205,9 @@ def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next()
         optimizer.zero_grad()
         product = first * 2
         loss = product.sum() + table(torch.tensor([dd.rank()])).sum()
+        product.register_hook(refuse)
         if dd.rank() == 0:
-            product.register_hook(refuse)
             raises(ValueError, loss.backward, "refused")
-        else:
-            loss.backward()
         optimizer.zero_grad()
         (table(torch.tensor([dd.rank()])).sum() + first.sum()).backward()
         grad = table.weight.grad.to_dense()
@@ -270,6 +324,21 @@ def train_uneven(wrap: Wrap, *, drops: bool) -> weakref.ref[torch.Tensor]:
 @law_alone
 def those_who_join_follow_one_optimizer_of_any_kind() -> None:
     train_uneven(by_dd(), drops=False)
+
+
+@law_alone
+def those_who_join_follow_gradients_of_any_size_and_kind() -> None:
+    """Large ones of a compressor of one's own, and complex ones, which go other ways than those in a bucket."""
+    for dtype, compressor in ((torch.float32, Fixed), (torch.complex64, None)):
+        weight = nn.Parameter(torch.ones(20_000, dtype=dtype))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), compression=compressor)
+        for step in range(dd.rank() + 1):
+            optimizer.zero_grad()
+            weight.real.sum().backward()
+            assert weight.grad[0].real.item() == (dd.size() - step) / dd.size()
+            optimizer.step()
+        assert dd.join() == dd.size() - 1
+        del weight, optimizer  # so that the next one is the only one
 
 
 @law_alone

@@ -26,6 +26,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
+from dualdist import session
 
 
 @law
@@ -315,3 +316,23 @@ def an_optimizer_goes_on_in_the_next_session_of_the_face() -> None:
     (weight.sum() * dd.rank()).backward()
     optimizer.step()
     assert torch.allclose(weight, torch.full((2,), -2 * sum(ranks()) / dd.size()))
+
+
+@law
+def an_optimizer_that_is_wrapped_anew_gives_back_the_memory_of_before() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(1000))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    line = session.current().world.gradients._backend
+    before = in_use(line)
+    for _ in range(6):
+        optimizer = by_hvd()(optimizer, model)
+        optimizer.zero_grad()
+        model[0].sum().backward()
+        optimizer.step()
+    assert in_use(line) <= before + 3
+
+
+def in_use(line: object) -> int:
+    """How many buffers have a place in the memory that ranks share, where they do."""
+    host = getattr(line, "_host", None)
+    return 0 if host is None else len(host._reserved)

@@ -52,7 +52,7 @@ class Alike(SingleBackend):
 def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: Compressor | None, flag: int) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
     plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), NO_PLACE)
-    bucket = Bucket(plan, Recipe("sum", compressor), Alike(size))
+    bucket = Bucket(plan, Recipe("sum", compressor), Alike(size), set())
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
     bucket.launch([torch.zeros(3), sparse, None], flag)
     bucket.wait()
