@@ -1,15 +1,17 @@
-"""`dualdist run` as tests start it, and how what it prints is read."""
+"""`dualdist run` and its kin as tests start them, and how what they print is read."""
 
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from harness import mpi, problem
-from harness.jobs import Job, Launch
+from harness.jobs import Job, Launch, Outcome
 
 PROGRAM = str(Path(__file__).with_name("run_program.py"))
 TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
@@ -37,6 +39,18 @@ def wait_for(*paths: Path) -> None:
 def start(launch: Launch, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Job:
     """As launch.start(), but for so long nobody else ends what argv leaves behind."""
     return Job(argv, env={**launch.env, **(env or {})}, cwd=launch.directory, grace_s=WAIT_S)
+
+
+def interrupted(launch: Launch, argv: Sequence[str], once_it_says: str) -> Outcome:
+    """How the command ended that got Ctrl-C then."""
+    with launch.start(argv) as job:
+        deadline = time.monotonic() + WAIT_S
+        while once_it_says not in job.output():
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.02)
+        (command, *_) = psutil.Process(job.pid).children()
+        command.send_signal(signal.SIGINT)
+        return job.wait(WAIT_S)
 
 
 def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[str, str]]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import pytest
 from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
+from launch.running import interrupted
 
 from dualdist.compare.statistics import RESAMPLES
 
@@ -28,7 +26,6 @@ SHOWN = [
 ]
 QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
 ROUNDS = 2
-WAIT_S = 60
 
 
 def shown(*begin: str) -> list[str]:
@@ -284,14 +281,7 @@ def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: 
 
 def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--block-s", "0.005", "--backend", "native:gloo,native:shm")
-    with launch.start([*BENCH, "allreduce", *words]) as job:
-        deadline = time.monotonic() + WAIT_S
-        while "[2/2]" not in job.output():
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.02)
-        (command, *_) = psutil.Process(job.pid).children()
-        command.send_signal(signal.SIGINT)
-        outcome = job.wait(WAIT_S)
+    outcome = interrupted(launch, [*BENCH, "allreduce", *words], "[2/2]")
     assert outcome.rc == 130, str(outcome)
     assert outcome.left == ()
     assert "64 KiB" in outcome.stdout

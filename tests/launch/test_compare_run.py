@@ -6,19 +6,17 @@ import csv
 import json
 import os
 import shlex
-import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
+from launch.running import interrupted
 
 from dualdist import choices
 from dualdist.choices import Conditions, Saved
@@ -27,7 +25,6 @@ COMPARE = (sys.executable, "-m", "dualdist", "compare")
 QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
 SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--references", "")
 PNG = b"\x89PNG\r\n\x1a\n"
-WAIT_S = 60
 
 SCRIPT = """
 import random, sys
@@ -191,14 +188,7 @@ def test_csv_has_one_line_a_launch(compared: Compared) -> None:
 
 def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
     words = [*COMPARE, *QUICK, "--backends", "native", "--references", "none", "--rounds", "1", "--output", "out"]
-    with launch.start(words) as job:
-        deadline = time.monotonic() + WAIT_S
-        while "[1/2]" not in job.output():
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.02)
-        (command, *_) = psutil.Process(job.pid).children()
-        command.send_signal(signal.SIGINT)
-        outcome = job.wait(WAIT_S)
+    outcome = interrupted(launch, words, "[1/2]")
     assert outcome.rc == 130, str(outcome)
     assert "launches  1, interrupted" in outcome.stdout
     assert outcome.left == ()
