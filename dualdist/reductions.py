@@ -10,6 +10,7 @@ import torch
 from dualdist.backends.base import Backend, ReduceOp, Work
 from dualdist.errors import UsageError
 from dualdist.moves import Exchange, allgather_bytes, as_bytes
+from dualdist.wording import one_of
 
 # What callers choose; an "integer mean" is what Horovod's scripts get when they average integers.
 Op = Literal["mean", "sum", "min", "max", "product", "adasum", "integer mean"]
@@ -62,7 +63,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op == "integer mean" and dtype in INTEGERS:
         return
     if op not in OPS:
-        raise UsageError(f"op {op!r}: expected one of {', '.join(OPS)}")
+        one_of(op, OPS, "op")
     if op in ("mean", "adasum") and not (dtype.is_floating_point or (dtype.is_complex and op == "mean")):
         raise UsageError(f"the {op} of {dtype} is not a {dtype}: convert the tensor first, or use op='sum'")
     if op in ("min", "max") and dtype.is_complex:

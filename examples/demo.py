@@ -76,6 +76,9 @@ def main() -> int:
                 results[chosen], outcome = str(error), "FAILED"
             console.print(f"{outcome} in {time.monotonic() - started:.0f} s")
     console.print(table_of(results))
+    console.print(
+        "One short run each tells no speed, and plain python has a whole machine: `dualdist compare` tells it."
+    )
     return verdict(results, options, time.monotonic() - began, console)
 
 

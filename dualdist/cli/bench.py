@@ -29,6 +29,7 @@ from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.planning import SLURM_JOB
 from dualdist.launchers.run import look
 from dualdist.redaction import hidden_in
+from dualdist.wording import one_of
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 INTERRUPTED = 130
@@ -149,8 +150,7 @@ def _step(args: argparse.Namespace, folder: Path) -> Bench:
     chosen = tuple(args.contenders.split(",")) if args.contenders else ()
     names = args.model or [name for name, model in MODELS.items() if args.full or not model.full]
     for name in names:
-        if name not in MODELS:
-            raise UsageError(f"model {name!r}: expected one of {', '.join(MODELS)}")
+        one_of(name, MODELS, "model")
     least = {"batch": 0, "steps": 0, "warmup": 1, "image_size": 32}
     for option, value in least.items():
         if getattr(args, option) < value:
@@ -186,8 +186,7 @@ def _startup(args: argparse.Namespace, folder: Path) -> Bench:
 def _scale(args: argparse.Namespace, folder: Path) -> Bench:
     if args.launches != 1:
         raise UsageError("bench scale takes no --launches: say --rounds")
-    if args.model not in MODELS:
-        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    one_of(args.model, MODELS, "model")
     if args.compute_ms is not None and not 0 < args.compute_ms < math.inf:
         raise UsageError(f"--compute-ms {args.compute_ms:g}: expected a time above 0")
     options = ScaleOptions(

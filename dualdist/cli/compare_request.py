@@ -38,6 +38,7 @@ from dualdist.launchers.planning import FORWARDED_PREFIXES, SLURM_JOB, THREADS, 
 from dualdist.launchers.processes import MARK
 from dualdist.limits import usable_cores
 from dualdist.redaction import hidden_in
+from dualdist.wording import one_of
 
 if TYPE_CHECKING:
     from dualdist.compare.contest import Script
@@ -69,8 +70,7 @@ def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[li
         cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
     names = list(dict.fromkeys(DEFAULT_REFERENCES if args.references is None else _words(args.references) or []))
     for name in names:
-        if name not in REFERENCES:
-            raise UsageError(f"reference {name!r}: expected one of {', '.join(REFERENCES)}")
+        one_of(name, REFERENCES, "reference")
     if args.script is not None:
         if args.references is not None and set(names) - {"one"}:
             raise UsageError(f"--references {args.references}: beside a script only `one` can run, one rank alone")
@@ -141,8 +141,7 @@ def check(args: argparse.Namespace) -> None:
     if args.save_choice:
         choices.load(choices.path_of(os.environ))
     seconds(args.budget)
-    if args.model not in MODELS:
-        raise UsageError(f"model {args.model!r}: expected one of {', '.join(MODELS)}")
+    one_of(args.model, MODELS, "model")
     least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}
     for option, value in least.items():
         if getattr(args, option) < value:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from dualdist.wording import meant
 
 WIDTH, HEIGHT = 80, 24
 COLUMN = 24
@@ -96,8 +97,7 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Seque
     while chosen := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
         parser = chosen.choices[next(word for word in words if word in chosen.choices)]
     option = unknown[0].partition("=")[0]
-    close = difflib.get_close_matches(option, parser._option_string_actions, 1)
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else ""))
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant(option, parser._option_string_actions)}")
 
 
 def completes(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:

@@ -14,6 +14,7 @@ from dualdist.compare.report import Table
 from dualdist.compare.statistics import estimate, is_loaded, noise, ratio, subtracted
 from dualdist.errors import UsageError
 from dualdist.launchers import Site
+from dualdist.wording import one_of
 
 SCRIPT = Path(__file__).with_name("fresh") / "start.py"
 KINDS = ("raw", "dualdist")
@@ -46,8 +47,7 @@ def where_raw_starts(places: Sequence[Place], *, launcher_was_named: bool) -> li
 
 
 def _launcher(place: Place) -> str:
-    if place.backend not in LIBRARIES:
-        raise UsageError(f"backend {place.backend!r}: expected one of {', '.join(LIBRARIES)}")
+    one_of(place.backend, LIBRARIES, "backend")
     if place.backend == "native":
         return "torchrun"
     return "mpirun" if "mpi" in (place.backend, place.transport) else "horovodrun"

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from dualdist.compare.jobs import Place, Setting, program_command
 from dualdist.doctor import Availability
-from dualdist.errors import DualdistError, UsageError
+from dualdist.errors import DualdistError
 from dualdist.jobs.pairs import CARRIERS, Choice, impossible
 from dualdist.launchers import Site, known
 from dualdist.launchers.planning import SLURM_JOB, default_launcher
+from dualdist.wording import one_of
 
 OURS = "dualdist"
 # What a reference is, and what it is called.
@@ -95,12 +96,10 @@ def places_of(
 ) -> list[Place]:
     """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
     for backend in backends:
-        if backend not in CARRIERS:
-            raise UsageError(f"backend {backend!r}: expected one of {', '.join(CARRIERS)}")
+        one_of(backend, CARRIERS, "backend")
     valid = list(dict.fromkeys(name for carriers in CARRIERS.values() for name in carriers))
     for transport in transports or ():
-        if transport not in valid:
-            raise UsageError(f"transport {transport!r}: expected one of {', '.join(valid)}")
+        one_of(transport, valid, "transport")
     found = [
         Place(backend, transport, known(launcher))
         for backend in backends

@@ -82,7 +82,8 @@ def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence
     measured = [cell for cell in cells if cell.key in found]
     training = {cell.label: found[cell.key] for cell in measured if cell.kind not in APART}
     same = sameness(training)
-    contending = {cell.label: found[cell.key] for cell in measured if cell.is_contender}
+    able = [cell for cell in cells if cell.key in found or cell.key not in failed]
+    contending = {cell.label: found.get(cell.key, []) for cell in able if cell.is_contender}
     said = verdict(contending, same)
     order = ranking({cell.label: found[cell.key] for cell in measured})
     fastest = said.winner or next((label for label in order if label in contending), None)

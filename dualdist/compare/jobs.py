@@ -17,6 +17,7 @@ from dualdist.launchers.run import run
 from dualdist.launchers.tracebacks import exception_in
 from dualdist.meeting.selection import BACKENDS, TRANSPORTS
 from dualdist.redaction import hidden, hidden_in, redactor
+from dualdist.wording import meant, one_of
 
 WORKER = ("-m", "dualdist.compare.worker")
 SPAWNED = ("-m", "dualdist.compare.spawned")
@@ -40,8 +41,8 @@ class Place:
 
 def places(text: str, transport: str | None, launcher: str | None) -> list[Place]:
     """The places of `native,horovod:mpi`: backends, each with a transport of its own or the one that is given."""
-    if launcher not in (None, *CHOICES):
-        raise UsageError(f"launcher {launcher!r}: expected one of {', '.join(CHOICES)}")
+    if launcher is not None:
+        one_of(launcher, CHOICES, "launcher")
     found = []
     for word in text.split(","):
         backend, _, own = word.strip().partition(":")
@@ -50,9 +51,10 @@ def places(text: str, transport: str | None, launcher: str | None) -> list[Place
             valid = ", ".join(name for name in BACKENDS if name != "auto")
             raise UsageError(
                 f"backend {backend!r}: expected {valid}, or several with commas between, as native,horovod:mpi"
+                + meant(backend, BACKENDS)
             )
-        if chosen is not None and chosen not in TRANSPORTS:
-            raise UsageError(f"transport {chosen!r}: expected one of {', '.join(TRANSPORTS)}")
+        if chosen is not None:
+            one_of(chosen, TRANSPORTS, "transport")
         found.append(Place(backend, chosen, launcher or _launcher(backend, chosen)))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")

@@ -15,8 +15,12 @@ FIRST_GUESS_S = 8.0  # what a launch takes, before one has been seen
 
 
 def order_of(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
-    """The cells in the order of this round, drawn anew for each."""
-    return random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
+    """The cells in the order of this round, drawn anew for each; in the first one contenders go before references.
+
+    So a budget that ends within it has been spent on what the verdict is about.
+    """
+    drawn = random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
+    return sorted(drawn, key=lambda cell: cell.is_reference) if number == 0 else drawn
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,15 @@ def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 
 
 
 def verdict(launches: Mapping[str, Sequence[Launch]], same: Sameness) -> Verdict:
-    """The sentence about contenders, by the names that it shall use."""
+    """The sentence about contenders, by the names that it shall use; of those not launched yet the list is empty."""
     if not same.is_valid:
         return Verdict("invalid", f"INVALID: the contenders did not train the same model: {same}")
     order = ranking(launches)
     if not order:
         return Verdict("nothing", "nothing was measured")
+    if len(order) == 1 and len(launches) > 1:
+        told = f"no verdict: of {len(launches)} contenders {order[0]} alone was launched, so give more time"
+        return Verdict("too few", told, order[0])
     if len(order) == 1:
         return Verdict("alone", f"{order[0]} is the only contender that ran here", order[0])
     winner, runner_up = order[:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dualdist.jobs.schema import ALIASES, WORDS, JobFile
 from dualdist.jobs.yaml_lines import Document, YamlError
 from dualdist.launchers import hosts as host_lists
 from dualdist.launchers.base import Host, cannot_keep, too_few_slots
+from dualdist.wording import meant
 
 # What each kind of wrong value should have been, by pydantic's name for the mistake.
 EXPECTED = {
@@ -102,8 +102,7 @@ def _sentences(error: ValidationError) -> Iterator[tuple[yaml_lines.Path, str]]:
         context = mistake.get("ctx", {})
         if kind == "literal_error":
             expected = f"one of {', '.join(_choices(path))}"
-            close = difflib.get_close_matches(seen, _choices(path), 1) if isinstance(seen, str) else []
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = meant(seen, _choices(path))
         elif kind == "value_error":
             expected = str(context["error"])
         elif kind == "greater_than_equal":
@@ -122,8 +121,7 @@ def _unknown(path: tuple[str | int, ...]) -> str:
         known += ALIASES
         if path[0] in _model(("resources", "")).model_fields:
             return f"unknown key {path[0]!r}: it belongs under resources:"
-    close = difflib.get_close_matches(str(path[-1]), known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+    hint = meant(str(path[-1]), known).removeprefix("; ") or f"expected one of {', '.join(known)}"
     return f"unknown key {'.'.join(map(str, path))!r}: {hint}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualdist.jobs import words
+from dualdist.wording import meant
 
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
@@ -52,8 +53,9 @@ def impossible(choice: Choice, *, horovod_has_mpi: bool | None, instead: str = I
                 why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {instead}"
                 yield Impossible(setting, why)
     if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
-        valid = ", ".join(CARRIERS[backend])
-        yield Impossible("transport", f"expected one of {valid} for the backend {backend}, not {transport}")
+        valid = CARRIERS[backend]
+        told = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
+        yield Impossible("transport", told + meant(transport, valid))
     if horovod_has_mpi is False and backend == "horovod":
         yield from _without_mpi(launcher, transport)
     if choice.min_ranks is not None and launcher not in (None, KEEPING):

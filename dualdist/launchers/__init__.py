@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
-from dualdist.errors import UsageError
 from dualdist.launchers.base import Command, Host, Job, Meeting, Site
+from dualdist.wording import one_of
 
 # name: module of this package and function(job, site) -> tuple of Commands.
 LAUNCHERS = {
@@ -31,10 +30,7 @@ def commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
 
 def known(launcher: str) -> str:
     """The launcher; UsageError, with the nearest, where there is none of this name."""
-    if launcher not in LAUNCHERS:
-        close = difflib.get_close_matches(launcher, LAUNCHERS, 1, cutoff=0)[0]
-        raise UsageError(f"launcher {launcher!r}: expected one of {', '.join(LAUNCHERS)}; did you mean {close!r}?")
-    return launcher
+    return one_of(launcher, LAUNCHERS, "launcher")
 
 
 def command(launcher: str, job: Job, site: Site) -> Command:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dualdist.errors import BackendUnavailableError, UnsupportedError, UsageError
 from dualdist.meeting.devices import device_of
 from dualdist.topology import Topology
+from dualdist.wording import one_of
 
 if TYPE_CHECKING:
     from dualdist.choices import Saved
@@ -27,9 +28,8 @@ Tell = Callable[[str], None]  # says a line to the user
 
 def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
     """The value, if it is one of the choices."""
-    if value not in choices:
-        valid = ", ".join(repr(choice) for choice in choices if choice)
-        raise UsageError(f"{what} {value!r}: expected one of {valid} (given to dd.init() or in {variable})")
+    if value not in choices:  # of which one may be empty: nothing was asked for
+        one_of(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
 
 

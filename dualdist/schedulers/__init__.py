@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import dataclass
 
 from dualdist.errors import UsageError
 from dualdist.schedulers.base import Request
+from dualdist.wording import one_of
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,13 @@ SCHEDULERS = {
 
 def find(name: str) -> Scheduler:
     """The scheduler of this name; UsageError lists those that there are."""
-    if name not in SCHEDULERS:
-        close = difflib.get_close_matches(name, SCHEDULERS, 1, cutoff=0)[0]
-        raise UsageError(f"scheduler {name!r}: expected one of {', '.join(SCHEDULERS)}; did you mean {close!r}?")
-    return SCHEDULERS[name]
+    return SCHEDULERS[one_of(name, SCHEDULERS, "scheduler")]
 
 
 def script(name: str, request: Request) -> str:
     """The job script by which this scheduler runs what is requested; UsageError where it cannot."""
     scheduler = find(name)
-    if request.launcher not in scheduler.launchers:
-        known = ", ".join(scheduler.launchers)
-        raise UsageError(f"launcher {request.launcher!r} under {name}: expected one of {known}")
+    one_of(request.launcher, scheduler.launchers, "launcher", f" under {name}")
     if request.requeue is not None and scheduler.submit is None:
         raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")
     text = importlib.import_module(f"dualdist.schedulers.{scheduler.module}").script(request)

@@ -1,4 +1,4 @@
-"""install-horovod for real, with the wheel that the set-up built and kept."""
+"""What set-up leaves: the package found from anywhere, and install-horovod for real, with the wheel that it kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
+from harness.jobs import Launch
 
 from dualdist.horovod_build import cache
 from dualdist.horovod_build.probe import cache_folder
@@ -120,3 +121,11 @@ def request(port: int, verb: str, path: str, body: bytes | None = None) -> int:
     response.read()
     connection.close()
     return response.status
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_package(launch: Launch) -> None:
+    """A folder called dualdist is one to Python, too, unless the path that the set-up has left leads to the package."""
+    (launch.directory / "dualdist").mkdir()
+    script = launch.directory / "script.py"
+    script.write_text("import dualdist as dd\nprint(dd.init.__name__)\n")
+    assert launch([sys.executable, str(script)], env={"PYTHONPATH": ""}).stdout == "init\n"

@@ -148,8 +148,8 @@ def test_colours_are_for_terminals_on_which_nobody_forbids_them(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean --launcher[?]"),
-        ("bench step --backands native", "usage: dualdist bench step .*did you mean --backend[?]"),
+        ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean '--launcher'[?]"),
+        ("bench step --backands native", "usage: dualdist bench step .*did you mean '--backend'[?]"),
         ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
     ],
 )

@@ -152,7 +152,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ({"container": "$(id)"}, "--container"),
         ({"job_name": "a b"}, "--job-name 'a b'"),
         ({"launcher": "horovodrun", "container": "i.sif"}, "outside of any container"),
-        ({"launcher": "mpiexec"}, "launcher 'mpiexec' under slurm: expected one of srun, torchrun, mpirun, horovodrun"),
+        ({"launcher": "mpiexec"}, "launcher 'mpiexec': expected one of srun, torchrun, mpirun, horovodrun under slurm"),
         ({"launcher": "horovodrun", "transport": "mpi"}, "choose the launcher mpirun itself"),
     ],
 )

@@ -72,5 +72,5 @@ def test_mpi_is_refused_where_the_launcher_starts_none() -> None:
 
 
 def test_a_wrong_choice_lists_the_valid_ones() -> None:
-    with pytest.raises(UsageError, match=r"'gloom'.*'gloo', 'mpi'.*DUALDIST_TRANSPORT"):
+    with pytest.raises(UsageError, match=r"'gloom'.* gloo, mpi .*DUALDIST_TRANSPORT\); did you mean 'gloo'"):
         checked_choice("gloom", ("", "gloo", "mpi"), "transport", "DUALDIST_TRANSPORT")

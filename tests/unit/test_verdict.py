@@ -335,6 +335,13 @@ def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
     assert found.verdict.kind == "alone"
 
 
+def test_who_alone_was_launched_of_several_has_not_won() -> None:
+    cells = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun")]
+    said = result(cells, [], [launch(cells[0].key, 0, 1.0)], "the budget of 60 s was used up").verdict
+    assert said.kind == "too few"
+    assert said.sentence.startswith("no verdict: of 2 contenders native over shm (torchrun) alone was launched")
+
+
 def test_no_cell_is_dropped_without_a_reason() -> None:
     cells = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
     failed = Launch(cell=cells[1].key, round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
@@ -366,6 +373,13 @@ def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
     assert len(orders) > 3
     assert all(sorted(map(str, order)) == sorted(map(str, CELLS)) for order in orders)
     assert order_of(CELLS, 3, 7) == order_of(CELLS, 3, 7)
+
+
+def test_the_first_round_begins_with_the_contenders() -> None:
+    cells = [Cell(kind, Place("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
+    for seed in range(20):
+        assert {cell.kind for cell in order_of(cells, 0, seed)[: len(CELLS)]} == {OURS}
+    assert {order_of(cells, 1, seed)[0].kind for seed in range(20)} > {OURS}
 
 
 class Clock:
