@@ -19,6 +19,10 @@ from dualdist.launchers import known
 from dualdist.launchers.base import Host, Job, too_few_slots
 from dualdist.launchers.reach import is_here
 from dualdist.launchers.starting import Settings
+from dualdist.schedulers import SCHEDULERS
+
+# Schedulers that choose the nodes: a job file's hosts are not theirs.
+CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Requ
     asked["ranks_asked"] = asked.get("ranks")
     hosts = asked.get("hosts", ())
     asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
-    if why := too_few_slots(asked["ranks"], hosts):
+    if args.scheduler not in CHOOSING and (why := too_few_slots(asked["ranks"], hosts)):
         raise UsageError(why)
     return Request(**{"words": (), **asked})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -83,11 +84,21 @@ def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> i
     text = script(args.scheduler, replace(asked, env=hidden(asked.env)) if args.dry_run else asked)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
+        if not args.submit:
+            print(f"dualdist run: wrote {args.write}; {_next(args, text)}", file=sys.stderr)
     if args.submit and not args.dry_run:
         sys.stdout.write(submit(args.scheduler, text))
     elif args.write is None or args.dry_run:
         sys.stdout.write(text)
     return 0
+
+
+def _next(args: argparse.Namespace, text: str) -> str:
+    """What to do with the script that was written."""
+    taker = SCHEDULERS[args.scheduler].submit
+    start = f"{shlex.join(taker)} < {shlex.quote(args.write)}" if taker else f"bash {shlex.quote(args.write)}"
+    has_setup = "\nsetup() {" in text
+    return ("see that its setup() loads what a node needs, then " if has_setup else "next: ") + start
 
 
 def _passed_over(args: argparse.Namespace, request: Request) -> list[str]:

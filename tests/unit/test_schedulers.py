@@ -369,3 +369,35 @@ def test_a_dry_run_writes_and_submits_nothing(
     assert main(["run", "--scheduler", "slurm", "--dry-run", *words, "train.py"]) == 0
     assert "GLOO_SOCKET_IFNAME=ib0" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [
+        ("slurm", "see that its setup() loads what a node needs, then sbatch < 'a job'"),
+        ("kubernetes", "next: kubectl create -f - < 'a job'"),
+        ("workstation", "see that its setup() loads what a node needs, then bash 'a job'"),
+    ],
+)
+def test_what_was_written_is_told_with_what_to_do_next(
+    scheduler: str,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--container", "image"] if scheduler == "kubernetes" else []
+    assert main(["run", "--scheduler", scheduler, *options, "--write", "a job", "train.py"]) == 0
+    assert capsys.readouterr().err == f"dualdist run: wrote a job; {told}\n"
+
+
+def test_hosts_of_a_job_file_do_not_limit_a_scheduler_that_chooses_nodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text("program: train.py\nhosts: [hosta:2, hostb:2]\n")
+    words = ["run", "--config", str(tmp_path / "job.yaml"), "-np", "8"]
+    assert main([*words, "--scheduler", "slurm"]) == 0
+    assert "#SBATCH --ntasks" in capsys.readouterr().out
+    assert main([*words, "--dry-run"]) == 1
+    assert "8 ranks on hosts with 4 slots" in capsys.readouterr().err
