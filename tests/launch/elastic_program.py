@@ -1,4 +1,4 @@
-"""A training by Horovod's elastic names, unhurt and then with operations that fail: elastic_program.py HURT_AT ..."""
+"""A training by Horovod's elastic names, unhurt and then with failures on all ranks: elastic_program.py HURT_AT ..."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from contract.oracle import loss_of, net
 from harness.jobs import report
 
 import dualdist.hvd as hvd
+from dualdist.hvd.exceptions import HorovodInternalError
 
 BATCHES = 6
 
 
 def trained(hurt_at: list[int]) -> dict[str, Any]:
-    """What a training ends with, of which an operation fails after each of these batches."""
+    """What a training ends with, which fails on all ranks after each of these batches."""
     hvd.init()
     model = net(seed=hvd.rank())  # the state makes them alike
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -34,7 +35,7 @@ def trained(hurt_at: list[int]) -> dict[str, Any]:
             state.batch += 1
             if state.batch in hurt_at:
                 hurt_at.remove(state.batch)
-                hvd.allreduce(torch.ones(1 + hvd.rank()))  # of different shapes, which no rank survives
+                raise HorovodInternalError("as where a network fails between two ranks that both live on")
             if state.batch % 2 == 0:
                 state.commit()
 
