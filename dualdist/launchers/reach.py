@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from dualdist.errors import LaunchError
 from dualdist.launchers import probe, ssh
 from dualdist.launchers.base import Host, Meeting, Site
+from dualdist.launchers.interrupts import held
 from dualdist.launchers.probe import Facts
 from dualdist.version import __version__
 
@@ -130,17 +131,16 @@ def _asked(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping
 
 @contextmanager
 def _ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    try:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    except OSError as error:
-        raise LaunchError(f"ssh cannot be started ({error}): it is needed to reach host {host!r}") from error
-    with process:
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
         try:
-            yield process
-        finally:
-            process.kill()
+            with held():
+                process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+                stack.enter_context(process)
+                stack.callback(process.kill)
+        except OSError as error:
+            raise LaunchError(f"ssh cannot be started ({error}): it is needed to reach host {host!r}") from error
+        yield process
 
 
 def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float) -> Facts:

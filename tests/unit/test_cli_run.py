@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dualdist.cli.run import configure, line, lines, program
 from dualdist.errors import UsageError
-from dualdist.launchers import Command
+from dualdist.launchers import Command, reach
+from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.planning import allocated, default_launcher, task_cpus
 
 FACE = ("-m", "dualdist.hvd")
@@ -217,6 +220,21 @@ def test_ending_it_while_it_looks_at_hosts_takes_no_time(base_env: Mapping[str, 
             assert running.poll() is None
         running.terminate()
         assert running.wait(10) == 143
+
+
+def test_ending_it_while_ssh_is_being_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)  # before the caller knows of the process
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(SystemExit), termination_raises(), reach._ssh("elsewhere", ["sleep", "60"]):
+        pytest.fail("it goes on")
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("text", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
