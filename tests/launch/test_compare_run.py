@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.base_env import ROOT
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import interrupted
@@ -22,6 +23,11 @@ from dualdist import choices
 from dualdist.choices import Conditions, Saved
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
+# The README's lines that begin so; the options behind them make them short.
+SHOWN = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("dualdist compare ")]
+OF_MODEL, OF_SCRIPT = (
+    shlex.split(next(line for line in SHOWN if option in line), comments=True)[2:] for option in ("--model", "--script")
+)
 QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
 SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--references", "")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -75,10 +81,10 @@ def compared(
 ) -> Compared:
     """Horovod over Gloo, the same again and at half its speed, all references; each launched once."""
     folder = tmp_path_factory.mktemp("compared")
-    words = ("--backends", "horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
-    files = ("--output", "report", "--json", "kept.json", "--csv", "launches.csv", "--save-choice")
+    words = ("-np", "2", "--backends", "horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
+    files = ("--json", "kept.json", "--csv", "launches.csv", "--save-choice")
     env = {"XDG_CONFIG_HOME": str(folder / "config")}
-    outcome = Launch(base_env, folder)([*COMPARE, *QUICK, *words, *files], env=env, timeout_s=240)
+    outcome = Launch(base_env, folder)([*COMPARE, *OF_MODEL, *QUICK, *words, *files], env=env, timeout_s=240)
     return Compared(outcome, folder)
 
 
@@ -216,7 +222,9 @@ def test_a_script_is_timed_from_inside_and_ended_after_its_steps(
     launch: Launch, script: Path, openmpi: OpenMPI
 ) -> None:
     words = (*SCRIPTS, "--backends", "native,horovod", "--rounds", "1", "--steps", "12")
-    outcome = launch([*COMPARE, *words, "--script", str(script), "--json", "-", "--", "seeded"])
+    line = OF_SCRIPT[: OF_SCRIPT.index("--")]  # behind it stands what the script knows
+    env = {"XDG_CONFIG_HOME": str(launch.directory / "config")}
+    outcome = launch([*COMPARE, *line, *words, "--json", "-", "--", "seeded"], env=env)
     kept = json.loads(outcome.stdout)
     assert kept["results"]["same"] == {"how": "to the bit", "launches": 2, "steps": 15, "differing": {}}
     assert kept["results"]["verdict"]["sentence"].startswith("1 run is too few to tell")
