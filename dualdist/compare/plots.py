@@ -181,6 +181,7 @@ def _scaling(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | No
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over a dotted line
             )
         for rate_there, words in ((alone, "one rank"), (ranks * alone, f"{ranks} x one rank")):
             axes.axvline(rate_there, color="#222222", linestyle=":", linewidth=1.2)
@@ -192,7 +193,11 @@ def _scaling(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | No
         axes.set_ylim(0.4, len(several) + 0.55)
         axes.set_yticks(places, [cell.label for cell in several])
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel(f"samples a second on {ranks} ranks; line: 95% interval; figure: efficiency against one rank")
+        has_interval = any(cell.rate.low < cell.rate.high for cell in several if cell.rate is not None)
+        line = "; black line: 95% interval" if has_interval else ""
+        axes.set_xlabel(
+            f"samples a second on {ranks} ranks\n%: efficiency against one rank{line}"
+        )  # one line is too long
         axes.set_title("Scaling", pad=18)
 
     return _drawn(1.4 + 0.42 * len(several), draw)
