@@ -11,8 +11,8 @@ import torch
 
 import dualdist as dd
 
-# They start processes, print what depends on time, or are told of by the README and its tests.
-WITHOUT = {"elastic", "info", "print", "progress", "run", "setup_logging", "slow_ranks", "spawn"}
+# They start processes, change the process that calls them, or, as a module, have their example in the README.
+WITHOUT = {"elastic", "run", "setup_logging", "spawn"}
 PUBLIC = [
     name
     for name in dd.__all__
