@@ -113,7 +113,7 @@ def test_a_call_before_init_is_refused(refuses: Refuses) -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_valid_ones(refuses: Refuses) -> None:
-    assert_says(refuses([*RANK, "nccl"]), "UsageError", "'nccl'", "'native'", "'horovod'")
+    assert_says(refuses([*RANK, "nccl"]), "UsageError", "'nccl'", "expected one of auto, native, horovod, mpi")
 
 
 def test_horovod_that_is_missing_is_said_with_what_to_type(refuses: Refuses) -> None:
