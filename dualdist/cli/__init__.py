@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dualdist {parsed.command}: {error}", file=sys.stderr)
         return int(getattr(module, "ERROR_CODE", 1))
     except KeyboardInterrupt:
+        print(f"dualdist {parsed.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends

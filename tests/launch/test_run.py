@@ -175,6 +175,8 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         assert time.monotonic() - began < 15
         outcome = job.wait(WAIT_S)
     assert outcome.rc == {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL}[what], str(outcome)
+    if what == "ctrl-c":
+        assert outcome.stderr.endswith("dualdist run: interrupted\n")
     if what == "launcher":
         assert "no rank said why" in last_words(outcome.stderr)[-1]
 
