@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import socket
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -23,6 +26,8 @@ from dualdist.topology import Topology
 from dualdist.variables import variables_set
 
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
+# Seconds that a call to this process' own server may take.
+CALL_S = 1.0
 SETS_PATCHED = "process_set.cc"  # in the record of a Horovod that dualdist built
 
 
@@ -165,7 +170,12 @@ def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
     )
 
     def stop() -> None:
-        server.stop()
+        ending = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
+        ending.start()
+        # The server looks twice a second whether it shall end, and whenever somebody calls.
+        with contextlib.suppress(OSError):
+            socket.create_connection((network.LOOPBACK, port), CALL_S).close()
+        ending.join()
         server._httpd.server_close()  # stop() leaves the socket open
 
     return port, stop

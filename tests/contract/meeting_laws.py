@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
-from contract.oracle import assert_close, assert_same_everywhere, gradients, law, loss_of, net, raises, ranks
+from contract.oracle import assert_close, assert_same_everywhere, gradients, law, law_alone, loss_of, net, raises, ranks
 from torch import nn
 
 import dualdist as dd
 from dualdist.errors import MismatchError, NotInitializedError, UsageError
+
+LEAVE_S = 0.3
+"""What leaving may take where other programs keep the cores busy."""
 
 
 @law
@@ -198,3 +202,16 @@ def those_who_join_let_the_others_train() -> None:
         dd.broadcast_parameters(model, 0)
         assert_same_everywhere(model)
         del other
+
+
+@law_alone
+def a_session_is_left_without_a_wait() -> None:
+    """As a search over hyperparameters leaves one after the other; a server that is asked to end looks up at once."""
+    backend, took = dd.backend(), []
+    for _ in range(3):
+        dd.barrier()
+        began = time.monotonic()
+        dd.shutdown()
+        took.append(time.monotonic() - began)
+        dd.init(None if backend == "single" else backend, timeout_s=40)
+    assert min(took) < LEAVE_S, took

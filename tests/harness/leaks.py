@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 from harness.guard import command_lines
 
-SETTLE_S = 3.0
+SETTLE_S = 10.0
 """How long what a test started may take to end by itself."""
 # Written by pytest, and by torch when its compiler is first imported.
 LIBRARIES_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
