@@ -20,6 +20,7 @@ from dualdist.launchers.endings import describe
 from dualdist.launchers.interrupts import termination_raises
 from dualdist.launchers.planning import allocated, default_launcher
 from dualdist.launchers.starting import Report, run_job
+from dualdist.meeting.selection import BACKENDS, TRANSPORTS
 from dualdist.requeue import REQUEUE
 from dualdist.schedulers import SCHEDULERS
 
@@ -45,8 +46,6 @@ COMMON = {
 }
 # In an allocation these start one rank a task, where nobody said how many.
 IN_SLURM = ("srun", "mpirun")
-BACKENDS = ("native", "horovod", "mpi", "auto")
-TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

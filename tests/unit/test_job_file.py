@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from dualdist.errors import UsageError
 from dualdist.jobs.loading import load, loads
-from dualdist.jobs.schema import JobFile, Resources
+from dualdist.jobs.pairs import CARRIERS
+from dualdist.jobs.schema import BackendName, JobFile, LauncherName, Resources, TransportName
+from dualdist.launchers import LAUNCHERS
+from dualdist.meeting.selection import BACKENDS, TRANSPORTS
 from dualdist.schedulers import SCHEDULERS
 
 WHOLE = """\
@@ -49,6 +53,13 @@ def wrong(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
     with pytest.raises(UsageError) as caught:
         loads(text, "job.yaml", horovod_has_mpi=horovod_has_mpi)
     return str(caught.value).splitlines()
+
+
+def test_it_knows_the_names_that_everything_knows() -> None:
+    in_scripts = {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}
+    assert set(get_args(LauncherName)) == {*LAUNCHERS, *in_scripts}
+    assert (set(get_args(BackendName)), set(get_args(TransportName))) == (set(BACKENDS), set(TRANSPORTS))
+    assert {"auto", *CARRIERS} == set(BACKENDS)
 
 
 def test_every_key_arrives_as_it_was_written() -> None:
