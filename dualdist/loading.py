@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, cast
 
 import torch
@@ -92,7 +92,6 @@ class _Loader(DataLoader[Any]):
             if options.get("num_workers"):
                 dataset = _Seeded(dataset, sampler.seed, self._place)
         super().__init__(dataset, batch_size, drop_last=drop_last, generator=torch.Generator(), **options)
-        self._programs_own = self.worker_init_fn
 
     def __iter__(self) -> Any:
         """Batches of what is left of the sampler's epoch."""
@@ -106,13 +105,18 @@ class _Loader(DataLoader[Any]):
         """The DataLoader's own; workers outlive what tells their rank to stop after the step."""
         if not self.num_workers:
             return super().__iter__()
-        context = self.multiprocessing_context or torch.multiprocessing
-        if context.get_start_method() != "fork":
+        method = (self.multiprocessing_context or torch.multiprocessing).get_start_method()
+        if method != "fork":
             resource_tracker.ensure_running()  # when it starts by itself it lets the signals through again
-        notices = stopping.notices()
-        self.worker_init_fn = _Beginning(notices, self._programs_own)
-        with stopping.outlived(notices):
-            return super().__iter__()
+        if method == "forkserver":
+            forkserver.ensure_running()  # which serves the program, too: its workers outlive signals a moment later
+        notices, programs_own = stopping.notices(), self.worker_init_fn
+        self.worker_init_fn = _Beginning(notices, programs_own)
+        try:
+            with stopping.outlived(notices):
+                return super().__iter__()
+        finally:
+            self.worker_init_fn = programs_own
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def hidden_in(argv: Iterable[str]) -> list[str]:
 
 
 def _hidden_in(word: str) -> str:
-    if option := OPTION.match(word):
+    option = OPTION.match(word)
+    if option and not is_secret(option[0].strip("-=").replace("-", "_")):
         return option[0] + _hidden_in(word[option.end() :])
     name, equals, _ = word.partition("=")
     is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)  # whatever blanks and quotes the value has

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dualdist.backends.base import Store
 from dualdist.deadline import Deadline
@@ -260,7 +263,28 @@ def obey_parent(numbers: Collection[signal.Signals]) -> None:
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # in this thread, and in those that it starts
+    _leave_unblocked_in_children(numbers)
     threading.Thread(target=obey, name="dualdist-notices", daemon=True).start()
+
+
+def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
+    """Programs and processes that this process starts can be ended by the signals: they would inherit what is blocked.
+
+    While it starts a program a signal of anybody else's ends this process, too.
+    """
+    popen: Any = subprocess.Popen
+    execute = popen._execute_child
+
+    @functools.wraps(execute)
+    def execute_unblocked(*args: Any, **options: Any) -> None:
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        try:
+            execute(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    popen._execute_child = execute_unblocked
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
 
 
 def file_of(text: str | None) -> Path | None:

@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
         code = int(module.run(parsed))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a daemon may have closed it
+            sys.stdout.flush()
         return code
     except DualdistError as error:
         if shows_all(os.environ):

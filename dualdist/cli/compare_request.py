@@ -38,6 +38,7 @@ from dualdist.launchers.planning import FORWARDED_PREFIXES, SLURM_JOB, THREADS, 
 from dualdist.launchers.processes import MARK
 from dualdist.limits import usable_cores
 from dualdist.redaction import hidden_in
+from dualdist.requeue import NOTICE
 from dualdist.wording import one_of
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    own = {BACKEND, TRANSPORT, LINK, MARK, *setting_of(args).variables()}
+    own = {BACKEND, TRANSPORT, LINK, MARK, NOTICE, *setting_of(args).variables()}
     names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
     more: dict[str, Any] = {
         "env": _kept(args.env),

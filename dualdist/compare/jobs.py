@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,8 @@ def program_command(place: Place, program: tuple[str, ...], setting: Setting, si
     """The command that runs the program on every rank, or once where it spawns them itself."""
     spawns = place.launcher == SPAWN
     ranks = 1 if spawns else setting.ranks
+    if place.launcher == "srun":  # which gives a rank one core, whatever its threads, if it is not told
+        site = replace(site, task_cpus=setting.threads)
     job = Job(program, ranks, place.backend, place.transport, setting.variables())
     return command("python" if spawns else place.launcher, job, site)
 

@@ -39,10 +39,12 @@ def held() -> Iterator[None]:
     """A signal that would end the block does so at its end: what it was starting is known by then, and can be ended."""
     came: list[int] = []
     numbers = [number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) != signal.SIG_IGN]
-    with _handled(numbers, lambda number, frame: came.append(number)):
-        yield
-    if came:
-        signal.raise_signal(came[0])
+    try:
+        with _handled(numbers, lambda number, frame: came.append(number)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager

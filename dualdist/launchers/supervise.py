@@ -176,7 +176,7 @@ class Supervisor:
             if now > told_at + NOTICE_S:
                 return f"the job did not stop within {NOTICE_S:g} s of {signal.Signals(self._told).name}"
             if timeout_s is not None and now > began + timeout_s:
-                return f"the job was not done after {timeout_s:.4g} s"
+                return f"the job was not done after {round(timeout_s, 1):g} s"
         return ""
 
     def _has_failed(self) -> bool:

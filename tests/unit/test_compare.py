@@ -7,6 +7,7 @@ import itertools
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,13 @@ def test_worker_is_started_by_the_places_launcher_with_the_places_variables() ->
         "DUALDIST_TRANSPORT": "gloo",
     }
     assert built.argv[-5:] == ("-m", "dualdist.compare.worker", "step", "--device=auto", "--timeout-s=300")
+
+
+def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
+    site = replace(SITE, tools={"srun": "/v/srun"})
+    built = worker_command(Place("native", None, "srun"), ["step"], Setting(2, threads=4), site)
+    assert "--cpus-per-task=4" in built.argv
+    assert built.env["OMP_NUM_THREADS"] == "4"
 
 
 def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:

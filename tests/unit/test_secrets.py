@@ -31,6 +31,14 @@ def test_what_may_be_shown_lacks_their_values() -> None:
     assert hidden_in(argv) == shown
 
 
+@pytest.mark.parametrize("option", ["--password", "--token", "--api-key", "--db-pw", "-token"])
+def test_the_value_of_an_option_that_is_secret_is_hidden_whatever_it_looks_like(option: str) -> None:
+    for value in ("abc", "c2VjcmV0=", "abcDEF123==", "user=pw", "PATH=/x"):
+        shown = hidden_in([f"{option}={value}"])[0]
+        assert value not in shown
+        assert shown.endswith("***")
+
+
 @pytest.mark.parametrize(
     "name", [*SECRETS, *(f"{prefix}{name}" for prefix in ("TORCH_", "DUALDIST_") for name in SECRETS)]
 )
