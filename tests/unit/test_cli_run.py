@@ -17,7 +17,7 @@ import pytest
 from dualdist.cli.run import configure, line, lines, program
 from dualdist.errors import UsageError
 from dualdist.launchers import Command, reach
-from dualdist.launchers.interrupts import termination_raises
+from dualdist.launchers.interrupts import held, termination_raises
 from dualdist.launchers.planning import allocated, default_launcher, task_cpus
 
 FACE = ("-m", "dualdist.hvd")
@@ -141,6 +141,25 @@ def test_several_commands_run_side_by_side_when_pasted() -> None:
 def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "dualdist", "run", *words]
     return subprocess.run(argv, env=dict(env), cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
+    base_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    typed = f"{sys.executable} -m dualdist run -np 1 --launcher python train.py >&-"
+    done = subprocess.run(["sh", "-c", typed], env=dict(base_env), cwd=tmp_path, stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_signal_that_came_in_a_block_is_heard_where_the_block_fails_too() -> None:
+    def start() -> None:
+        with held():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("no such program")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
 
 
 def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
