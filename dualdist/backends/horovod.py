@@ -159,6 +159,7 @@ class HorovodBackend(PlainBuffers):
     name = "horovod"
     reducible = REDUCIBLE
     traceable = False
+    shows_begun = True
 
     def __init__(
         self,

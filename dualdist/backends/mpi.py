@@ -60,6 +60,7 @@ class MpiBackend(PlainBuffers):
     name = "mpi"
     transport = "mpi"
     traceable = False
+    shows_begun = True
 
     def __init__(
         self, mpi: Mpi | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float

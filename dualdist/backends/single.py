@@ -37,6 +37,7 @@ class SingleBackend(PlainBuffers):
     timeout_s = 0.0
     reducible = EVERY_DTYPE
     traceable = True
+    shows_begun = True
 
     def __init__(self) -> None:
         self.is_open = True

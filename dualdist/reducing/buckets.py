@@ -54,6 +54,7 @@ class Bucket:
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients as they were taken in
         self._is_begun = False
         self._work: Work | None = None
+        self._begun: Work | None = None  # that all ranks have begun it
         self._result: torch.Tensor | None = None
         self._contexts: list[Any] = []
         self._shapes: list[torch.Size] = []
@@ -140,6 +141,9 @@ class Bucket:
         if flat.buffer is not None:
             self._work = flat.buffer.allreduce("sum", name, Settling(flat.gradients.numel(), self._settle))
         elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.reducible:
+            if not self._line.shows_begun:  # who has joined looks for it
+                begun = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                self._begun = self._line.allreduce_(begun, "max", f"{name}.begun")
             self._work = allreduce_(self._line, self._compressed(flat), "sum", name)
         else:
             self._cast = self._cast or self._new_buffer(self._wire_dtype, 0)
@@ -149,10 +153,14 @@ class Bucket:
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
-        return self._work is None or self._work.done()
+        work = self._begun or self._work
+        return work is None or work.done()
 
     def wait(self) -> None:
         """What was sent has been reduced."""
+        if self._begun is not None:
+            self._begun.wait()
+            self._begun = None
         if self._work is not None:
             self._result = self._work.wait()
             self._work = None

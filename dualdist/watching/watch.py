@@ -154,6 +154,7 @@ class WatchedBackend:
         self.size = backend.size
         self.reducible = backend.reducible
         self.traceable = backend.traceable
+        self.shows_begun = backend.shows_begun
 
     @property
     def timeout_s(self) -> float:
