@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -19,6 +20,9 @@ from dualdist.launchers.tracebacks import exception_in
 from dualdist.redaction import hidden_in
 
 SCHEMA = 1
+_NOTE = textwrap.TextWrapper(
+    width=116, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def show(kept: dict[str, Any], tables: Sequence[Table], out: TextIO) -> None:
         if not _by_rich(table, out):
             out.write(plain(table))
         for note in table.notes:
-            out.write(f"  {note}\n")
+            out.write(f"{_NOTE.fill(note)}\n")
     out.flush()
 
 

@@ -152,7 +152,7 @@ class Bucket:
             self._work = self._cast.allreduce("sum", name, Settling(0, self._settle))
 
     def done(self) -> bool:
-        """Whether wait() would return at once."""
+        """Whether wait() would return as soon as all ranks wait."""
         work = self._begun or self._work
         return work is None or work.done()
 
