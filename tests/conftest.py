@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import costs, hosts, mpi
 from harness import effort as efforts
-from harness import hosts, mpi
 from harness import slurm as slurm_cluster
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
@@ -29,10 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    costs.start(config)
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share what a machine has but once share a worker of pytest-xdist, as do else those of a file."""
     for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
         fixtures = getattr(item, "fixturenames", ())
         shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), item.path.name)
         item.add_marker(pytest.mark.xdist_group(shared))

@@ -1,13 +1,13 @@
-"""Starts the contract program by dd.spawn: python spawner.py RANKS [BACKEND]."""
+"""Starts the contract's ranks by dd.spawn: python spawner.py RANKS [BACKEND]."""
 
 from __future__ import annotations
 
 import sys
 
-from contract import program
+from contract import rank
 
 import dualdist as dd
 
 if __name__ == "__main__":
     ranks, *backend = sys.argv[1:]
-    dd.spawn(program.main, int(ranks), ([],), backend=backend[0] if backend else None)
+    dd.spawn(rank.main, int(ranks), ([],), backend=backend[0] if backend else None)

@@ -1,25 +1,31 @@
-"""Every law on every backend under every launcher, each cell one real job; Slurm has a file in tests/launch."""
+"""Every law on every backend, transport and number of ranks, and the same training under every launcher.
+
+A law's outcome depends on what moves the tensors and on the number of ranks, not on who started them: all laws run in
+LAW_CELLS, and the other launchers' cells run the laws of rendezvous and the training. Slurm has a file in tests/launch.
+"""
 
 from __future__ import annotations
 
 import copy
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contract import program
-from contract.laws import ALONE, LAWS, batch, net
+from contract import meeting_laws, rank
+from contract.laws import ALONE, LAWS, digest, loss_of, net
+from harness import leaks
 from harness.installed import lack
 from harness.jobs import Launch
 from harness.mpi import MPICH, OpenMPI, of_mpich
+from harness.rank_pool import RankPool
 
-PROGRAM = str(Path(program.__file__))
-SPAWNER = str(Path(program.__file__).with_name("spawner.py"))
+PROGRAM = str(Path(rank.__file__))
+SPAWNER = str(Path(rank.__file__).with_name("spawner.py"))
 TRANSPORT = "DUALDIST_TRANSPORT"
 
 
@@ -59,123 +65,154 @@ class Cell:
 
 GLOO = ((TRANSPORT, "gloo"),)
 MPI = ((TRANSPORT, "mpi"),)
-CELLS = [
+REFERENCE = Cell("spawn", "", "spawn", "native", "shm")
+# Each combination of backend, transport and number of ranks once; the second part runs in the full tier only.
+LAW_CELLS = [
     Cell("python", "", "none", "single", "none", ranks=1),
+    REFERENCE,
+    Cell("torchrun", "native", "torchrun", "native", "shm", ranks=4),
+    Cell("torchrun", "native", "torchrun", "native", "gloo", variables=GLOO),
+    Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
+    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
+]
+FULL_LAW_CELLS = [
     Cell("python", "native", "none", "native", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "mpi", ranks=1, variables=MPI),
-    Cell("spawn", "", "spawn", "native", "shm"),
-    Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
-    Cell("torchrun", "", "torchrun", "native", "shm"),
-    Cell("torchrun", "native", "torchrun", "native", "shm", ranks=4),
-    Cell("torchrun", "native", "torchrun", "native", "gloo", variables=GLOO),
+    Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
     Cell("torchrun", "native", "torchrun", "native", "gloo", ranks=4, variables=GLOO),
-    Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo", ranks=4),
-    Cell("horovodrun-gloo", "", "horovodrun", "horovod", "gloo"),
+    Cell("mpirun", "", "mpirun", "horovod", "mpi"),
+    Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
+    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
+    Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
+]
+# The same backends under the other launchers.
+LAUNCHER_CELLS = [
+    Cell("torchrun", "", "torchrun", "native", "shm"),
+    Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
+]
+FULL_LAUNCHER_CELLS = [
+    Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
+    Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
     Cell("horovodrun-gloo", "native", "horovodrun", "native", "shm"),
     Cell("horovodrun-mpi", "", "horovodrun", "horovod", "mpi"),
     Cell("horovodrun-mpi", "horovod", "horovodrun", "horovod", "gloo", variables=GLOO),
     Cell("horovodrun-mpi", "native", "horovodrun", "native", "shm"),
-    Cell("mpirun", "", "mpirun", "horovod", "mpi"),
-    Cell("mpirun", "horovod", "mpirun", "horovod", "mpi", ranks=4),
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
     Cell("mpirun", "native", "mpirun", "native", "shm"),
-    Cell("python", "mpi", "none", "mpi", "mpi", ranks=1),
-    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
-    Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
-    Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
-    Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
 ]
+FULL = {*FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS}
+CELLS = [*LAW_CELLS, *LAUNCHER_CELLS, *FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS]
+RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(meeting_laws)]
 
 
-class Jobs:
-    """Runs each cell's job once, when the first test asks for it."""
-
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._reports: dict[Cell, list[dict[str, Any]] | BaseException] = {}
-
-    def reports(self, cell: Cell) -> list[dict[str, Any]]:
-        if cell not in self._reports:
-            try:
-                env = dict(cell.variables)
-                if cell.started_by == "mpiexec-mpich":
-                    if shutil.which("mpiexec.mpich", path=self._launch.env["PATH"]) is None:
-                        lack("mpiexec.mpich", "mpich")
-                    env |= of_mpich(self._launch.directory)
-                self._reports[cell] = self._launch.reports(cell.argv(), cell.ranks, env=env, timeout_s=300)
-            except AssertionError as error:
-                self._reports[cell] = error
-        found = self._reports[cell]
-        if isinstance(found, BaseException):
-            raise found
-        return found
+def in_cells(cells: Iterable[Cell], laws: Sequence[str] = ()) -> list[Any]:
+    """Parameters for each of the cells, or for each of the laws in each of them; the cells of a worker stay together."""
+    params = []
+    for cell in cells:
+        marks = [pytest.mark.xdist_group(str(cell)), *([pytest.mark.full] if cell in FULL else [])]
+        params += [pytest.param(cell, law, marks=marks, id=f"{cell}-{law}") for law in laws] or [
+            pytest.param(cell, marks=marks, id=str(cell))
+        ]
+    return params
 
 
-@pytest.fixture(scope="session")
-def jobs(base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return Jobs(Launch(base_env, tmp_path_factory.mktemp("contract")))
+@dataclass(frozen=True)
+class Ranks:
+    """The running ranks of a cell."""
+
+    cell: Cell
+    run: Callable[[str], list[Any]]
 
 
-@pytest.mark.parametrize("name", [*LAWS, *ALONE])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_the_law_holds(jobs: Jobs, cell: Cell, name: str) -> None:
-    for report in jobs.reports(cell):
-        assert name not in report["failures"], report["failures"][name]
+@pytest.fixture(scope="module")
+def ranks(
+    request: pytest.FixtureRequest, base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    """The ranks of one cell, which are started with its first test and end before those of another cell start."""
+    cell: Cell = request.param
+    launch = Launch(base_env, tmp_path_factory.mktemp("contract"))
+    env = dict(cell.variables)
+    if cell.started_by == "mpiexec-mpich":
+        if shutil.which("mpiexec.mpich", path=base_env["PATH"]) is None:
+            lack("mpiexec.mpich", "mpich")
+        env |= of_mpich(launch.directory)
+    pool = RankPool(lambda more: launch.start(cell.argv(), env={**env, **more}), cell.ranks, leaks.LONG_LIVED.add)
+    yield Ranks(cell, pool.run)
+    pool.close()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_every_rank_knows_its_place_and_its_backend(jobs: Jobs, cell: Cell) -> None:
-    for rank, report in enumerate(jobs.reports(cell)):
-        expected = {
-            "rank": rank,
+@pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
+def test_every_rank_knows_its_topology_and_its_backend(ranks: Ranks) -> None:
+    cell = ranks.cell
+    for number, found in enumerate(ranks.run("topology")):
+        assert found == {
+            "rank": number,
             "size": cell.ranks,
-            "local_rank": rank,
+            "local_rank": number,
             "local_size": cell.ranks,
             "node": 0,
             "nodes": 1,
             "launcher": cell.launcher,
             "backend": cell.backend,
             "transport": cell.transport,
-            "again": sum(range(cell.ranks)),
-            "stepped_to": 1 - sum(range(cell.ranks)) / cell.ranks,
         }
-        assert {name: report[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.ranks == 2], ids=str)
-def test_two_ranks_train_to_the_same_bits_everywhere(jobs: Jobs, cell: Cell) -> None:
-    reference = jobs.reports(Cell("torchrun", "", "torchrun", "native", "shm"))[0]["hash"]
-    assert [report["hash"] for report in jobs.reports(cell)] == [reference, reference]
+@pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
+def test_training_is_that_of_one_process_on_the_whole_batch(ranks: Ranks) -> None:
+    """At two ranks to the bit: a sum of two has one order. Else 1e-4 is far above the rounding of 60 steps and far below
+    an error.
+    """
+    expected = trained_alone(ranks.cell.ranks)
+    for found in ranks.run("training"):
+        for name, values in found["parameters"].items():
+            torch.testing.assert_close(torch.tensor(values), expected.state_dict()[name], rtol=1e-4, atol=1e-4)
+        assert found["hash"] == digest(expected) or ranks.cell.ranks > 2
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_training_is_that_of_one_process_on_the_whole_batch(jobs: Jobs, cell: Cell) -> None:
-    """float32 sums in another order over 60 steps: 1e-4 is far above the rounding and far below an error."""
-    expected = trained_alone()
-    for report in jobs.reports(cell):
-        for name, values in report["parameters"].items():
-            torch.testing.assert_close(torch.tensor(values), expected[name], rtol=1e-4, atol=1e-4)
-
-
-def test_training_is_that_of_distributed_data_parallel(jobs: Jobs) -> None:
+@pytest.mark.parametrize("ranks", in_cells([REFERENCE]), indirect=True)
+def test_training_is_that_of_distributed_data_parallel(ranks: Ranks) -> None:
     """Two ranks of DDP add and divide in another order than dualdist, so the last bits may differ."""
-    for report in jobs.reports(Cell("torchrun", "", "torchrun", "native", "shm")):
-        for name, values in report["ddp"].items():
-            mine = torch.tensor(report["parameters"][name])
-            torch.testing.assert_close(mine, torch.tensor(values), rtol=1e-4, atol=1e-4)
+    expected = trained_alone(ranks.cell.ranks)
+    for found in ranks.run("training by DDP"):
+        for name, values in found.items():
+            torch.testing.assert_close(torch.tensor(values), expected.state_dict()[name], rtol=1e-4, atol=1e-4)
 
 
-def trained_alone() -> dict[str, torch.Tensor]:
-    """The program's training, by plain torch in this process, on the whole batch at once."""
-    model = copy.deepcopy(net(seed=program.SEED))
-    optimizer = torch.optim.SGD(model.parameters(), **program.SGD)
-    for step in range(program.STEPS):
-        pieces = [batch(number, step) for number in range(program.BATCHES)]
-        x, y = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), program.CLIP)
+@pytest.mark.parametrize(
+    ("ranks", "law"),
+    [
+        *in_cells([*LAW_CELLS, *FULL_LAW_CELLS], [*LAWS, *ALONE]),
+        *in_cells([*LAUNCHER_CELLS, *FULL_LAUNCHER_CELLS], RENDEZVOUS_LAWS),
+    ],
+    indirect=["ranks"],
+)
+def test_the_law_holds(ranks: Ranks, law: str) -> None:
+    ranks.run(law)
+
+
+@pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
+def test_a_session_may_follow_another(ranks: Ranks) -> None:
+    numbers = range(ranks.cell.ranks)
+    for found in ranks.run("two sessions"):
+        assert found == {"stepped_to": 1 - sum(numbers) / len(numbers), "sum": sum(numbers)}
+
+
+def trained_alone(size: int) -> torch.nn.Module:
+    """The ranks' training by plain torch in this process: the gradients of all ranks, added in their order and divided."""
+    model = copy.deepcopy(net(seed=rank.SEED))
+    optimizer = torch.optim.SGD(model.parameters(), **rank.SGD)
+    for step in range(rank.STEPS):
+        parts = []
+        for number in range(size):
+            mine = range(number, rank.BATCHES, size)
+            model.zero_grad()
+            sum(loss_of(model, part, step) / len(mine) for part in mine).backward()
+            parts.append([param.grad for param in model.parameters()])
+        for param, *grads in zip(model.parameters(), *parts, strict=True):
+            param.grad = None if grads[0] is None else torch.stack(grads).sum(0) / size
+        torch.nn.utils.clip_grad_norm_(model.parameters(), rank.CLIP)
         optimizer.step()
-    return model.state_dict()
+    return model

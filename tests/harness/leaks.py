@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ SETTLE_S = 10.0
 """How long what a test started may take to end by itself."""
 # Written by pytest, and by torch when its compiler is first imported.
 LIBRARIES_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+LONG_LIVED: set[int] = set()
+"""Process ids of jobs that outlive the test that happened to start them; whoever adds one ends it."""
 # Helpers that live as long as the interpreter, one for all tests.
 LIFELONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
 
@@ -45,7 +48,8 @@ class Snapshot:
                 yield f"variable {name} was {before!r}, is {after!r}"
 
     def _processes(self) -> Iterator[str]:
-        new = [p for p in psutil.Process().children(recursive=True) if p not in self.processes and not _is_lifelong(p)]
+        children = set(psutil.Process().children(recursive=True)) - self.processes - _long_lived()
+        new = [process for process in children if not _is_lifelong(process)]
         _, alive = psutil.wait_procs(new, timeout=SETTLE_S)
         yield from (f"process {line}" for line in command_lines(alive))
         for process in alive:
@@ -61,6 +65,15 @@ class Snapshot:
 
 def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.daemon]
+
+
+def _long_lived() -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for pid in LONG_LIVED:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found |= {process, *process.children(recursive=True)}
+    return found
 
 
 def _is_lifelong(process: psutil.Process) -> bool:

@@ -1,0 +1,137 @@
+"""What every rank of a contract job runs: one task after the other, as the tests ask for them.
+
+python rank.py [BACKEND]
+
+A task is a law, or one of TASKS. Laws share a session, but for those that ask for one of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers would import it later, when it is no longer out of the collector's sight
+from contract.laws import ALONE, LAWS, digest, loss_of, net, raises
+from harness.rank_pool import serve
+from torch import nn
+
+import dualdist as dd
+from dualdist.errors import NotInitializedError
+
+STEPS = 60
+BATCHES = 4  # a step, whatever the number of ranks: one, two and four ranks see the same data
+SEED = 3
+CLIP = 0.5
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+TIMEOUT_S = 40
+
+
+def train(model: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """STEPS steps with momentum, weight decay and clipping, on this rank's part of the batches."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = range(dd.rank(), BATCHES, dd.size())
+        sum(loss_of(parallel, number, step) / len(mine) for number in mine).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+
+def trained_by_dualdist() -> dict[str, Any]:
+    model = net(SEED)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    dd.broadcast_parameters(model)
+    dd.wrap_optimizer(optimizer, model.named_parameters())
+    train(model, model, optimizer)
+    return {"hash": digest(model), "parameters": values(model)}
+
+
+def trained_by_ddp() -> dict[str, Any]:
+    """The default process group is torch's own, so DistributedDataParallel works beside dualdist."""
+    model = net(SEED)
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    train(model, parallel, torch.optim.SGD(model.parameters(), **SGD))
+    return values(model)
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def topology() -> dict[str, object]:
+    return {
+        "rank": dd.rank(),
+        "size": dd.size(),
+        "local_rank": dd.local_rank(),
+        "local_size": dd.local_size(),
+        "node": dd.node(),
+        "nodes": dd.nodes(),
+        "launcher": dd.launcher(),
+        "backend": dd.backend(),
+        "transport": dd.transport(),
+    }
+
+
+TASKS: Mapping[str, Callable[[], object]] = {
+    "topology": topology,
+    "training": trained_by_dualdist,
+    "training by DDP": trained_by_ddp,
+}
+
+
+class Tasks:
+    """The tasks of one rank, each in the session that it asks for."""
+
+    def __init__(self, backend: str | None) -> None:
+        self._backend = backend
+        self._alone: Mapping[str, Callable[[], object]] = {"two sessions": self._two_sessions, **ALONE}
+        self._shared: Mapping[str, Callable[[], object]] = {**TASKS, **LAWS}
+
+    def init(self) -> None:
+        dd.init(self._backend, timeout_s=TIMEOUT_S)
+
+    def run(self, name: str) -> object:
+        if name in self._alone:
+            if dd.is_initialized():
+                dd.shutdown()
+            self.init()
+            try:
+                return self._alone[name]()
+            finally:
+                if dd.is_initialized():  # else it has failed between two sessions of its own
+                    dd.shutdown()
+        if not dd.is_initialized():
+            self.init()
+        return self._shared[name]()
+
+    def _two_sessions(self) -> dict[str, object]:
+        """An optimizer that one session wrapped is wrapped again in the next one."""
+        rank = dd.rank()
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+        dd.shutdown()
+        raises(NotInitializedError, dd.size, "after dd.shutdown()")
+        raises(NotInitializedError, (weight * rank).sum().backward, "dd.wrap_optimizer again")
+        self.init()
+        dd.wrap_optimizer(optimizer)
+        optimizer.zero_grad()
+        (weight * rank).sum().backward()
+        optimizer.step()
+        return {"stepped_to": weight.item(), "sum": dd.allreduce(torch.tensor(rank), "sum").item()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # wrapping an optimizer collects garbage, which takes 0.1 s and more among all the objects of torch
+    tasks = Tasks(arguments[0] if arguments else None)
+    raises(NotInitializedError, dd.rank, "before dd.init()")
+    tasks.init()
+    serve(dd.rank(), tasks.run)
+    if dd.is_initialized():
+        dd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

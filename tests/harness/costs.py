@@ -1,0 +1,73 @@
+"""What the tests of a session cost: time and processor time a file, and how many processes imported torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IMPORTS_FILE = "TEST_TORCH_IMPORTS"
+"""The variable that names the file to which each process that imports torch adds a byte."""
+SLOWEST = 10
+
+
+def start(config: pytest.Config) -> None:
+    """Begin to count. A worker of pytest-xdist inherits the variable of the session that started it."""
+    if IMPORTS_FILE not in os.environ:
+        handle, path = tempfile.mkstemp(prefix="dualdist-tests-imports-")
+        os.close(handle)
+        os.environ[IMPORTS_FILE] = path
+        config.add_cleanup(lambda: Path(path).unlink(missing_ok=True))
+    config.pluginmanager.register(Costs())
+
+
+def cpu_s() -> float:
+    """Return the processor time of this process and of all its descendants that have ended, in seconds."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class Costs:
+    """A plug-in of pytest: notes each test's processor time in its report, and adds the reports up for each file."""
+
+    def __init__(self) -> None:
+        self._wall: dict[str, float] = defaultdict(float)
+        self._cpu: dict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._measured(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._measured(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._measured(item, "teardown"))
+
+    def _measured(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
+        before = cpu_s()
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((f"cpu_s of {phase}", cpu_s() - before))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[0]
+        self._wall[name] += report.duration
+        self._cpu[name] += dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("slowest files: seconds, CPU seconds")
+        for name in sorted(self._wall, key=lambda name: -self._wall[name])[:SLOWEST]:
+            terminalreporter.write_line(f"{self._wall[name]:8.1f} {self._cpu[name]:8.1f}  {name}")
+        terminalreporter.write_line(f"{sum(self._wall.values()):8.1f} {sum(self._cpu.values()):8.1f}  all files")
+        imports = Path(os.environ[IMPORTS_FILE]).stat().st_size
+        terminalreporter.write_line(f"processes that imported torch: {imports}")

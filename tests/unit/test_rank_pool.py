@@ -1,0 +1,73 @@
+"""The pool in which ranks stay alive between tests: it names the task that failed, and replaces ranks that are lost."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import leaks
+from harness.jobs import Launch
+from harness.rank_pool import RankPool
+
+# Two ranks without torch: this program is both of them, and starts the second one.
+PROGRAM = """
+import os, subprocess, sys, time
+from harness.rank_pool import serve
+
+rank = int(sys.argv[1])
+other = None if rank else subprocess.Popen([sys.executable, __file__, "1"])
+tasks = {
+    "number": lambda: rank,
+    "large": lambda: [rank] * 200_000,
+    "raises": lambda: 1 // (1 - rank),
+    "ends": lambda: os._exit(3) if rank else rank,
+    "hangs": lambda: time.sleep(60) if rank else rank,
+}
+serve(rank, lambda name: tasks[name]())
+sys.exit(other.wait() if other else 0)
+"""
+
+
+@pytest.fixture
+def pool(launch: Launch) -> Iterator[RankPool]:
+    path = launch.directory / "program.py"
+    path.write_text(PROGRAM)
+    pool = RankPool(lambda env: launch.start([sys.executable, str(path), "0"], env=env), 2, leaks.LONG_LIVED.add)
+    yield pool
+    pool.close()
+
+
+def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool) -> None:
+    assert pool.run("number") == [0, 1]
+    before = set(psutil.Process().children(recursive=True))
+    assert pool.run("large") == [[0] * 200_000, [1] * 200_000]
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("raises", "rank 1: Traceback (most recent call last)"),
+        ("ends", "rank 1 ended in task ends"),
+        ("hangs", "no end of task hangs, answered by 0"),
+    ],
+)
+def test_a_task_that_fails_is_named_and_the_next_one_gets_new_ranks(pool: RankPool, task: str, words: str) -> None:
+    pool.run("number")
+    old = set(psutil.Process().children(recursive=True))
+    with pytest.raises(AssertionError, match=re.escape(words)) as caught:
+        pool.run(task, timeout_s=2 if task == "hangs" else 30)
+    assert "rank 0: " not in str(caught.value)
+    assert pool.run("number") == [0, 1]
+    assert not old & {child for child in psutil.Process().children(recursive=True) if child.is_running()}
+
+
+def test_a_job_that_ends_before_its_ranks_are_there_shows_its_output(launch: Launch, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import sys; sys.exit('no such backend')"]
+    pool = RankPool(lambda env: launch.start(argv, env=env), 2, leaks.LONG_LIVED.add)
+    with pytest.raises(AssertionError, match=r"(?s)the job ended in the start of 2 ranks.*no such backend"):
+        pool.run("number")
