@@ -12,7 +12,7 @@ BUILD_TOOLS := 'setuptools>=77,<81' wheel
 # For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
 MPICH := mpich==5.0.2
 
-# How many tests at a time `make test` runs.
+# How many tests run at a time.
 JOBS ?= 2
 
 VENV := .venv
@@ -28,7 +28,7 @@ CHECKSUM := $(shell cat $(SOURCES) | cksum)
 WORKS := $(BIN)/horovodrun --version && $(BIN)/python -Ic \
 	"import hypothesis, jinja2, kubeflow.training, matplotlib, PIL, mpi4py, pydantic, pytest, sklearn, torch, yaml, horovod.torch"
 
-.PHONY: setup install demo bench launch test docker-test check clean
+.PHONY: setup install demo bench launch test test-all docker-test check clean
 
 setup:
 	@if [ "$$(cat $(READY) 2>/dev/null)" != "$(CHECKSUM)" ]; then $(MAKE) --no-print-directory install; \
@@ -70,9 +70,16 @@ bench: setup
 	$(BIN)/dualdist bench startup
 	$(BIN)/dualdist bench scale
 
-# Tests mostly wait for the programs that they start, so that two at a time fit on two cores.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+# In minutes: unit tests, laws, and a smoke test of everything that a person starts.
 test: check
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m "not full"
+
+# Everything: `make test`, then every launcher with every backend, Slurm, hosts, images and faults. Tests that mostly
+# wait for the programs that they start fit beside each other on two cores.
+test-all: test
+	$(PYTEST) -m full
 
 # The images' test, with Horovod built in it, too; `make test` takes the wheel that set-up has built.
 docker-test: setup

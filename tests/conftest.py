@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import costs, hosts, mpi
+from harness import costs, hosts, leaks, mpi, tiers
 from harness import effort as efforts
 from harness import slurm as slurm_cluster
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
 from harness.installed import lack
 from harness.jobs import Launch
-from harness.leaks import Snapshot
 
 # By fixture.
 SHARED = {"_cluster": "slurm", "hasty": "slurm", "_two_hosts": "hosts", "image": "docker"}
@@ -29,23 +28,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
 
 
+SHARED_MEMORY = pytest.StashKey[frozenset[str]]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SHARED_MEMORY] = leaks.shared_memory()
     costs.start(config)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the markers, and before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what a machine has but once share a worker of pytest-xdist, as do else those of a file."""
+    """Mark each test's tier; group tests that share what a machine has only once, and else those of a file."""
+    tiers.mark(items)
     for item in items:
-        if item.get_closest_marker("xdist_group"):
-            continue
-        fixtures = getattr(item, "fixturenames", ())
-        shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), item.path.name)
-        item.add_marker(pytest.mark.xdist_group(shared))
+        if item.get_closest_marker("xdist_group") is None:
+            fixtures = getattr(item, "fixturenames", ())
+            shared = next((group for fixture, group in SHARED.items() if fixture in fixtures), item.path.name)
+            item.add_marker(pytest.mark.xdist_group(shared))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     efforts.tell(session.config)
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and left_in_shared_memory(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def left_in_shared_memory(config: pytest.Config) -> list[str]:
+    """Return the files in /dev/shm that were not there before the tests; workers of pytest-xdist share the folder."""
+    return sorted(leaks.shared_memory() - config.stash[SHARED_MEMORY])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,6 +69,8 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for line in efforts.summary(config):
         terminalreporter.write_line(line)
+    for name in left_in_shared_memory(config):
+        terminalreporter.write_line(f"ERROR: the tests left {leaks.SHARED_MEMORY / name} behind", red=True)
 
 
 @pytest.fixture
@@ -81,11 +95,11 @@ def _interrupts_are_heard() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_leaks(_orphans_stay_ours: None) -> Iterator[None]:
     """Fails a test that leaves a changed variable, a process or a thread. What session fixtures start came before."""
-    before = Snapshot.take()
+    before = leaks.Snapshot.take()
     yield
-    leaks = before.leaks()
+    found = before.leaks()
     before.restore_environ()
-    assert not leaks, "left behind:\n" + "\n".join(leaks)
+    assert not found, "left behind:\n" + "\n".join(found)
 
 
 @pytest.fixture(scope="session")

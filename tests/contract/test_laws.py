@@ -108,7 +108,7 @@ RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(meeting_laws
 
 
 def in_cells(cells: Iterable[Cell], laws: Sequence[str] = ()) -> list[Any]:
-    """Parameters for each of the cells, or for each of the laws in each of them; the cells of a worker stay together."""
+    """Return parameters for each cell, or for each law in each cell. A cell's tests share a worker of pytest-xdist."""
     params = []
     for cell in cells:
         marks = [pytest.mark.xdist_group(str(cell)), *([pytest.mark.full] if cell in FULL else [])]
@@ -162,8 +162,9 @@ def test_every_rank_knows_its_topology_and_its_backend(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", in_cells(CELLS), indirect=True)
 def test_training_is_that_of_one_process_on_the_whole_batch(ranks: Ranks) -> None:
-    """At two ranks to the bit: a sum of two has one order. Else 1e-4 is far above the rounding of 60 steps and far below
-    an error.
+    """At two ranks to the bit, as a sum of two has one order.
+
+    With more, 1e-4 is far above the rounding of 60 steps in float32 and far below an error.
     """
     expected = trained_alone(ranks.cell.ranks)
     for found in ranks.run("training"):
@@ -201,7 +202,7 @@ def test_a_session_may_follow_another(ranks: Ranks) -> None:
 
 
 def trained_alone(size: int) -> torch.nn.Module:
-    """The ranks' training by plain torch in this process: the gradients of all ranks, added in their order and divided."""
+    """Train by plain torch in this process: the gradients of all ranks, added in rank order, then divided."""
     model = copy.deepcopy(net(seed=rank.SEED))
     optimizer = torch.optim.SGD(model.parameters(), **rank.SGD)
     for step in range(rank.STEPS):

@@ -74,6 +74,7 @@ def test_a_line_of_the_readme_trains_on_both(hosts: Compose, line: list[str]) ->
     assert (summary["ranks"], summary["nodes"]) == (2, 2), str(outcome)
 
 
+@pytest.mark.smoke
 def test_all_launchers_are_among_the_lines() -> None:
     assert [line[0] for line in LINES] == ["mpirun", "horovodrun", "dualdist"]
 

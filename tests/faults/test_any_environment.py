@@ -23,6 +23,7 @@ from dualdist.doctor import diagnose, to_json
 from dualdist.errors import DualdistError
 from dualdist.meeting import rendezvous
 
+pytestmark = pytest.mark.smoke
 RECORDS = json.loads((Path(__file__).parents[1] / "unit" / "launcher_env.json").read_text())
 TIMEOUT_S = 0.2
 HANGS_S = 30

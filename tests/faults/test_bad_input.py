@@ -39,11 +39,13 @@ def taken_port(request: pytest.FixtureRequest) -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.smoke
 def test_a_rank_that_is_no_rank_is_named(refuses: Refuses) -> None:
     outcome = refuses([*RANK, "native"], env=environment(2, 2, 29500))
     assert_says(outcome, "TopologyError", "RANK=2", "WORLD_SIZE=2")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_missing_is_named(refuses: Refuses, missing: str) -> None:
     env = environment(1, 2, 29500)
@@ -57,6 +59,7 @@ def test_an_address_at_which_nobody_listens_is_named(refuses: Refuses, free_port
     assert_says(outcome, "RendezvousError", f"{LOOPBACK}:{free_port}", "nothing listens", "6 s")
 
 
+@pytest.mark.smoke
 def test_a_name_that_does_not_resolve_is_named(refuses: Refuses, free_port: int) -> None:
     env = environment(1, 2, free_port, address="no-such-host.invalid")
     assert_says(refuses([*RANK, "native"], env=env), "RendezvousError", "no-such-host.invalid", "resolve")
@@ -69,18 +72,21 @@ def test_ranks_with_different_addresses_miss_each_other_by_name(launch: Launch, 
     assert_says(second, "RendezvousError", "127.0.0.2:9")
 
 
+@pytest.mark.smoke("silent")
 def test_a_port_in_use_is_named_on_every_rank(launch: Launch, taken_port: int) -> None:
     first, second = together(launch, [*RANK, "native"], [environment(rank, 2, taken_port) for rank in (0, 1)])
     assert_says(first, "RendezvousError", f"cannot listen on port {taken_port}", "MASTER_PORT")
     assert_says(second, "RendezvousError", f"{LOOPBACK}:{taken_port}", "not the store of this job")
 
 
+@pytest.mark.smoke
 def test_two_processes_of_one_rank_are_an_error_on_every_rank(launch: Launch, free_port: int) -> None:
     outcomes = together(launch, [*RANK, "native"], [environment(rank, 3, free_port) for rank in (0, 1, 1)])
     for outcome in outcomes:
         assert_says(outcome, "TopologyError", "two processes say that they are rank 1")
 
 
+@pytest.mark.smoke
 def test_ranks_that_disagree_on_the_size_are_an_error(launch: Launch, free_port: int) -> None:
     outcomes = together(launch, [*RANK, "native"], [environment(0, 2, free_port), environment(1, 3, free_port)])
     assert_says(outcomes[0], "TopologyError", "rank 1 of 3")
@@ -92,6 +98,7 @@ def test_two_local_ranks_of_one_number_are_an_error(launch: Launch, free_port: i
         assert_says(outcome, "TopologyError", "[0, 0]", "LOCAL_RANK")
 
 
+@pytest.mark.smoke
 def test_ranks_that_chose_different_backends_are_an_error(launch: Launch, free_port: int) -> None:
     environments = [
         environment(rank, 2, free_port) | {"DUALDIST_BACKEND": name} for rank, name in ((0, "native"), (1, "horovod"))
@@ -107,21 +114,25 @@ def test_calls_out_of_order_are_refused(refuses: Refuses, case: str, error: str)
     assert_says(refuses([*RANK, "", case]), error)
 
 
+@pytest.mark.smoke
 def test_a_call_before_init_is_refused(refuses: Refuses) -> None:
     outcome = refuses([sys.executable, "-c", "import dualdist as dd; dd.rank()"])
     assert_says(outcome, "NotInitializedError", "before dd.init()")
 
 
+@pytest.mark.smoke
 def test_an_unknown_backend_is_refused_with_the_valid_ones(refuses: Refuses) -> None:
     assert_says(refuses([*RANK, "nccl"]), "UsageError", "'nccl'", "expected one of auto, native, horovod, mpi")
 
 
+@pytest.mark.smoke
 def test_horovod_that_is_missing_is_said_with_what_to_type(refuses: Refuses) -> None:
     code = "import sys; sys.modules['horovod'] = None; import dualdist as dd; dd.init('horovod')"
     outcome = refuses([sys.executable, "-c", code])
     assert_says(outcome, "BackendUnavailableError", "not installed", "dualdist install-horovod")
 
 
+@pytest.mark.smoke
 def test_horovod_for_another_torch_is_said_with_what_to_type(refuses: Refuses, launch: Launch) -> None:
     package = launch.directory / "horovod"
     package.mkdir()

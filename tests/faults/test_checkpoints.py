@@ -57,6 +57,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.smoke
 def test_a_disk_that_is_full_or_read_only_is_every_ranks_error(launch: Launch, small_disk: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=2", checkpoint_rank.__file__, str(small_disk / "run")]
     for seen in launch.reports(argv, 2):

@@ -31,12 +31,14 @@ def test_a_small_dev_shm_is_said_in_one_line_and_training_goes_on(launch: Launch
     assert all("--shm-size" in line for line in said)
 
 
+@pytest.mark.smoke
 def test_without_any_room_everything_still_works(launch: Launch) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=2", TINY_RANK, "native"]
     reports, _ = run(launch, with_little_memory("4k", argv))
     assert [seen["sum"][0] for seen in reports] == [3, 3]
 
 
+@pytest.mark.smoke("is killed")
 @pytest.mark.parametrize("case", ["is killed", "exits", "raises"])
 def test_nothing_stays_of_the_memory_of_ranks_that_end(refuses: Refuses, case: str) -> None:
     argv, first = LAUNCHERS["torchrun"]

@@ -47,6 +47,7 @@ def is_connected(job: Job, port: int) -> bool:
     return False
 
 
+@pytest.mark.smoke("native-9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_who_waits_for_the_others_is_told_that_the_store_is_gone(

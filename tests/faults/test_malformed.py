@@ -33,6 +33,7 @@ from dualdist.launchers import hosts, link
 from dualdist.meeting.network import Invitation
 from dualdist.schedulers import SCHEDULERS
 
+pytestmark = pytest.mark.smoke
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
 WORDS = st.one_of(

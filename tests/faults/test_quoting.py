@@ -83,6 +83,7 @@ def test_srun_gets_no_secret_but_those_that_are_named(launch: Launch, slurm: Slu
     assert [seen["secrets"] for seen in reports] == [["MINE", "NAMED_TOKEN"]] * 2
 
 
+@pytest.mark.smoke
 def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_hosts: Hosts, trap: Path) -> None:
     folder = launch.directory / f"$(touch {trap.name})"
     folder.mkdir()
@@ -92,6 +93,7 @@ def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_h
     assert "as it is: start the job in a folder whose name" in outcome.stderr
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn", "mpirun", "horovodrun", "python"])
 def test_no_secret_is_printed_by_a_dry_run(
     launch: Launch, launcher: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -106,6 +108,7 @@ def test_no_secret_is_printed_by_a_dry_run(
     assert "NAMED_TOKEN=***" in said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", ["doctor", "doctor --json -", "compare --dry-run", "bench startup --dry-run"])
 def test_no_secret_is_printed_by_other_commands(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -118,6 +121,7 @@ def test_no_secret_is_printed_by_other_commands(
     assert HUSH not in said.out + said.err
 
 
+@pytest.mark.smoke
 def test_what_is_still_running_is_told_without_secrets(launch: Launch) -> None:
     script = launch.directory / "hold.py"
     script.write_text("import subprocess\nsubprocess.run(['sleep', '60', ])\n")
@@ -131,6 +135,7 @@ def test_what_is_still_running_is_told_without_secrets(launch: Launch) -> None:
 NAMES = ["a b", "$(touch {})", "`touch {}`", "a;touch {}", "a'b", 'a"b', "a|b", "a&b", "a>b", "-oProxyCommand=touch {}"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [*NAMES, "a\\b", "a*", "~", "é", "%h", "!x", "{a}", "a=b", "[a]"])
 def test_a_host_of_a_strange_name_is_refused_wherever_it_is_named(
     tmp_path: Path, trap: Path, name: str, capsys: pytest.CaptureFixture[str], effort: Effort
@@ -159,6 +164,7 @@ def script_of(launch: Launch, trap: Path, *options: str, needs: Mapping[str, str
     return path, reports
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
 def test_a_script_for_a_workstation_hands_words_on_as_they_are(launch: Launch, trap: Path, launcher: str) -> None:
     path, reports = script_of(launch, trap, "--scheduler", "workstation", "-np", "2", "--launcher", launcher)
@@ -192,6 +198,7 @@ def test_a_script_for_slurm_hands_words_on_as_they_are(
     check(collect(reports, 2, outcome), words(trap), launch.directory)
 
 
+@pytest.mark.smoke
 def test_a_script_for_pbs_hands_words_on_as_they_are(launch: Launch, trap: Path) -> None:
     asked = ("--scheduler", "pbs", "--nodes", "2", "--time", "1:00:00")
     first = stand_in(launch, "pbsdsh", PBSDSH)
@@ -205,6 +212,7 @@ def test_a_script_for_pbs_hands_words_on_as_they_are(launch: Launch, trap: Path)
     check(collect(reports, 2, outcome), words(trap), launch.directory)
 
 
+@pytest.mark.smoke
 def test_a_script_for_lsf_hands_words_on_as_they_are(launch: Launch, trap: Path) -> None:
     path, reports = script_of(launch, trap, "--scheduler", "lsf", "--tasks-per-node", "2")
     env = {"LS_SUBCWD": str(launch.directory), "LSB_JOBID": "7", **stand_in(launch, "jsrun", JSRUN), **NAMED}

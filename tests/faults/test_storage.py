@@ -31,6 +31,7 @@ from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress, read, rea
 from dualdist.checkpoints.writing import write
 from dualdist.errors import CheckpointError
 
+pytestmark = pytest.mark.smoke
 DRAWS = random.Random(11)
 
 

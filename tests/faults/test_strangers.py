@@ -55,6 +55,7 @@ def test_strangers_at_every_port_do_not_disturb_a_training(launch: Launch, cell:
     effort.count("strangers at a job's ports", they.words)
 
 
+@pytest.mark.smoke("native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_strangers_at_the_port_where_ranks_meet_keep_nobody_away(
     launch: Launch, free_port: int, backend: str, effort: Effort

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 from harness.guard import command_lines
 
+SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 10.0
 """How long what a test started may take to end by itself."""
 # Written by pytest, and by torch when its compiler is first imported.
@@ -61,6 +63,11 @@ class Snapshot:
             thread.join(max(0, deadline - time.monotonic()))
             if thread.is_alive():
                 yield f"thread {thread.name}"
+
+
+def shared_memory() -> frozenset[str]:
+    """Return the names of all files in shared memory."""
+    return frozenset(path.name for path in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
 
 
 def _threads() -> list[threading.Thread]:

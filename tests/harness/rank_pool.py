@@ -1,4 +1,4 @@
-"""Ranks that stay alive between tests: started once, told over a socket which task to run next, replaced when one fails.
+"""Ranks that stay alive between tests: started once, given one task after the other, replaced when one fails.
 
 Starting a process that imports torch costs 2.5 CPU seconds, most of what a test of a few collectives costs.
 """
@@ -36,9 +36,7 @@ class RankPool:
         on_start: is told the process id of each job that is started.
     """
 
-    def __init__(
-        self, start: Callable[[Mapping[str, str]], Job], size: int, on_start: Callable[[int], object]
-    ) -> None:
+    def __init__(self, start: Callable[[Mapping[str, str]], Job], size: int, on_start: Callable[[int], object]) -> None:
         self._start_job = start
         self._size = size
         self._on_start = on_start

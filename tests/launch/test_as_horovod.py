@@ -51,6 +51,7 @@ def check(reports: list[dict[str, Any]], size: int, backend: str) -> None:
     assert len({tuple(seen["parameters"]) for seen in reports}) == 1
 
 
+@pytest.mark.smoke("dualdist run-native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
 def test_horovod_script_runs_unchanged(
@@ -65,6 +66,7 @@ def test_dualdist_run_in_a_slurm_allocation_takes_srun(launch: Launch, slurm: Sl
     check(launch.reports(argv, SIZE, env=slurm.env), SIZE, "native")
 
 
+@pytest.mark.smoke
 def test_horovod_script_runs_alone_without_a_launcher(launch: Launch) -> None:
     check(launch.reports([sys.executable, *FACE, SCRIPT, *WORDS], 1), 1, "native")
 

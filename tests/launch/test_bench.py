@@ -164,6 +164,7 @@ def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
     assert found["step"]["compute_s"] == median(kept["jobs"][-1]["reports"][0]["seconds"]["none"])
 
 
+@pytest.mark.smoke
 def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot_know(launch: Launch) -> None:
     words = ("--alpha-us", "2", "--beta-gb-s", "12", "--compute-ms", "100", "--bytes", "100M", "--ranks", "8,4096")
     outcome = launch([*BENCH, "scale", *words])
@@ -173,6 +174,7 @@ def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot
     assert "what this cannot know: a network" in outcome.stdout
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shown", SHOWN, ids=" ".join)
 def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: list[str], tmp_path: Path) -> None:
     words = ("--dry-run", "--backend", "native", "--rounds", "3", "--keep", str(tmp_path / "kept"))
@@ -187,6 +189,7 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: l
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.smoke
 def test_what_is_measured_where_no_backend_is_named_is_all_that_can_run(launch: Launch, openmpi: OpenMPI) -> None:
     def backends(*words: str) -> list[str]:
         lines = launch([*BENCH, *words, "--dry-run", "--device", "cpu"]).stdout.splitlines()
@@ -198,6 +201,7 @@ def test_what_is_measured_where_no_backend_is_named_is_all_that_can_run(launch: 
     assert backends("allreduce", "--launcher", "torchrun") == ["native", "horovod"]
 
 
+@pytest.mark.smoke
 def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path) -> None:
     words = (
         *QUICK_STEP,
@@ -215,6 +219,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -258,6 +263,7 @@ def test_a_job_that_fails_names_its_command_and_its_last_words(launch: Launch) -
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_a_job_that_takes_too_long_is_ended(launch: Launch) -> None:
     outcome = launch([*BENCH, *QUICK_STEP, "--no-memory", "--backend", "native", "--timeout", "1"], check=False)
     assert outcome.rc == 1
@@ -279,6 +285,7 @@ def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: 
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--block-s", "0.005", "--backend", "native:gloo,native:shm")
     outcome = interrupted(launch, [*BENCH, "allreduce", *words], "[2/2]")
@@ -289,5 +296,6 @@ def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_resamples_are_enough_for_the_edges_of_an_interval() -> None:
     assert RESAMPLES * 0.025 >= 50

@@ -192,6 +192,7 @@ def test_csv_has_one_line_a_launch(compared: Compared) -> None:
         assert row["error"] == ""
 
 
+@pytest.mark.smoke
 def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
     words = [*COMPARE, *QUICK, "--backends", "native", "--references", "none", "--rounds", "1", "--output", "out"]
     outcome = interrupted(launch, words, "[1/2]")
@@ -289,6 +290,7 @@ for asked in ("auto", None, "native"):
 """
 
 
+@pytest.mark.smoke
 def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: dict[str, str]) -> None:
     (launch.directory / "tell.py").write_text(TELL)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"]
@@ -309,6 +311,7 @@ def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
     assert told.endswith("; here it runs over shm instead")
 
 
+@pytest.mark.smoke
 def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:
     words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun,python", "--references", "ddp")
     outcome = launch([*COMPARE, *words, "--rounds", "3", "--dry-run", "--output", "out"])
@@ -320,6 +323,7 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
     assert not (launch.directory / "out").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "told"),
     [

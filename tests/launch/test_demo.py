@@ -32,6 +32,7 @@ def test_every_launcher_and_both_backends_end_with_the_same_bits(launch: Launch,
     assert f"THE SAME PARAMETERS TO THE LAST BIT: {runs} runs, 2 ranks, 50 steps" in outcome.stdout
 
 
+@pytest.mark.smoke
 def test_failed_run_is_shown_with_its_reason(launch: Launch) -> None:
     outcome = launch((*DEMO, "--model", "resnet19", "--only", "python"), timeout_s=180, check=False)
     assert outcome.rc == 1
@@ -39,12 +40,14 @@ def test_failed_run_is_shown_with_its_reason(launch: Launch) -> None:
     assert "1 OF 1 RUNS FAILED: python/auto" in outcome.stdout
 
 
+@pytest.mark.smoke
 def test_run_that_takes_too_long_fails_and_leaves_nothing(launch: Launch) -> None:
     outcome = launch((*DEMO, "--timeout", "1", "--only", "torchrun/native"), timeout_s=180, check=False)
     assert outcome.rc == 1
     assert "torchrun/native was not done after 1 s and was ended" in outcome.stdout
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("hashes", "ranks", "code"), [("aa", 2, 0), ("ab", 2, 1), ("ab", 4, 0)])
 def test_one_differing_hash_of_two_ranks_fails_the_demo(demo: ModuleType, hashes: str, ranks: int, code: int) -> None:
     launchers = ("torchrun", "mpirun")

@@ -39,6 +39,7 @@ def ask(launch: Launch, *words: str, before: Sequence[str] = (), env: dict[str, 
     return found(launch([*before, *DOCTOR, *words, "--json", "-"], env=env or {}, check=False))
 
 
+@pytest.mark.smoke
 def test_a_host_with_little_of_everything(launch: Launch) -> None:
     """Real mounts in a namespace, real limits, a real name that nobody knows, and InfiniBand as the kernel shows it."""
     if os.geteuid() != 0:
@@ -60,6 +61,7 @@ def test_a_host_with_little_of_everything(launch: Launch) -> None:
     assert told["interface-missing"]["level"] == "error"
 
 
+@pytest.mark.smoke
 def test_an_mpirun_of_another_mpi_comes_first(launch: Launch, mpich: mpi.MPICH, openmpi: mpi.OpenMPI) -> None:
     folder = launch.directory / "bin"
     folder.mkdir()
@@ -84,6 +86,7 @@ def packages(folder: Path, **named: tuple[str, str, str]) -> str:
     return str(folder)
 
 
+@pytest.mark.smoke
 def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: Launch) -> None:
     """The doctor itself needs neither. Each is found as Python finds it, by its metadata and by its import."""
     broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
@@ -113,6 +116,7 @@ def test_a_horovod_that_somebody_else_built_is_asked_with_what(launch: Launch) -
     assert "horovod-without-gloo" in found(outcome)
 
 
+@pytest.mark.smoke
 def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> None:
     """Asked as one that somebody else built would be, it says what its record says."""
     program = "from os import environ; from dualdist.asked import ask_horovod; print(ask_horovod(environ))"
@@ -198,6 +202,7 @@ def test_run_starts_every_usable_way(launch: Launch) -> None:
     assert "native over shm (torchrun): works" in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_run_finds_a_way_that_does_not_work(launch: Launch, mpich: mpi.MPICH) -> None:
     """mpi4py is told to use MPICH's library, and mpirun is Open MPI's: each rank would be a job of one."""
     env = mpi.of_mpich(launch.directory)
@@ -223,6 +228,7 @@ int clock_gettime(clockid_t which, struct timespec *at) {
 """
 
 
+@pytest.mark.smoke
 def test_hosts_are_asked_and_call_each_other(launch: Launch, two_hosts: Hosts) -> None:
     """One name does not resolve; one port is dropped; one clock is 90 s ahead; eth1 leads each host elsewhere."""
     with clock_ahead(launch, two_hosts) as env, dropping(two_hosts, ["sport", "29500"]):

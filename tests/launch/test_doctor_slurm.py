@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness.jobs import Launch
 from harness.slurm import Slurm
 
@@ -25,6 +26,7 @@ def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) 
     return [{each["name"]: each for each in json.loads(file.read_text())["findings"]} for file in files]
 
 
+@pytest.mark.smoke
 def test_a_script_and_its_one_task_are_told_what_to_start(slurm: Slurm, launch: Launch) -> None:
     srun = "srun -N1 -n1 --gres=gpu:2 --mpi=none"
     script, task, step = batch(slurm, launch, ("-N2", "-n4", "--gres=gpu:2"), "", srun, "srun -n4 --mpi=none")

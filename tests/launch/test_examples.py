@@ -89,6 +89,7 @@ def falls(values: Sequence[float]) -> bool:
     return len(values) > 1 and values[-1] < values[0]
 
 
+@pytest.mark.smoke
 def test_every_example_stands_in_the_readme_and_every_command_is_run_here() -> None:
     assert {program for program, *_ in ROWS} == {
         path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")
@@ -97,6 +98,7 @@ def test_every_example_stands_in_the_readme_and_every_command_is_run_here() -> N
     assert [Path(word).name for word in TRY] == ["python", Path(DEMO[1]).name]  # which test_demo.py runs
 
 
+@pytest.mark.smoke
 def test_the_readme_shows_the_difference_between_one_process_and_many() -> None:
     alone, together = (
         (EXAMPLES / name).read_text().partition("from __future__")[2].splitlines(keepends=True)
@@ -107,6 +109,7 @@ def test_the_readme_shows_the_difference_between_one_process_and_many() -> None:
     assert "".join(shown) == blocks("diff")[0]
 
 
+@pytest.mark.smoke
 def test_help_fits_a_screen_and_has_an_example(launch: Launch) -> None:
     """All in one process, as most of each would be the import of torch."""
     programs = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name != "horovod_script.py"]
@@ -148,6 +151,7 @@ def test_collectives_prints_what_the_readme_shows(launch: Launch) -> None:
     assert launch(COLLECTIVES).stdout == blocks("text")[0]
 
 
+@pytest.mark.smoke
 def test_spawned_ranks_train_together(launch: Launch) -> None:
     text = launch([*SPAWN, "--epochs=1"], env=HOROVOD).stdout
     prints_as_told("spawn.py", text)
@@ -157,6 +161,7 @@ def test_spawned_ranks_train_together(launch: Launch) -> None:
     assert float(first[2]) < 0.5 * float(first[1])
 
 
+@pytest.mark.smoke
 def test_ranks_started_by_hand_meet(launch: Launch, free_ports: list[int]) -> None:
     """By tcp, file and env, all at once."""
     ports = dict(zip(("29400", "29401"), map(str, free_ports), strict=True))
@@ -185,6 +190,7 @@ def free_ports() -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+@pytest.mark.smoke
 def test_the_notebook_says_again_what_it_said(launch: Launch) -> None:
     """Its cells run in a kernel of Jupyter's, and print what is kept in it, but for the last digits of losses."""
     kept, again = Path(NOTEBOOK[-1]), launch.directory / "notebook.ipynb"

@@ -43,6 +43,7 @@ def example(launch: Launch) -> Path:
     return path
 
 
+@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize(
     ("start", "words"),
     [
@@ -92,6 +93,7 @@ def test_a_line_that_survives_trains(launch: Launch, line: str) -> None:
     assert all(printed.count(f"rank {rank} of 4 begins with step 0") == 1 for rank in range(4)), printed
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("line", [line for line in ELASTIC_LINES if "--submit" in line.split()])
 def test_a_line_that_is_queued_again_is_one_that_dualdist_run_knows(launch: Launch, line: str) -> None:
     """tests/launch/test_requeue.py has it queued again."""
@@ -129,6 +131,7 @@ def test_a_line_for_slurm_trains(slurm: Slurm, launch: Launch, line: str) -> Non
 DOCTOR_LINES = next(block for block in blocks() if "dualdist doctor" in block).splitlines()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("line", [line for line in DOCTOR_LINES if not {"--hosts", "--run"} & set(line.split())])
 def test_the_doctor_lines_run(launch: Launch, line: str) -> None:
     """Some machines have something wrong with them: CI's torchvision does not fit. Elsewhere: hosts, --run."""
@@ -148,6 +151,7 @@ def test_the_example_beside_training_says_what_it_shall(launch: Launch) -> None:
     assert outcome.stderr.count("epoch 1: 100% 100/100") == 1
 
 
+@pytest.mark.smoke
 def test_the_timeline_line_writes_a_trace(launch: Launch, example: Path) -> None:
     line = next(block for block in blocks() if "DUALDIST_TIMELINE" in block).replace("train.py", str(example))
     variable, *argv = shlex.split(line)
@@ -157,6 +161,7 @@ def test_the_timeline_line_writes_a_trace(launch: Launch, example: Path) -> None
     assert {"forward Linear", "backward", "step SGD", "step 0"} <= {event["name"] for event in events}
 
 
+@pytest.mark.smoke
 def test_the_builder_line_is_one_that_it_knows(launch: Launch) -> None:
     line = next(block for block in blocks() if "install-horovod" in block)
     assert "horovod" in launch([*shlex.split(line, comments=True), "--dry-run"]).stdout
@@ -185,6 +190,7 @@ def test_a_line_of_dualdist_run_does_what_it_says(launch: Launch, example: Path,
 COMPARE_LINES = next(block for block in blocks() if "dualdist compare -np 4" in block).splitlines()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("line", COMPARE_LINES)
 def test_a_line_of_dualdist_compare_is_one_that_it_knows(launch: Launch, line: str) -> None:
     (launch.directory / "train.py").touch()
@@ -192,6 +198,7 @@ def test_a_line_of_dualdist_compare_is_one_that_it_knows(launch: Launch, line: s
     assert "DUALDIST_" in launch([dualdist, compare, "--dry-run", *words]).stdout
 
 
+@pytest.mark.smoke
 def test_the_job_file_passes_its_checks() -> None:
     job = loads(next(block for block in blocks("yaml") if "program: " in block), "job.yaml")
     assert (job.hosts, job.resources.time) == (("hosta:2", "hostb:2"), "2:00:00")

@@ -40,6 +40,7 @@ def find(job: Job, *words: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_lines_are_tagged_by_rank(launch: Launch, launcher: str) -> None:
     outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", PROGRAM])
@@ -49,6 +50,7 @@ def test_lines_are_tagged_by_rank(launch: Launch, launcher: str) -> None:
         assert lines(outcome.stderr) == ["[0] err 0", "[1] err 1"]
 
 
+@pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
     outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--log-dir", "logs", PROGRAM])
@@ -58,6 +60,7 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
         assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
 
 
+@pytest.mark.smoke
 def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
     (launch.directory / "file").touch()
     outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
@@ -66,12 +69,14 @@ def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_stdin_reaches_a_rank(launch: Launch) -> None:
     (launch.directory / "data").write_text("some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
     assert "some data\n" in launch(line).stdout
 
 
+@pytest.mark.smoke
 def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich: mpi.MPICH) -> None:
     """Its ranks talk to it by a file that they inherit."""
     run, env = run_with_mpich(launch, mpich)
@@ -89,6 +94,7 @@ def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich
     assert "ValueError: the reason" in rest
 
 
+@pytest.mark.smoke
 def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
     for launcher in ("mpirun", "spawn"):
         told = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", "--dry-run", PROGRAM]).stdout
@@ -96,6 +102,7 @@ def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
         assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 {launcher} threads=1" for rank in range(2)]
 
 
+@pytest.mark.smoke
 def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Launch) -> None:
     (launch.directory / "job.yaml").write_text(
         f"program: {PROGRAM}\nnp: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
@@ -106,6 +113,7 @@ def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Lau
     assert lines(outcome.stdout) == ["[0] out 0/1 spawn threads=4"]
 
 
+@pytest.mark.smoke("mpirun-kill-137-ended by SIGKILL", "torchrun-raise-1-exit code 1", "spawn-leave-3-exit code 3")
 @pytest.mark.parametrize(
     ("launcher", "how", "code", "said"),
     [
@@ -146,6 +154,7 @@ def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: La
     assert words[-1] == "ValueError: the real reason"
 
 
+@pytest.mark.smoke("torchrun-ctrl-c", "mpirun-launcher", "spawn-run")
 @pytest.mark.parametrize(
     ("launcher", "what"),
     [
@@ -181,6 +190,7 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         assert "no rank said why" in last_words(outcome.stderr)[-1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("way", "code", "said"),
     [
@@ -215,6 +225,7 @@ def test_termination_reaches_the_ranks_and_how_they_take_it_counts(
     assert said is None or said in last_words(outcome.stderr)[0]
 
 
+@pytest.mark.smoke
 def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
     """The process between launcher and rank is killed, and cannot tell its child."""
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
@@ -241,6 +252,7 @@ if sys.argv[1] == "hang":
 """
 
 
+@pytest.mark.smoke("hang")
 @pytest.mark.parametrize("how", ["end", "hang"])
 def test_what_a_rank_started_goes_with_it_whatever_its_variables_are(launch: Launch, how: str) -> None:
     """Children, and orphans, which are buried, too, without a variable of the job, in sessions of their own."""
@@ -252,6 +264,7 @@ def test_what_a_rank_started_goes_with_it_whatever_its_variables_are(launch: Lau
     assert not [pid for pid in pids if psutil.pid_exists(pid)], str(outcome)
 
 
+@pytest.mark.smoke
 def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
     outcome = launch([*RUN, "-np", "2", "--launcher", "spawn", "--timeout", "3", *words], check=False)
@@ -259,6 +272,7 @@ def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
     assert last_words(outcome.stderr)[0].startswith("dualdist run: the job was not done after 3 s; still running: ")
 
 
+@pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
     """torchrun does it itself, for mpirun it is done."""
@@ -277,6 +291,7 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
         assert "rank 1 failed; all ranks start anew, 1 of 1 times" in outcome.stderr
 
 
+@pytest.mark.smoke
 def test_restarts_come_to_an_end(launch: Launch) -> None:
     words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit", "0"]
     outcome = launch([*RUN, "--launcher", "spawn", *words], check=False)
@@ -286,6 +301,7 @@ def test_restarts_come_to_an_end(launch: Launch) -> None:
     assert outcome.stderr.count("out 0/1") == 2
 
 
+@pytest.mark.smoke
 def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: Launch, slurm: Slurm) -> None:
     words = ["-np", "2", "--tag-output", PROGRAM, "raise"]
     outcome = launch([*slurm.salloc("-N2", "-n2"), *RUN, *words], env=slurm.env, check=False)
@@ -294,6 +310,7 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
     assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
 
 
+@pytest.mark.smoke
 def test_an_allocation_says_how_many_ranks_and_how_many_cores_each(launch: Launch, slurm: Slurm) -> None:
     argv = ["env", "--unset=OMP_NUM_THREADS", *slurm.salloc("-N2", "-n2", "-c2"), *RUN, PROGRAM]
     outcome = launch(argv, env=slurm.env)
@@ -308,6 +325,7 @@ def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slu
     assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
 
 
+@pytest.mark.smoke
 def test_ranks_of_spawn_train(launch: Launch) -> None:
     reports = launch.reports([*RUN, "-np", "2", "--launcher", "spawn", TINY_RANK, "native"], 2)
     assert {seen["launcher"] for seen in reports} == {"spawn"}

@@ -20,6 +20,7 @@ def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> 
     return launch(two_hosts.on(host, *RUN, *words), env=two_hosts.env, check=False)
 
 
+@pytest.mark.smoke("mpirun-mpi")
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "native"), ("mpirun", "horovod"), ("mpirun", "mpi")],
@@ -41,6 +42,7 @@ def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: st
     assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "horovodrun-mpi"])
 def test_lines_say_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     (launch.directory / "hosts").write_text("hosta slots=2\nhostb slots=1  # the small one\n")
@@ -81,6 +83,7 @@ def test_mpich_reaches_hosts_too(launch: Launch, two_hosts: Hosts, mpich: mpi.MP
     assert lines(outcome.stdout) == [f"[{rank} {host}] out {rank}/3 mpirun threads=2" for rank, host in places]
 
 
+@pytest.mark.smoke("spawn")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     """The others hang and ignore SIGTERM; two_hosts sees that none stays."""
@@ -92,6 +95,7 @@ def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_
     assert rest[-1] == "ValueError: the first real reason"
 
 
+@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(launch.directory)]
@@ -144,6 +148,7 @@ def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -
         assert "rank 1 on hostb was lost" in last_words(outcome.stderr)[0], str(outcome)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "said"),
     [

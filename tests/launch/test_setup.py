@@ -49,6 +49,7 @@ def test_a_second_install_builds_nothing_and_tries_two_ranks(record: BuildRecord
         assert f"two ranks over {transport}: right sums" in done.stdout
 
 
+@pytest.mark.smoke
 def test_the_record_is_of_the_torch_beside_it(record: BuildRecord) -> None:
     import torch
 
@@ -56,6 +57,7 @@ def test_the_record_is_of_the_torch_beside_it(record: BuildRecord) -> None:
     assert record.python == sysconfig.get_config_var("SOABI")
 
 
+@pytest.mark.smoke
 def test_an_unknown_version_is_one_sentence(tmp_path: Path) -> None:
     done = dualdist("--version", "0.0.1")
     assert done.returncode == 1
@@ -94,6 +96,7 @@ def runpath(library: Path) -> str:
     return next(line for line in done.stdout.splitlines() if "RUNPATH" in line or "RPATH" in line)
 
 
+@pytest.mark.smoke
 def test_a_scope_that_completes_leaves_the_counters_of_the_others(record: BuildRecord) -> None:
     """Horovod's own server forgot who had left the other scopes, and ranks that initialise again lost keys."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts

@@ -60,6 +60,7 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same:
         assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
+@pytest.mark.smoke("none-3+1")
 @pytest.mark.parametrize(
     ("mpi", "options", "per_node"),
     [
@@ -96,6 +97,7 @@ def test_srun_trains_on_horovod(
     check(reports, per_node, launcher="srun", backend="horovod", transport=transport)
 
 
+@pytest.mark.smoke("1+1")
 @pytest.mark.parametrize(("options", "per_node"), [pytest.param(*ONE_NODE, id="2"), pytest.param(*TWO_NODES, id="1+1")])
 def test_srun_trains_on_mpi_with_pmix(
     slurm: Slurm, launch: Launch, options: tuple[str, ...], per_node: tuple[int, ...]

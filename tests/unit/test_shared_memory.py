@@ -7,8 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,14 +28,20 @@ from dualdist.shared_memory import Neighbours, objection, share
 FOLDER = Path("/dev/shm")
 TIMEOUT_S = 30.0
 Body = Callable[[TcpStore, int, int], Any]  # of a rank: store, place, size
+InProcesses = Callable[[int, Body], list[Any]]
 
 
-def in_processes(size: int, body: Body) -> list[Any]:
-    """What the body returns in each of several processes that share a store."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(call, body, server.port, place, size) for place in range(size)]
-        return [rank.result(3 * TIMEOUT_S) for rank in running]
+@pytest.fixture(scope="module")
+def in_processes() -> Iterator[InProcesses]:
+    """Run a body in each of several processes that share a store, and return what it returned in each."""
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+
+        def run(size: int, body: Body) -> list[Any]:
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            places = [(body, server.port, place, size) for place in range(size)]
+            return pool.starmap_async(call, places, chunksize=1).get(3 * TIMEOUT_S)
+
+        yield run
 
 
 def call(body: Body, port: int, place: int, size: int) -> Any:
@@ -58,7 +63,7 @@ def write_and_read(store: TcpStore, place: int, size: int) -> bytes:
     return bytes(view[:size])
 
 
-def test_what_one_writes_the_others_read() -> None:
+def test_what_one_writes_the_others_read(in_processes: InProcesses) -> None:
     assert in_processes(3, write_and_read) == [bytes([7, 8, 9])] * 3
 
 
@@ -74,7 +79,7 @@ def attach_to_too_much(store: TcpStore, place: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_hear_that_there_is_no_room() -> None:
+def test_all_ranks_hear_that_there_is_no_room(in_processes: InProcesses) -> None:
     first, second = in_processes(2, attach_to_too_much)
     assert first == second
     assert str(FOLDER) in first
@@ -132,7 +137,7 @@ def talk(store: TcpStore, place: int, size: int) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_messages_of_any_length_keep_their_order(size: int) -> None:
+def test_messages_of_any_length_keep_their_order(in_processes: InProcesses, size: int) -> None:
     heard = in_processes(size, talk)
     assert all(mine == heard[0] for mine in heard)
     for number, said in enumerate(heard[0]):
@@ -150,7 +155,7 @@ def compare(store: TcpStore, place: int, size: int) -> list[bool]:
     return found
 
 
-def test_alike_is_told_apart_from_different() -> None:
+def test_alike_is_told_apart_from_different(in_processes: InProcesses) -> None:
     assert in_processes(2, compare) == [[True, False, False, False]] * 2, "long messages are read, and not known to be"
 
 
@@ -180,7 +185,7 @@ def operate(store: TcpStore, place: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_operations_of_every_size_in_any_order_keep_their_values(size: int) -> None:
+def test_operations_of_every_size_in_any_order_keep_their_values(in_processes: InProcesses, size: int) -> None:
     """Small ones and large ones take turns on the same stages: nothing may be written over before all have read it."""
     in_processes(size, operate)
 
@@ -218,7 +223,7 @@ def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
     return 512 * (used - os.fstat(segment._memory).st_blocks)
 
 
-def test_buffers_are_reduced_side_by_side_and_given_back() -> None:
+def test_buffers_are_reduced_side_by_side_and_given_back(in_processes: InProcesses) -> None:
     size, count = 3, 100_000
     freed = in_processes(size, partial(reduce_buffers, count))
     assert min(freed) > 1.5 * size * 4 * count, "the leader gives back the two that nobody looks at"

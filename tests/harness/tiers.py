@@ -1,0 +1,36 @@
+"""Two tiers of tests: `make test` runs what takes minutes, `make test-all` also what is marked `full`.
+
+Unit tests and laws are in the first tier unless they are marked `full`. Tests in FOLDERS, which start real launchers,
+are in the second one unless they are marked `smoke`; `smoke("id", ...)` takes only these cases of a parametrized test.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+FOLDERS = ("launch", "faults", "docker")
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark as `full` what only the second tier runs.
+
+    Raises:
+        pytest.UsageError: where a marker names a case that its test does not have.
+    """
+    cases: dict[str, set[str]] = defaultdict(set)
+    named: dict[str, set[str]] = {}
+    for item in items:
+        if item.path.parent.name not in FOLDERS:
+            continue
+        smoke = item.get_closest_marker("smoke")
+        name, _, case = item.nodeid.removesuffix("]").partition("[")
+        cases[name].add(case)
+        named[name] = set(smoke.args) if smoke else set()
+        if smoke is None or (smoke.args and case not in smoke.args):
+            item.add_marker(pytest.mark.full)
+    for name, wanted in named.items():
+        if unknown := wanted - cases[name]:
+            raise pytest.UsageError(f"{name} has no cases {sorted(unknown)}, expected some of {sorted(cases[name])}")
