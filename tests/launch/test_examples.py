@@ -9,14 +9,17 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import leaks
 from harness.base_env import ROOT
 from harness.jobs import Launch
+from harness.rank_pool import RankPool
+from launch import example_rank
 from launch.test_demo import DEMO
 
 EXAMPLES = ROOT / "examples"
@@ -129,6 +132,47 @@ def test_help_fits_a_screen_and_has_an_example(launch: Launch) -> None:
         assert f"examples/{name}" in text, text
         assert len(text.splitlines()) <= 50, text
         assert max(map(len, text.splitlines())) <= 120, text
+
+
+# Each on a few samples: on two ranks of one job, as most of each start would be the import of torch.
+BRIEFLY = {
+    "single_process.py": "--model=mlp --epochs=1 --max-steps=4",
+    "train.py": "--model=mlp --epochs=1 --max-steps=4",
+    "collectives.py": "",
+    "data_parallel.py": "--steps=1 --rounds=1 --batch-size=4",
+    "model_parallel.py": "--epochs=1",
+    "cifar10.py": "--epochs=1 --limit=16 --batch-size=4 --snapshots=kept",
+    "imagenet.py": "--epochs=1 --image-size=32 --limit=16 --batch-size=4 --checkpoints=run",
+    "mingpt.py": "--steps=2 --write=5 --tensorboard runs --plot",
+    "fault_tolerance.py": "--epochs=1",
+    "horovod_script.py": "--epochs=1",
+}
+OTHERWISE = {"demo.py", "spawn.py", "rendezvous.py", "notebook.ipynb"}  # which have smoke tests of their own
+
+
+@pytest.fixture(scope="module")
+def ranks(base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    launch = Launch(base_env, tmp_path_factory.mktemp("examples"))
+    argv = ["torchrun", "--standalone", "--nproc-per-node=2", str(Path(example_rank.__file__)), str(EXAMPLES)]
+    pool = RankPool(lambda env: launch.start(argv, env=env), 2, leaks.LONG_LIVED.add)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", BRIEFLY)
+def test_the_example_runs(ranks: RankPool, name: str) -> None:
+    begin = "-m dualdist.hvd " if name == "horovod_script.py" else ""
+    printed = ranks.run(f"{begin}{EXAMPLES / name} {BRIEFLY[name]}")
+    if name == "collectives.py":
+        assert printed[0] == blocks("text")[0]
+    else:
+        prints_as_told(name, printed[0])
+
+
+@pytest.mark.smoke
+def test_every_example_has_a_smoke_test() -> None:
+    assert {program for program, *_ in ROWS} == BRIEFLY.keys() | OTHERWISE
 
 
 def test_train_py_on_two_ranks_is_single_process_py_on_the_whole_batch(launch: Launch) -> None:
