@@ -26,6 +26,7 @@ LEFT_S = 5.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="tests of faults in their long form, which takes an hour")
+    parser.addoption("--costs", type=Path, help="write the seconds and CPU seconds of each test to this file")
 
 
 SHARED_MEMORY = pytest.StashKey[frozenset[str]]()
@@ -56,8 +57,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def left_in_shared_memory(config: pytest.Config) -> list[str]:
-    """Return the files in /dev/shm that were not there before the tests; workers of pytest-xdist share the folder."""
-    return sorted(leaks.shared_memory() - config.stash[SHARED_MEMORY])
+    """Return the files in shared memory that were not there before the tests, and that nobody uses any more."""
+    return leaks.unused(leaks.shared_memory() - config.stash[SHARED_MEMORY])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,11 +111,11 @@ class Rank:
         tag = (f"[{name} {host}] " if settings.has_host else f"[{name}] ") if settings.has_tag else ""
         has_console = log is None or settings.has_tag
         os.close(error_writer)
-        self._error = self._relay(error, 2 if has_console else None, log, tag)
+        self._error = self._relay(error, 2 if has_console else None, log, tag, self._on_error_output)
         self._relays = [self._error]
         if output is not None and output_writer is not None:
             os.close(output_writer)
-            self._relays.append(self._relay(output, 1 if has_console else None, log, tag))
+            self._relays.append(self._relay(output, 1 if has_console else None, log, tag, lambda _: None))
         self._selector.register(wakened, selectors.EVENT_READ, self._on_signal)
         if line is not None:
             self._selector.register(line, selectors.EVENT_READ, self._on_line)
@@ -144,10 +144,12 @@ class Rank:
         """What the child has started, and the child itself."""
         return processes.members(self._mark, below=os.getpid())
 
-    def _relay(self, source: int, console: int | None, log: int | None, tag: str) -> Relay:
+    def _relay(
+        self, source: int, console: int | None, log: int | None, tag: str, on_read: Callable[[bytes], object]
+    ) -> Relay:
         """A source goes to the console, where each line says whose it is, and to the log, where that is known."""
         targets = [target for target in (console, log) if target is not None]
-        relay = Relay(source, targets, tag=tag, keep=TAIL)
+        relay = Relay(source, targets, tag=tag, keep=TAIL, on_read=on_read)
         self._selector.register(relay.source, selectors.EVENT_READ, relay)
         return relay
 
@@ -166,14 +168,17 @@ class Rank:
 
     def _pump(self, relay: Relay) -> None:
         source = relay.source
-        seen = relay.pump()
-        now = time.monotonic()
-        if relay is self._error and b"Traceback" in seen:
-            self._traceback_at = now
-        if relay is self._error and seen and now < self._traceback_at + FAILING_S:
-            _tell(self._line, link.Failing(self._reason()))
+        relay.pump()
         if not relay.is_open:
             self._selector.unregister(source)
+
+    def _on_error_output(self, output: bytes) -> None:
+        """Send a traceback at once, before it is shown: MPI_Abort may leave this process no time afterwards."""
+        now = time.monotonic()
+        if b"Traceback" in output:
+            self._traceback_at = now
+        if now < self._traceback_at + FAILING_S:
+            _tell(self._line, link.Failing(self._reason()))
 
     def _forget(self, relay: Relay) -> None:
         if relay.is_open:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 CHUNK = 1 << 16
 # Of a line that has no end yet, such as a progress bar's, no more than this is held back.
@@ -18,11 +18,20 @@ LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 class Relay:
     """From one pipe to some files. Each line gets `tag` in front and loses what `strip` matches there.
 
-    The last `keep` bytes, as they came, are in `tail`. A reader that has gone ends the relay, so that the writer finds
+    The last `keep` bytes, as they came, are in `tail`. `on_read` sees what came before it goes on. A reader that has gone ends the relay, so that the writer finds
     its pipe broken, as it would without us.
     """
 
-    def __init__(self, source: int, targets: Sequence[int], *, tag: str = "", strip: str = "", keep: int = 0) -> None:
+    def __init__(
+        self,
+        source: int,
+        targets: Sequence[int],
+        *,
+        tag: str = "",
+        strip: str = "",
+        keep: int = 0,
+        on_read: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
         os.set_blocking(source, False)
         self.source = source
         self.tail = b""
@@ -31,25 +40,26 @@ class Relay:
         self._tag = tag.encode()
         self._strip = re.compile(rb"\A(?:" + strip.encode() + rb")") if strip else None
         self._keep = keep
+        self._on_read = on_read
         self._line = b""
 
     def pump(self) -> bytes:
         """Move all that is there; returns it as it came. At the end of the source the relay is closed."""
-        found = b""
-        while self.is_open:
+        found, has_ended = b"", False
+        while self.is_open and not has_ended and len(found) < CHUNK:  # others wait, too
             try:
                 chunk = os.read(self.source, CHUNK)
             except BlockingIOError:
                 break
-            if not chunk:
-                self.close()
-                break
             found += chunk
-            self._pass_on(chunk)
-            if len(found) >= CHUNK:  # others wait, too
-                break
+            has_ended = not chunk
         if self._keep:
             self.tail = (self.tail + found)[-self._keep :]
+        if found:
+            self._on_read(found)
+            self._pass_on(found)
+        if has_ended:
+            self.close()
         return found
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 IMPORTS_FILE = "TEST_TORCH_IMPORTS"
 """The variable that names the file to which each process that imports torch adds a byte."""
 SLOWEST = 10
+ALL = "all files"
 
 
 def start(config: pytest.Config) -> None:
@@ -24,7 +25,7 @@ def start(config: pytest.Config) -> None:
         os.close(handle)
         os.environ[IMPORTS_FILE] = path
         config.add_cleanup(lambda: Path(path).unlink(missing_ok=True))
-    config.pluginmanager.register(Costs())
+    config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
 def cpu_s() -> float:
@@ -36,9 +37,9 @@ def cpu_s() -> float:
 class Costs:
     """A plug-in of pytest: notes each test's processor time in its report, and adds the reports up for each file."""
 
-    def __init__(self) -> None:
-        self._wall: dict[str, float] = defaultdict(float)
-        self._cpu: dict[str, float] = defaultdict(float)
+    def __init__(self, every_test: Path | None = None) -> None:
+        self._of_tests: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._every_test = every_test
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -60,14 +61,22 @@ class Costs:
             item.user_properties.append((f"cpu_s of {phase}", cpu_s() - before))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("::")[0]
-        self._wall[name] += report.duration
-        self._cpu[name] += dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0)
+        test = self._of_tests[report.nodeid.rpartition("@")[0] or report.nodeid]
+        test[0] += report.duration
+        test[1] += dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name, (wall_s, cpu_s) in self._of_tests.items():
+            for total in (files[name.partition("::")[0]], files[ALL]):
+                total[0] += wall_s
+                total[1] += cpu_s
+        slowest = sorted(files, key=lambda name: -files[name][0])
         terminalreporter.section("slowest files: seconds, CPU seconds")
-        for name in sorted(self._wall, key=lambda name: -self._wall[name])[:SLOWEST]:
-            terminalreporter.write_line(f"{self._wall[name]:8.1f} {self._cpu[name]:8.1f}  {name}")
-        terminalreporter.write_line(f"{sum(self._wall.values()):8.1f} {sum(self._cpu.values()):8.1f}  all files")
+        for name in slowest[: 1 + SLOWEST]:
+            terminalreporter.write_line("{:8.1f} {:8.1f}  {}".format(*files[name], name))
+        if self._every_test:
+            lines = ("{:.2f}\t{:.2f}\t{}\n".format(*cost, name) for name, cost in self._of_tests.items())
+            self._every_test.write_text("".join(lines))
         imports = Path(os.environ[IMPORTS_FILE]).stat().st_size
         terminalreporter.write_line(f"processes that imported torch: {imports}")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,16 @@ class Snapshot:
 def shared_memory() -> frozenset[str]:
     """Return the names of all files in shared memory."""
     return frozenset(path.name for path in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else frozenset()
+
+
+def unused(names: Iterable[str]) -> list[str]:
+    """Return the names of files in shared memory that no running process has mapped."""
+    maps = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps.append(path.read_text())
+    mapped = "".join(maps)
+    return sorted(name for name in names if str(SHARED_MEMORY / name) not in mapped)
 
 
 def _threads() -> list[threading.Thread]:

@@ -1,7 +1,7 @@
 """Two tiers of tests: `make test` runs what takes minutes, `make test-all` also what is marked `full`.
 
 Unit tests and laws are in the first tier unless they are marked `full`. Tests in FOLDERS, which start real launchers,
-are in the second one unless they are marked `smoke`; `smoke("id", ...)` takes only these cases of a parametrized test.
+are in the second one unless they are marked `smoke`. `smoke("id", ...)` takes only these cases of a parametrized test.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ def mark(items: Iterable[pytest.Item]) -> None:
     cases: dict[str, set[str]] = defaultdict(set)
     named: dict[str, set[str]] = {}
     for item in items:
-        if item.path.parent.name not in FOLDERS:
-            continue
         smoke = item.get_closest_marker("smoke")
         name, _, case = item.nodeid.removesuffix("]").partition("[")
-        cases[name].add(case)
-        named[name] = set(smoke.args) if smoke else set()
-        if smoke is None or (smoke.args and case not in smoke.args):
+        if smoke is not None:
+            cases[name].add(case)
+            named[name] = set(smoke.args)
+        if (smoke.args and case not in smoke.args) if smoke else item.path.parent.name in FOLDERS:
             item.add_marker(pytest.mark.full)
     for name, wanted in named.items():
         if unknown := wanted - cases[name]:

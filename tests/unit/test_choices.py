@@ -74,6 +74,7 @@ def test_no_difference_saves_nothing() -> None:
     assert isinstance(next(chosen(few, "today")), str)
 
 
+@pytest.mark.smoke("abc-6", "ab-6")
 @pytest.mark.parametrize(("names", "runs"), [("ab", 6), ("abc", 6), ("abc", 7), ("abcd", 8), ("abcdef", 10)])
 def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -> None:
     """The fastest and the slowest of several always differ; with 15 or more of 200 a rate of 5% would be found out in

@@ -53,6 +53,7 @@ def python(base_env: Mapping[str, str], tmp_path: Path) -> Python:
     return Python(base_env, tmp_path)
 
 
+@pytest.mark.smoke("without one")
 @pytest.mark.parametrize("place", ["", NOT_INSTALLED], ids=["beside a real Horovod", "without one"])
 def test_horovods_names_are_our_modules_and_not_copies_of_them(python: Python, place: str) -> None:
     code = f"""{place}{INSTALL}
@@ -85,6 +86,7 @@ print(heard)
     assert python.code(code) == "['x']"
 
 
+@pytest.mark.smoke("tensorflow")
 @pytest.mark.parametrize("name", ["tensorflow", "keras.callbacks", "mxnet", "spark.torch", "ray"])
 def test_another_frameworks_face_is_refused_with_the_reason(python: Python, name: str) -> None:
     done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
@@ -111,6 +113,7 @@ for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
     assert all("dualdist install-horovod" in line for line in lines)
 
 
+@pytest.mark.full
 def test_names_that_we_lack_come_from_the_installed_horovod(python: Python) -> None:
     code = f"""{INSTALL}
 import horovod.runner.http.http_server as server
@@ -127,6 +130,7 @@ print(hosts.parse_hosts("a:2")[0].slots)
     assert python.code(code) == "2"
 
 
+@pytest.mark.smoke("fresh")
 @pytest.mark.parametrize("first", ["", "import horovod.torch as early\n"], ids=["fresh", "imported before the alias"])
 def test_the_real_horovod_is_found_in_its_block_only_and_loaded_once(python: Python, first: str) -> None:
     code = f"""{first}{INSTALL}
@@ -157,11 +161,13 @@ print(real.is_initialized())
     assert python.code(code) == "False"
 
 
+@pytest.mark.full
 def test_what_the_real_horovod_was_built_for_is_read_under_the_alias_too(python: Python) -> None:
     ask = "from dualdist.horovod_build.record import read_record; print(read_record())"
     assert python.code(f"{INSTALL}{ask}") == python.code(ask) != "None"
 
 
+@pytest.mark.full
 def test_installing_twice_changes_nothing(python: Python) -> None:
     code = f"import sys\n{INSTALL}before = list(sys.meta_path), list(sys.path)\ninstall()\n"
     assert python.code(f"{code}print((sys.meta_path, sys.path) == before)") == "True"
@@ -184,6 +190,7 @@ PROGRAMS: dict[str, Sequence[str]] = {
 }
 
 
+@pytest.mark.smoke("script", "module of a package")
 @pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: Sequence[str]) -> None:
     for name in ("show.py", "folder/show.py", "package/show.py", "package/__main__.py"):
@@ -200,6 +207,7 @@ def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: S
     assert not (python.folder / "__pycache__" / f"show.{sys.implementation.cache_tag}.pyc").exists() or "-m" in words
 
 
+@pytest.mark.full
 def test_packages_around_a_module_find_the_face(python: Python) -> None:
     python.write("package/__init__.py", "import horovod.torch as hvd")
     python.write("package/train.py", "from package import hvd; print(hvd.__name__)")
@@ -224,6 +232,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.smoke("exceptions", "exit code")
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
 def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
     """The same traceback, without frames of ours, the same exit code, the same last words."""
@@ -232,6 +241,7 @@ def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str)
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
+@pytest.mark.smoke("words2-2-there is no file")
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -250,6 +260,7 @@ def test_a_program_that_is_not_there_is_named(python: Python, words: Sequence[st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_child_processes_of_a_program_find_the_face_too(python: Python) -> None:
     """As the workers of a DataLoader in Horovod's own examples: by forkserver, which imports the script again."""
     script = python.write(
@@ -272,6 +283,7 @@ if __name__ == "__main__":
     assert done.stdout.splitlines() == expected
 
 
+@pytest.mark.full
 def test_a_child_process_that_has_imported_nothing_tells_both_apart(python: Python) -> None:
     """A rank of horovod.run gets its function by pickle: the backend asks for the real Horovod before anybody else."""
     python.write(

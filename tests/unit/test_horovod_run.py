@@ -74,6 +74,7 @@ print([box.value for box in boxes], {type(box) is Box for box in boxes}, sys.mod
 """
 
 
+@pytest.mark.full
 def test_results_come_back_in_rank_order_and_the_script_needs_no_guard(
     base_env: Mapping[str, str], tmp_path: Path
 ) -> None:

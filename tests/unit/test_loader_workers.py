@@ -126,6 +126,7 @@ def run(folder: Path, env: Mapping[str, str], *args: str, program: str = PROGRAM
     return subprocess.run(argv, env=dict(env), capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.smoke("fork")
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_workers_outlive_a_notice_and_end_by_their_parent_and_with_it(
     tmp_path: Path, base_env: Mapping[str, str], start: str
@@ -141,6 +142,7 @@ def test_workers_outlive_a_notice_and_end_by_their_parent_and_with_it(
     assert not psutil.wait_procs(left, timeout=15)[1]
 
 
+@pytest.mark.full
 def test_where_the_program_has_a_handler_workers_are_as_torch_has_them(
     tmp_path: Path, base_env: Mapping[str, str]
 ) -> None:

@@ -33,19 +33,29 @@ sys.exit(other.wait() if other else 0)
 
 
 @pytest.fixture
-def pool(launch: Launch) -> Iterator[RankPool]:
+def started() -> list[int]:
+    """The process ids of the jobs that the pool has started."""
+    return []
+
+
+@pytest.fixture
+def pool(launch: Launch, started: list[int]) -> Iterator[RankPool]:
     path = launch.directory / "program.py"
     path.write_text(PROGRAM)
-    pool = RankPool(lambda env: launch.start([sys.executable, str(path), "0"], env=env), 2, leaks.LONG_LIVED.add)
+
+    def note(pid: int) -> None:
+        leaks.LONG_LIVED.add(pid)
+        started.append(pid)
+
+    pool = RankPool(lambda env: launch.start([sys.executable, str(path), "0"], env=env), 2, note)
     yield pool
     pool.close()
 
 
-def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool) -> None:
+def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool, started: list[int]) -> None:
     assert pool.run("number") == [0, 1]
-    before = set(psutil.Process().children(recursive=True))
     assert pool.run("large") == [[0] * 200_000, [1] * 200_000]
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,14 +66,16 @@ def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool) -> Non
         ("hangs", "no end of task hangs, answered by 0"),
     ],
 )
-def test_a_task_that_fails_is_named_and_the_next_one_gets_new_ranks(pool: RankPool, task: str, words: str) -> None:
+def test_a_task_that_fails_is_named_and_the_next_one_gets_new_ranks(
+    pool: RankPool, started: list[int], task: str, words: str
+) -> None:
     pool.run("number")
-    old = set(psutil.Process().children(recursive=True))
     with pytest.raises(AssertionError, match=re.escape(words)) as caught:
         pool.run(task, timeout_s=2 if task == "hangs" else 30)
     assert "rank 0: " not in str(caught.value)
+    assert not psutil.pid_exists(started[0])
     assert pool.run("number") == [0, 1]
-    assert not old & {child for child in psutil.Process().children(recursive=True) if child.is_running()}
+    assert len(started) == 2
 
 
 def test_a_job_that_ends_before_its_ranks_are_there_shows_its_output(launch: Launch, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ FAILING = {
 }  # fmt: skip
 
 
+@pytest.mark.smoke("before init", "in torch")
 @pytest.mark.parametrize("name", FAILING)
 def test_an_error_shows_the_programs_frames_alone(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
     program, kind = FAILING[name]
@@ -165,6 +166,7 @@ def test_an_error_of_a_rank_shows_the_programs_frames_alone(
     assert f"{os.sep}dualdist{os.sep}" not in shown, shown
 
 
+@pytest.mark.full
 def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]) -> None:
     plain = python(base_env, "-c", "import dualdist as dd; dd.init(); 1 / 0").stderr
     assert plain.splitlines()[-1] == "ZeroDivisionError: division by zero"
@@ -173,6 +175,7 @@ def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]
     assert python(base_env, "-c", hooked).stdout == "mine\n"
 
 
+@pytest.mark.full
 def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_path: Path) -> None:
     """As in a notebook: the cell's line and the error, and nothing of ours."""
     script = tmp_path / "cells.ipy"

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from harness.base_env import ROOT
 
 TESTS = ROOT / "tests"
 README = (TESTS / "README.md").read_text()
 
 
+@pytest.mark.full
 def test_each_command_finds_tests(base_env: Mapping[str, str]) -> None:
     """All in one process, which collects and runs nothing."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

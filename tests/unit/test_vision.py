@@ -18,6 +18,7 @@ def succeeded(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_import_of_the_helper_touches_no_torchvision() -> None:
     assert succeeded("import sys, dualdist.vision; print('torchvision' in sys.modules)") == "False"
 
@@ -35,6 +36,7 @@ print(tuple(resnet18(num_classes=10)(torch.zeros(2, 3, 32, 32)).shape), datasets
     assert succeeded(program) == "(2, 10) CIFAR10"
 
 
+@pytest.mark.full
 def test_schemas_that_someone_declared_already_are_left_alone() -> None:
     program = """
 import torch
@@ -61,6 +63,7 @@ print(vision._declare_operators.cache_info().currsize)
     assert succeeded(program) == "0"
 
 
+@pytest.mark.smoke("missing")
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
