@@ -18,8 +18,8 @@ LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 class Relay:
     """From one pipe to some files. Each line gets `tag` in front and loses what `strip` matches there.
 
-    The last `keep` bytes, as they came, are in `tail`. `on_read` sees what came before it goes on. A reader that has gone ends the relay, so that the writer finds
-    its pipe broken, as it would without us.
+    The last `keep` bytes, as they came, are in `tail`. `on_read` gets what was read before it is written. A reader that
+    has gone ends the relay, so that the writer finds its pipe broken, as it would without us.
     """
 
     def __init__(

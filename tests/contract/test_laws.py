@@ -102,8 +102,8 @@ FULL_LAUNCHER_CELLS = [
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
     Cell("mpirun", "native", "mpirun", "native", "shm"),
 ]
-FULL = {*FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS}
 CELLS = [*LAW_CELLS, *LAUNCHER_CELLS, *FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS]
+FULL = {*FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS}
 RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(meeting_laws)]
 
 

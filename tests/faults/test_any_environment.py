@@ -23,7 +23,6 @@ from dualdist.doctor import diagnose, to_json
 from dualdist.errors import DualdistError
 from dualdist.meeting import rendezvous
 
-pytestmark = pytest.mark.smoke
 RECORDS = json.loads((Path(__file__).parents[1] / "unit" / "launcher_env.json").read_text())
 TIMEOUT_S = 0.2
 HANGS_S = 30
@@ -90,6 +89,7 @@ def joined(env: Mapping[str, str]) -> str:
     return said.strip() if said and status == 0 else f"the process ended by {status}, and said {said!r}"
 
 
+@pytest.mark.smoke
 def test_any_environment_is_joined_or_refused(effort: Effort) -> None:
     clean = {name: value for name, value in base_env(os.environ).items() if name != "LD_PRELOAD"}
     assert joined(clean) == ""
@@ -106,6 +106,7 @@ def test_the_doctor_answers_in_any_environment(effort: Effort) -> None:
     effort.fuzz("environments of dualdist doctor", environments(), lambda env: json.dumps(to_json(diagnose(env))), 12)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["a" * 300, "a..b", "\udcff", "1 2", ""])
 @pytest.mark.parametrize("base", [1, 4, 7])
 def test_what_is_no_name_of_a_host_is_named(name: str, base: int) -> None:
@@ -116,12 +117,14 @@ def test_what_is_no_name_of_a_host_is_named(name: str, base: int) -> None:
     assert said.startswith(("RendezvousError: ", "TopologyError: ")), said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("change", [{}, {"DUALDIST_RECORD_WARMUP": "x", "DUALDIST_RECORD_STEPS": "1"}])
 def test_what_a_comparison_left_behind_is_named(tmp_path: Path, change: Mapping[str, str]) -> None:
     said = joined({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
     assert said.startswith("UsageError: DUALDIST_RECORD is set, but"), said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("said", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
 def test_a_rank_whose_way_back_is_garbled_says_so(launch: Launch, said: str) -> None:
     argv = [sys.executable, "-m", "dualdist.launchers.rank", "-c", "print('it ran')"]

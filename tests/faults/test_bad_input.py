@@ -45,7 +45,7 @@ def test_a_rank_that_is_no_rank_is_named(refuses: Refuses) -> None:
     assert_says(outcome, "TopologyError", "RANK=2", "WORLD_SIZE=2")
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("MASTER_PORT")
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_missing_is_named(refuses: Refuses, missing: str) -> None:
     env = environment(1, 2, 29500)
@@ -59,7 +59,6 @@ def test_an_address_at_which_nobody_listens_is_named(refuses: Refuses, free_port
     assert_says(outcome, "RendezvousError", f"{LOOPBACK}:{free_port}", "nothing listens", "6 s")
 
 
-@pytest.mark.smoke
 def test_a_name_that_does_not_resolve_is_named(refuses: Refuses, free_port: int) -> None:
     env = environment(1, 2, free_port, address="no-such-host.invalid")
     assert_says(refuses([*RANK, "native"], env=env), "RendezvousError", "no-such-host.invalid", "resolve")
@@ -72,7 +71,6 @@ def test_ranks_with_different_addresses_miss_each_other_by_name(launch: Launch, 
     assert_says(second, "RendezvousError", "127.0.0.2:9")
 
 
-@pytest.mark.smoke("silent")
 def test_a_port_in_use_is_named_on_every_rank(launch: Launch, taken_port: int) -> None:
     first, second = together(launch, [*RANK, "native"], [environment(rank, 2, taken_port) for rank in (0, 1)])
     assert_says(first, "RendezvousError", f"cannot listen on port {taken_port}", "MASTER_PORT")
@@ -86,7 +84,6 @@ def test_two_processes_of_one_rank_are_an_error_on_every_rank(launch: Launch, fr
         assert_says(outcome, "TopologyError", "two processes say that they are rank 1")
 
 
-@pytest.mark.smoke
 def test_ranks_that_disagree_on_the_size_are_an_error(launch: Launch, free_port: int) -> None:
     outcomes = together(launch, [*RANK, "native"], [environment(0, 2, free_port), environment(1, 3, free_port)])
     assert_says(outcomes[0], "TopologyError", "rank 1 of 3")

@@ -67,7 +67,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("told", told.values(), ids=list(told))
 
 
-@pytest.mark.smoke("torchrun native")
 def test_a_killed_rank_restarts_the_job_which_ends_like_one_that_was_never_hurt(
     launch: Launch, unhurt: dict[str, Any], tmp_path: Path, killed_in: tuple[str, str]
 ) -> None:
@@ -108,7 +107,6 @@ TOLD_LONG = {
 }
 
 
-@pytest.mark.smoke
 def test_a_launcher_that_is_told_to_stop_leaves_one_checkpoint_and_the_job_goes_on(
     launch: Launch, unhurt: dict[str, Any], tmp_path: Path, told: tuple[list[str], str, signal.Signals, int, int]
 ) -> None:

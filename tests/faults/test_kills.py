@@ -69,7 +69,6 @@ def hurt_run(launch: Launch, cell: Cell, hurt: Hurt) -> Outcome:
     return launch(with_little_memory("2g", argv), env=cell.env, timeout_s=LIMIT_S, check=False)
 
 
-@pytest.mark.smoke("mpirun-native-shm", "horovodrun-horovod-gloo")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_rank_hurt_at_any_moment_ends_its_job_which_goes_on(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 from faults import late_rank
 from faults.conftest import Refuses
 from faults.ranks import LIMIT_S, together
@@ -25,7 +24,6 @@ def stack_line(words: str, function: str) -> str:
     return f'File "{PROGRAM}", line {number}, in {function}'
 
 
-@pytest.mark.smoke
 def test_every_rank_is_told_who_is_late_and_where(refuses: Refuses, tmp_path: Path) -> None:
     """Also the one that would have waited on when the launcher ends the job because of the first."""
     run = [sys.executable, "-m", "dualdist", "run", "-np", "3", "--launcher", "mpirun"]

@@ -31,7 +31,6 @@ def test_a_small_dev_shm_is_said_in_one_line_and_training_goes_on(launch: Launch
     assert all("--shm-size" in line for line in said)
 
 
-@pytest.mark.smoke
 def test_without_any_room_everything_still_works(launch: Launch) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=2", TINY_RANK, "native"]
     reports, _ = run(launch, with_little_memory("4k", argv))

@@ -19,7 +19,7 @@ IN_CI = [
 ]
 
 
-@pytest.mark.smoke("mpirun-mpi-raises", "torchrun-horovod-exits")
+@pytest.mark.smoke("mpirun-mpi-raises", "torchrun-horovod-exits", "mpirun-native-is killed")
 @pytest.mark.parametrize("case", ["raises", "exits", "is killed"])
 @pytest.mark.parametrize(("launcher", "backend"), CELLS)
 def test_a_rank_that_ends_ends_the_job(
@@ -35,7 +35,7 @@ def test_a_rank_that_ends_ends_the_job(
             assert "CollectiveTimeoutError" not in outcome.stderr, str(outcome)
 
 
-@pytest.mark.smoke("native-stops", "mpi-is late")
+@pytest.mark.smoke("native-stops")
 @pytest.mark.parametrize("case", ["is late", "stops"])
 @pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
@@ -47,7 +47,6 @@ def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuse
     assert seen in outcome.stderr, str(outcome)
 
 
-@pytest.mark.smoke("stops in a large step")
 @pytest.mark.parametrize("case", ["stops in a small step", "stops in a large step"])
 def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refuses, case: str) -> None:
     """Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever."""
@@ -56,7 +55,6 @@ def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refus
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.", "of float32", "no answer from rank 1")
 
 
-@pytest.mark.smoke("native")
 @pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> None:
     """Rank 0 serves the store: the others must not wait for it to answer where everybody is."""
@@ -65,13 +63,13 @@ def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> No
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum'", "no answer from rank 0: its process")
 
 
+@pytest.mark.smoke("native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_torchrun_restarts_a_failed_job(launch: Launch, backend: str) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", *RANK[1:], backend, "fails once"]
     assert "the first try fails" in launch(argv).stderr
 
 
-@pytest.mark.smoke
 def test_a_program_may_end_without_shutdown(launch: Launch, effort: Effort) -> None:
     """Gloo's threads abort about one such process in five that does not stop them before the interpreter ends."""
     for _ in range(effort(3, 20)):

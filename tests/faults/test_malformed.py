@@ -33,7 +33,6 @@ from dualdist.launchers import hosts, link
 from dualdist.meeting.network import Invitation
 from dualdist.schedulers import SCHEDULERS
 
-pytestmark = pytest.mark.smoke
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
 WORDS = st.one_of(
@@ -111,6 +110,7 @@ def error_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
     return ""
 
 
+@pytest.mark.smoke
 def test_a_job_file_is_a_job_or_sentences_with_file_and_line(effort: Effort) -> None:
     def check(text: str) -> None:
         said = error_of(lambda: loads(text, "job.yaml"), UsageError)
@@ -172,6 +172,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.smoke
 def test_any_command_line_is_answered(nowhere: Path, effort: Effort) -> None:
     Path("train.py").touch()
     spoken = WORDS.map(lambda word: word.replace("\0", ""))  # which no command line can have
@@ -215,6 +216,7 @@ def test_any_options_of_other_commands_are_answered(nowhere: Path, words: str, e
     effort.fuzz(f"command lines of {words.split()[0]}", given, check, 20)
 
 
+@pytest.mark.smoke
 def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
     lines = st.lists(damaged(["a slots=2", "b:3", "c", "# d", "e slots = 4 max-slots=8", "10.0.0.1:2"]), max_size=4)
     path = tmp_path / "hosts"
@@ -231,6 +233,7 @@ def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) ->
 SAVED = Saved(Conditions("a", 2, "cpu", "torchrun", False, 2, 1), "native", "shm", "2026-01-01", "1.3x faster")
 
 
+@pytest.mark.smoke
 def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "choices.json"
 
@@ -244,6 +247,7 @@ def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effor
     effort.fuzz("files of saved choices", altered({"schema": choices.SCHEMA, "choices": [asdict(SAVED)]}), check)
 
 
+@pytest.mark.smoke
 def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "launch.json"
     launches.write(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
@@ -263,6 +267,7 @@ def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: P
     effort.fuzz("files of comparisons", altered(whole) | altered({"ranks": 2}), check)
 
 
+@pytest.mark.smoke
 def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, effort: Effort) -> None:
     def save(step: int) -> Path:
         return write(tmp_path, {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}}, None, Progress())
@@ -292,6 +297,7 @@ def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, e
     effort.fuzz("folders of checkpoints", files, check, 60)
 
 
+@pytest.mark.smoke
 def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> None:
     def check(text: str) -> None:
         if not error_of(lambda: Invitation.loads(text), RendezvousError):
@@ -305,6 +311,7 @@ def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> 
         effort.fuzz("messages to dualdist run", texts, lambda text, heard=heard: heard(text.encode(errors="replace")))
 
 
+@pytest.mark.smoke
 def test_the_record_of_a_build_is_one_or_is_passed_over(effort: Effort) -> None:
     def check(text: str) -> None:
         if not error_of(lambda: from_json(text), ValueError, TypeError):

@@ -58,7 +58,6 @@ class Training:
         return [seen["parameters"] for seen in collect(self.reports, 2, outcome)]
 
 
-@pytest.mark.smoke("torchrun-native-gloo")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_network_that_is_cut_ends_the_job_on_both_sides_and_it_goes_on_later(
     launch: Launch, two_hosts: Hosts, cell: Cell, unhurt: Callable[[], str], effort: Effort

@@ -198,7 +198,6 @@ def test_a_script_for_slurm_hands_words_on_as_they_are(
     check(collect(reports, 2, outcome), words(trap), launch.directory)
 
 
-@pytest.mark.smoke
 def test_a_script_for_pbs_hands_words_on_as_they_are(launch: Launch, trap: Path) -> None:
     asked = ("--scheduler", "pbs", "--nodes", "2", "--time", "1:00:00")
     first = stand_in(launch, "pbsdsh", PBSDSH)

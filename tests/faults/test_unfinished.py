@@ -23,13 +23,11 @@ def test_what_is_unfinished_at_shutdown_is_reported_by_name(launch: Launch, cell
     assert "allreduce 'never.met' of float32(3,)" in outcome.stderr, str(outcome)
 
 
-@pytest.mark.smoke("native")
 @pytest.mark.parametrize("cell", CELLS)
 def test_who_has_joined_waits_for_those_who_compute(launch: Launch, cell: str) -> None:
     launch([*CELLS[cell], "late joined"], timeout_s=LIMIT_S)
 
 
-@pytest.mark.smoke("mpi")
 @pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
 def test_who_has_joined_does_not_wait_for_a_stopped_rank(refuses: Refuses, backend: str) -> None:
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK, backend, "joined"]

@@ -66,7 +66,6 @@ def test_dualdist_run_in_a_slurm_allocation_takes_srun(launch: Launch, slurm: Sl
     check(launch.reports(argv, SIZE, env=slurm.env), SIZE, "native")
 
 
-@pytest.mark.smoke
 def test_horovod_script_runs_alone_without_a_launcher(launch: Launch) -> None:
     check(launch.reports([sys.executable, *FACE, SCRIPT, *WORDS], 1), 1, "native")
 

@@ -285,7 +285,6 @@ def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: 
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.smoke
 def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--block-s", "0.005", "--backend", "native:gloo,native:shm")
     outcome = interrupted(launch, [*BENCH, "allreduce", *words], "[2/2]")

@@ -192,7 +192,6 @@ def test_csv_has_one_line_a_launch(compared: Compared) -> None:
         assert row["error"] == ""
 
 
-@pytest.mark.smoke
 def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
     words = [*COMPARE, *QUICK, "--backends", "native", "--references", "none", "--rounds", "1", "--output", "out"]
     outcome = interrupted(launch, words, "[1/2]")
@@ -256,6 +255,7 @@ def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(lau
     assert [len(rank["ends"]) for rank in job["ranks"]] == [6, 6]
 
 
+@pytest.mark.smoke
 def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -> None:
     (launch.directory / "train.py").write_text("print('done')")
     words = ("--backends", "native", "--transports", "gloo", "--launchers", "torchrun,spawn", "--references", "")
@@ -290,7 +290,6 @@ for asked in ("auto", None, "native"):
 """
 
 
-@pytest.mark.smoke
 def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: dict[str, str]) -> None:
     (launch.directory / "tell.py").write_text(TELL)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"]

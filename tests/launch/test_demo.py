@@ -32,7 +32,6 @@ def test_every_launcher_and_both_backends_end_with_the_same_bits(launch: Launch,
     assert f"THE SAME PARAMETERS TO THE LAST BIT: {runs} runs, 2 ranks, 50 steps" in outcome.stdout
 
 
-@pytest.mark.smoke
 def test_failed_run_is_shown_with_its_reason(launch: Launch) -> None:
     outcome = launch((*DEMO, "--model", "resnet19", "--only", "python"), timeout_s=180, check=False)
     assert outcome.rc == 1

@@ -202,7 +202,6 @@ def test_run_starts_every_usable_way(launch: Launch) -> None:
     assert "native over shm (torchrun): works" in outcome.stderr
 
 
-@pytest.mark.smoke
 def test_run_finds_a_way_that_does_not_work(launch: Launch, mpich: mpi.MPICH) -> None:
     """mpi4py is told to use MPICH's library, and mpirun is Open MPI's: each rank would be a job of one."""
     env = mpi.of_mpich(launch.directory)

@@ -21,7 +21,6 @@ SIZE = 2
 TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}", PROGRAM)
 
 
-@pytest.mark.smoke
 def test_a_training_that_was_hurt_ends_like_one_that_never_was(launch: Launch) -> None:
     """From the commit before, momentum included: to the bit, for two ranks add alike every time."""
     reports = launch.reports([*TORCHRUN, "3", "5"], SIZE)

@@ -36,7 +36,6 @@ def check(reports: Sequence[Mapping[str, Any]], nodes: int, tasks: int, **same: 
     assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.smoke("srun-native")
 @pytest.mark.parametrize(
     ("launcher", "nodes", "tasks", "backend", "transport"),
     [
@@ -98,7 +97,6 @@ def test_tasks_get_the_cores_and_gpus_that_were_asked_for(
         }
 
 
-@pytest.mark.smoke("a a b b")
 @pytest.mark.parametrize("lines", ["a b", "a a b b"])
 def test_a_pbs_script_starts_one_agent_a_host(launch: Launch, lines: str) -> None:
     """The nodefile has a line a node (PBS Pro) or a line a core (Torque)."""
@@ -149,7 +147,6 @@ def train_on_hosts(
     check(collect(folder, 4, outcome), 2, 2, launcher=launcher, backend=backend)
 
 
-@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
 def test_hosts_by_ssh_train_together(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     train_on_hosts(launch, two_hosts, launcher, ("--scheduler", "ssh", "-H", "hosta:2,hostb:2"), {})

@@ -15,7 +15,6 @@ PROGRAM = str(Path(__file__).with_name("mpi_program.py"))
 TINY = str(Path(problem.__file__).with_name("tiny_rank.py"))
 
 
-@pytest.mark.smoke("pieces-3")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["pieces", "one-thread"])
 def test_every_operation_is_exact(openmpi: OpenMPI, launch: Launch, case: str, ranks: int) -> None:
@@ -23,7 +22,6 @@ def test_every_operation_is_exact(openmpi: OpenMPI, launch: Launch, case: str, r
     launch.reports([*openmpi.run(ranks), sys.executable, PROGRAM, case], ranks)
 
 
-@pytest.mark.smoke("debian-mpi")
 @pytest.mark.parametrize("backend", ["native", "mpi"])
 @pytest.mark.parametrize("whose", ["debian", "pypi"])
 def test_mpichs_ranks_train(request: pytest.FixtureRequest, launch: Launch, whose: str, backend: str) -> None:

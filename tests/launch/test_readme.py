@@ -43,7 +43,6 @@ def example(launch: Launch) -> Path:
     return path
 
 
-@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize(
     ("start", "words"),
     [
@@ -151,7 +150,6 @@ def test_the_example_beside_training_says_what_it_shall(launch: Launch) -> None:
     assert outcome.stderr.count("epoch 1: 100% 100/100") == 1
 
 
-@pytest.mark.smoke
 def test_the_timeline_line_writes_a_trace(launch: Launch, example: Path) -> None:
     line = next(block for block in blocks() if "DUALDIST_TIMELINE" in block).replace("train.py", str(example))
     variable, *argv = shlex.split(line)

@@ -50,7 +50,6 @@ def test_lines_are_tagged_by_rank(launch: Launch, launcher: str) -> None:
         assert lines(outcome.stderr) == ["[0] err 0", "[1] err 1"]
 
 
-@pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
     outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--log-dir", "logs", PROGRAM])
@@ -252,7 +251,7 @@ if sys.argv[1] == "hang":
 """
 
 
-@pytest.mark.smoke("hang")
+@pytest.mark.smoke("end")
 @pytest.mark.parametrize("how", ["end", "hang"])
 def test_what_a_rank_started_goes_with_it_whatever_its_variables_are(launch: Launch, how: str) -> None:
     """Children, and orphans, which are buried, too, without a variable of the job, in sessions of their own."""
@@ -325,7 +324,6 @@ def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slu
     assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
 
 
-@pytest.mark.smoke
 def test_ranks_of_spawn_train(launch: Launch) -> None:
     reports = launch.reports([*RUN, "-np", "2", "--launcher", "spawn", TINY_RANK, "native"], 2)
     assert {seen["launcher"] for seen in reports} == {"spawn"}

@@ -60,7 +60,7 @@ def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same:
         assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
-@pytest.mark.smoke("none-3+1")
+@pytest.mark.smoke("pmi2-1+1")
 @pytest.mark.parametrize(
     ("mpi", "options", "per_node"),
     [

@@ -15,14 +15,14 @@ import dualdist as dd
 from dualdist.errors import LaunchError, UsageError
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("None")
 @pytest.mark.parametrize("backend", [None, "native", "horovod"])
 def test_results_come_back_in_rank_order(backend: str | None) -> None:
     found = dd.spawn(programs.identity, 3, ("extra",), backend=backend)
     assert found == [(rank, 3, "spawn", backend or "native", "extra") for rank in range(3)]
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("raises-rank 1's own mistake")
 @pytest.mark.parametrize(("how", "words"), [("raises", "rank 1's own mistake"), ("exits", "rank 1 .*exit code 7")])
 def test_a_failing_rank_ends_the_others_and_is_named(how: str, words: str) -> None:
     began = time.monotonic()
@@ -123,7 +123,6 @@ def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback() -> None:
         dd.run(programs.raises_what_cannot_be_sent, np=1)
 
 
-@pytest.mark.smoke
 def test_the_failure_that_others_follow_from_is_raised() -> None:
     with pytest.raises(LaunchError, match="rank 1 ended without a result"):
         dd.run(programs.one_dies_while_others_wait, np=3)

@@ -59,7 +59,6 @@ def test_clocks_of_two_hosts_are_brought_together(launch: Launch, two_hosts: Hos
         assert began - min(start for start, _ in both.values()) < 5e6, "not the 5,000 s"
 
 
-@pytest.mark.smoke
 def test_ranks_that_do_not_shut_down_leave_one_file(launch: Launch) -> None:
     """Whatever is left of a job that was killed while it joined its own."""
     path = launch.directory / "trace.json"

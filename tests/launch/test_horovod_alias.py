@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.smoke
 UNDER_THE_FACE = (sys.executable, "-m", "dualdist.hvd")
 # As if no Horovod were installed: the installed one cannot be found.
 NOT_INSTALLED = """\

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.smoke
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 from multiprocessing import get_context
