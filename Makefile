@@ -12,7 +12,7 @@ BUILD_TOOLS := 'setuptools>=77,<81' wheel
 # For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
 MPICH := mpich==5.0.2
 
-# How many tests run at a time, but for the laws.
+# How many tests run at a time: they wait for the programs that they start, so that two fit on two cores.
 JOBS ?= 2
 
 VENV := .venv
@@ -70,21 +70,17 @@ bench: setup
 	$(BIN)/dualdist bench startup
 	$(BIN)/dualdist bench scale
 
-PYTEST := $(BIN)/python -m pytest
-# Tests that mostly wait for the programs that they start fit beside each other on two cores. Not the laws, whose ranks
-# poll for each other's data: two jobs at once take longer than one after the other.
-AT_A_TIME := --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # In minutes: laws, unit tests, and a smoke test of everything that a person starts.
 test: check
-	$(PYTEST) -m "not full" tests/contract
-	$(PYTEST) -m "not full" --ignore tests/contract $(AT_A_TIME)
+	$(PYTEST) -m "not full"
 
 # Everything: `make test`, then every launcher with every backend, Slurm, hosts, images, and faults in their longer forms.
 test-all: test
-	$(PYTEST) -m full $(AT_A_TIME)
+	$(PYTEST) -m full
 
-# The images' test, with Horovod built in it, too; `make test` takes the wheel that set-up has built.
+# The images' test, with Horovod built in it, too; `make test-all` takes the wheel that set-up has built.
 docker-test: setup
 	DUALDIST_DOCKER=full $(BIN)/python -m pytest tests/docker
 

@@ -89,10 +89,10 @@ FULL_LAW_CELLS = [
 ]
 # The same backends under the other launchers.
 LAUNCHER_CELLS = [
-    Cell("torchrun", "", "torchrun", "native", "shm"),
     Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
 ]
 FULL_LAUNCHER_CELLS = [
+    Cell("torchrun", "", "torchrun", "native", "shm"),
     Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
     Cell("horovodrun-gloo", "native", "horovodrun", "native", "shm"),
