@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -45,11 +46,13 @@ def plain(tensor: torch.Tensor) -> list[complex]:
 
 @law
 def reductions_in_place_write_a_view_and_nothing_beside_it() -> None:
+    """Every view with float32, and every other dtype and operation with one of the views in turn."""
+    turns = itertools.cycle(enumerate(VIEWS))
     for dtype, ops in OPS_OF.items():
         for op in ops:
             if op == "adasum" and dd.size() & (dd.size() - 1):
                 continue
-            for number, view in enumerate(VIEWS):
+            for number, view in enumerate(VIEWS) if dtype == torch.float32 else [next(turns)]:
                 memory = torch.arange(16.0).remainder(5).view(4, 4).to(dtype)
                 before, mine = memory.clone(), view(memory)
                 mine.copy_((torch.arange(mine.numel()).view(mine.shape) % 2 + 1 + dd.rank()).to(dtype))

@@ -39,7 +39,7 @@ def every_way_of_an_allreduce_gives_the_same() -> None:
     for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
         ops: tuple[Op, ...] = ("sum", "min", "max", "product", *(("mean",) if dtype.is_floating_point else ()))
         for count in COUNTS:
-            for op in ops if count < 1000 else ops[-1:]:
+            for op in ops if count in (2, 33) else ops[-1:]:
                 x, total = mine(count, dtype), expected(count, dtype, op)
                 torch.testing.assert_close(dd.allreduce(x, op), total, rtol=1e-6, atol=0)
                 assert torch.equal(x, mine(count, dtype)), "the argument is left alone"

@@ -87,11 +87,9 @@ FULL_LAW_CELLS = [
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi", ranks=4),
     Cell("mpiexec-mpich", "mpi", "mpirun", "mpi", "mpi"),
 ]
-# The same backends under the other launchers.
+# The same backends under the other launchers, in the full tier only.
 LAUNCHER_CELLS = [
     Cell("horovodrun-mpi", "mpi", "horovodrun", "mpi", "mpi"),
-]
-FULL_LAUNCHER_CELLS = [
     Cell("torchrun", "", "torchrun", "native", "shm"),
     Cell("spawn", "horovod", "spawn", "horovod", "gloo"),
     Cell("torchrun", "horovod", "torchrun", "horovod", "gloo"),
@@ -102,8 +100,8 @@ FULL_LAUNCHER_CELLS = [
     Cell("mpirun", "horovod", "mpirun", "horovod", "gloo", variables=GLOO),
     Cell("mpirun", "native", "mpirun", "native", "shm"),
 ]
-CELLS = [*LAW_CELLS, *LAUNCHER_CELLS, *FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS]
-FULL = {*FULL_LAW_CELLS, *FULL_LAUNCHER_CELLS}
+CELLS = [*LAW_CELLS, *FULL_LAW_CELLS, *LAUNCHER_CELLS]
+FULL = {*FULL_LAW_CELLS, *LAUNCHER_CELLS}
 RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(meeting_laws)]
 
 
@@ -186,7 +184,7 @@ def test_training_is_that_of_distributed_data_parallel(ranks: Ranks) -> None:
     ("ranks", "law"),
     [
         *in_cells([*LAW_CELLS, *FULL_LAW_CELLS], [*LAWS, *ALONE]),
-        *in_cells([*LAUNCHER_CELLS, *FULL_LAUNCHER_CELLS], RENDEZVOUS_LAWS),
+        *in_cells(LAUNCHER_CELLS, RENDEZVOUS_LAWS),
     ],
     indirect=["ranks"],
 )

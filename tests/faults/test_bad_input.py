@@ -39,7 +39,6 @@ def taken_port(request: pytest.FixtureRequest) -> Iterator[int]:
         thread.join()
 
 
-@pytest.mark.smoke
 def test_a_rank_that_is_no_rank_is_named(refuses: Refuses) -> None:
     outcome = refuses([*RANK, "native"], env=environment(2, 2, 29500))
     assert_says(outcome, "TopologyError", "RANK=2", "WORLD_SIZE=2")
@@ -111,7 +110,6 @@ def test_calls_out_of_order_are_refused(refuses: Refuses, case: str, error: str)
     assert_says(refuses([*RANK, "", case]), error)
 
 
-@pytest.mark.smoke
 def test_a_call_before_init_is_refused(refuses: Refuses) -> None:
     outcome = refuses([sys.executable, "-c", "import dualdist as dd; dd.rank()"])
     assert_says(outcome, "NotInitializedError", "before dd.init()")
@@ -129,7 +127,6 @@ def test_horovod_that_is_missing_is_said_with_what_to_type(refuses: Refuses) -> 
     assert_says(outcome, "BackendUnavailableError", "not installed", "dualdist install-horovod")
 
 
-@pytest.mark.smoke
 def test_horovod_for_another_torch_is_said_with_what_to_type(refuses: Refuses, launch: Launch) -> None:
     package = launch.directory / "horovod"
     package.mkdir()

@@ -19,7 +19,7 @@ IN_CI = [
 ]
 
 
-@pytest.mark.smoke("mpirun-mpi-raises", "torchrun-horovod-exits", "mpirun-native-is killed")
+@pytest.mark.smoke("mpirun-mpi-raises", "mpirun-native-is killed")
 @pytest.mark.parametrize("case", ["raises", "exits", "is killed"])
 @pytest.mark.parametrize(("launcher", "backend"), CELLS)
 def test_a_rank_that_ends_ends_the_job(
@@ -63,7 +63,6 @@ def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> No
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum'", "no answer from rank 0: its process")
 
 
-@pytest.mark.smoke("native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_torchrun_restarts_a_failed_job(launch: Launch, backend: str) -> None:
     argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", *RANK[1:], backend, "fails once"]

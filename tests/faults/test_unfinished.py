@@ -15,7 +15,6 @@ CELLS = {
 }
 
 
-@pytest.mark.smoke("horovod-gloo")
 @pytest.mark.parametrize("cell", CELLS)
 def test_what_is_unfinished_at_shutdown_is_reported_by_name(launch: Launch, cell: str) -> None:
     outcome = launch([*CELLS[cell], "unfinished"], timeout_s=LIMIT_S)

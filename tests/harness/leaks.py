@@ -32,7 +32,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        return cls(dict(os.environ), frozenset(psutil.Process().children(recursive=True)), frozenset(_threads()))
+        return cls(dict(os.environ), frozenset(_descendants()), frozenset(_threads()))
 
     def restore_environ(self) -> None:
         for name in set(os.environ) - set(self.environ) - LIBRARIES_OWN:
@@ -50,7 +50,7 @@ class Snapshot:
                 yield f"variable {name} was {before!r}, is {after!r}"
 
     def _processes(self) -> Iterator[str]:
-        children = set(psutil.Process().children(recursive=True)) - self.processes - _long_lived()
+        children = set(_descendants()) - self.processes - _long_lived()
         new = [process for process in children if not _is_lifelong(process)]
         _, alive = psutil.wait_procs(new, timeout=SETTLE_S)
         yield from (f"process {line}" for line in command_lines(alive))
@@ -82,6 +82,12 @@ def unused(names: Iterable[str]) -> list[str]:
 
 def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.daemon]
+
+
+def _descendants() -> list[psutil.Process]:
+    """Return all descendants; without children, which a look at our own threads tells, it asks no further."""
+    children = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    return psutil.Process().children(recursive=True) if any(children) else []
 
 
 def _long_lived() -> set[psutil.Process]:

@@ -51,7 +51,6 @@ def check(reports: list[dict[str, Any]], size: int, backend: str) -> None:
     assert len({tuple(seen["parameters"]) for seen in reports}) == 1
 
 
-@pytest.mark.smoke("dualdist run-native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
 def test_horovod_script_runs_unchanged(

@@ -81,6 +81,10 @@ def test_mpich_starts_the_job_where_its_mpirun_comes_first(launch: Launch, mpich
     run, env = run_with_mpich(launch, mpich)
     outcome = launch([*run, "-np", "2", PROGRAM], env=env)
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 mpirun threads=1" for rank in range(2)]
+
+
+def test_mpichs_ranks_train_and_their_failures_are_named(launch: Launch, mpich: mpi.MPICH) -> None:
+    run, env = run_with_mpich(launch, mpich)
     reports = launch.reports([*run, "-np", "2", TINY_RANK, "mpi"], 2, env={**env, **mpi.of_mpich(launch.directory)})
     assert {seen["transport"] for seen in reports} == {"mpi"}
     script = launch.directory / "script.py"

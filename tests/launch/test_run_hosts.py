@@ -42,7 +42,6 @@ def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: st
     assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "horovodrun-mpi"])
 def test_lines_say_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     (launch.directory / "hosts").write_text("hosta slots=2\nhostb slots=1  # the small one\n")
@@ -95,7 +94,6 @@ def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_
     assert rest[-1] == "ValueError: the first real reason"
 
 
-@pytest.mark.smoke("torchrun")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(launch.directory)]

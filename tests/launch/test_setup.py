@@ -57,7 +57,6 @@ def test_the_record_is_of_the_torch_beside_it(record: BuildRecord) -> None:
     assert record.python == sysconfig.get_config_var("SOABI")
 
 
-@pytest.mark.smoke
 def test_an_unknown_version_is_one_sentence(tmp_path: Path) -> None:
     done = dualdist("--version", "0.0.1")
     assert done.returncode == 1

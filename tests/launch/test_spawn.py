@@ -15,7 +15,6 @@ import dualdist as dd
 from dualdist.errors import LaunchError, UsageError
 
 
-@pytest.mark.smoke("None")
 @pytest.mark.parametrize("backend", [None, "native", "horovod"])
 def test_results_come_back_in_rank_order(backend: str | None) -> None:
     found = dd.spawn(programs.identity, 3, ("extra",), backend=backend)
