@@ -44,7 +44,6 @@ def test_a_rank_that_is_no_rank_is_named(refuses: Refuses) -> None:
     assert_says(outcome, "TopologyError", "RANK=2", "WORLD_SIZE=2")
 
 
-@pytest.mark.smoke("MASTER_PORT")
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_is_missing_is_named(refuses: Refuses, missing: str) -> None:
     env = environment(1, 2, 29500)
@@ -120,7 +119,6 @@ def test_an_unknown_backend_is_refused_with_the_valid_ones(refuses: Refuses) -> 
     assert_says(refuses([*RANK, "nccl"]), "UsageError", "'nccl'", "expected one of auto, native, horovod, mpi")
 
 
-@pytest.mark.smoke
 def test_horovod_that_is_missing_is_said_with_what_to_type(refuses: Refuses) -> None:
     code = "import sys; sys.modules['horovod'] = None; import dualdist as dd; dd.init('horovod')"
     outcome = refuses([sys.executable, "-c", code])

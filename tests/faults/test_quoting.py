@@ -93,7 +93,7 @@ def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_h
     assert "as it is: start the job in a folder whose name" in outcome.stderr
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("torchrun", "mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn", "mpirun", "horovodrun", "python"])
 def test_no_secret_is_printed_by_a_dry_run(
     launch: Launch, launcher: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -108,7 +108,7 @@ def test_no_secret_is_printed_by_a_dry_run(
     assert "NAMED_TOKEN=***" in said
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("bench startup --dry-run")
 @pytest.mark.parametrize("command", ["doctor", "doctor --json -", "compare --dry-run", "bench startup --dry-run"])
 def test_no_secret_is_printed_by_other_commands(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -135,7 +135,7 @@ def test_what_is_still_running_is_told_without_secrets(launch: Launch) -> None:
 NAMES = ["a b", "$(touch {})", "`touch {}`", "a;touch {}", "a'b", 'a"b', "a|b", "a&b", "a>b", "-oProxyCommand=touch {}"]
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("a b", "$(touch {})", "-oProxyCommand=touch {}")
 @pytest.mark.parametrize("name", [*NAMES, "a\\b", "a*", "~", "é", "%h", "!x", "{a}", "a=b", "[a]"])
 def test_a_host_of_a_strange_name_is_refused_wherever_it_is_named(
     tmp_path: Path, trap: Path, name: str, capsys: pytest.CaptureFixture[str], effort: Effort
@@ -164,7 +164,7 @@ def script_of(launch: Launch, trap: Path, *options: str, needs: Mapping[str, str
     return path, reports
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
 def test_a_script_for_a_workstation_hands_words_on_as_they_are(launch: Launch, trap: Path, launcher: str) -> None:
     path, reports = script_of(launch, trap, "--scheduler", "workstation", "-np", "2", "--launcher", launcher)

@@ -174,7 +174,7 @@ def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot
     assert "what this cannot know: a network" in outcome.stdout
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("step --model resnet18 --launches 5", "startup -np 8")
 @pytest.mark.parametrize("shown", SHOWN, ids=" ".join)
 def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: list[str], tmp_path: Path) -> None:
     words = ("--dry-run", "--backend", "native", "--rounds", "3", "--keep", str(tmp_path / "kept"))
@@ -219,7 +219,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("words2-'hvd' is raw Horovod", "words8-there is no folder /nowhere", "words14-give both, or neither")
 @pytest.mark.parametrize(
     ("words", "told"),
     [

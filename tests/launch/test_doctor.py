@@ -86,7 +86,6 @@ def packages(folder: Path, **named: tuple[str, str, str]) -> str:
     return str(folder)
 
 
-@pytest.mark.smoke
 def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: Launch) -> None:
     """The doctor itself needs neither. Each is found as Python finds it, by its metadata and by its import."""
     broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
@@ -116,7 +115,6 @@ def test_a_horovod_that_somebody_else_built_is_asked_with_what(launch: Launch) -
     assert "horovod-without-gloo" in found(outcome)
 
 
-@pytest.mark.smoke
 def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> None:
     """Asked as one that somebody else built would be, it says what its record says."""
     program = "from os import environ; from dualdist.asked import ask_horovod; print(ask_horovod(environ))"

@@ -196,9 +196,10 @@ def test_collectives_prints_what_the_readme_shows(launch: Launch) -> None:
     assert launch(COLLECTIVES).stdout == blocks("text")[0]
 
 
-@pytest.mark.smoke
-def test_spawned_ranks_train_together(launch: Launch) -> None:
-    text = launch([*SPAWN, "--epochs=1"], env=HOROVOD).stdout
+@pytest.mark.smoke("native")
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_spawned_ranks_train_together(launch: Launch, backend: str) -> None:
+    text = launch([*SPAWN, "--epochs=1"], env={"DUALDIST_BACKEND": backend}).stdout
     prints_as_told("spawn.py", text)
     first, second = re.findall(rf"^rank (\d): the loss went from {DECIMAL} to {DECIMAL}$", text, re.MULTILINE)
     assert (first[0], second[0]) == ("0", "1")

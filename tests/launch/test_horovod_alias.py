@@ -96,6 +96,7 @@ def test_another_frameworks_face_is_refused_with_the_reason(python: Python, name
     assert f"No module named 'horovod.{face}': here 'horovod' is dualdist, which has the torch face only" in done.stderr
 
 
+@pytest.mark.full
 def test_a_name_that_is_nowhere_says_where_was_looked(python: Python) -> None:
     """In particular a file of ours that Horovod has not is not found below horovod.torch."""
     code = f"""{NOT_INSTALLED}{INSTALL}
@@ -191,7 +192,7 @@ PROGRAMS: dict[str, Sequence[str]] = {
 }
 
 
-@pytest.mark.smoke("script", "module of a package")
+@pytest.mark.smoke("script")
 @pytest.mark.parametrize("words", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: Sequence[str]) -> None:
     for name in ("show.py", "folder/show.py", "package/show.py", "package/__main__.py"):
@@ -233,7 +234,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.smoke("exceptions", "exit code")
+@pytest.mark.smoke("exceptions")
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
 def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
     """The same traceback, without frames of ours, the same exit code, the same last words."""
@@ -242,7 +243,7 @@ def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str)
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
-@pytest.mark.smoke("words2-2-there is no file")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -59,7 +59,6 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
         assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
 
 
-@pytest.mark.smoke
 def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
     (launch.directory / "file").touch()
     outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
@@ -68,7 +67,6 @@ def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
     assert "Traceback" not in outcome.stderr
 
 
-@pytest.mark.smoke
 def test_stdin_reaches_a_rank(launch: Launch) -> None:
     (launch.directory / "data").write_text("some data\n")
     line = ["sh", "-c", 'exec "$@" <data', "sh", *RUN, "--launcher", "mpirun", PROGRAM, "stdin"]
@@ -193,7 +191,7 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         assert "no rank said why" in last_words(outcome.stderr)[-1]
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("ends", "stops")
 @pytest.mark.parametrize(
     ("way", "code", "said"),
     [
@@ -275,7 +273,6 @@ def test_a_job_is_ended_when_its_time_is_up(launch: Launch) -> None:
     assert last_words(outcome.stderr)[0].startswith("dualdist run: the job was not done after 3 s; still running: ")
 
 
-@pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
     """torchrun does it itself, for mpirun it is done."""

@@ -122,7 +122,7 @@ FAILING = {
 }  # fmt: skip
 
 
-@pytest.mark.smoke("before init", "in torch")
+@pytest.mark.smoke("before init", "in a call")
 @pytest.mark.parametrize("name", FAILING)
 def test_an_error_shows_the_programs_frames_alone(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
     program, kind = FAILING[name]
@@ -153,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.smoke("mine")
 @pytest.mark.parametrize("wrong", ["mine", "ours"])
 def test_an_error_of_a_rank_shows_the_programs_frames_alone(
     base_env: Mapping[str, str], tmp_path: Path, wrong: str
