@@ -15,6 +15,9 @@ MPICH := mpich==5.0.2
 # How many tests run at a time: they wait for the programs that they start, so that two fit on two cores.
 JOBS ?= 2
 
+# Where it is set, every process of the tests compiles what it imports of this tree.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 # Twice quiet: errors are shown, warnings are not.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "NODE_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"}
+UNCOMPILED = "PYTHONDONTWRITEBYTECODE"
+"""With it every process compiles what it imports of this tree, half a second for a rank."""
 LAUNCHER_PREFIXES = (
     *("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
     *("HOROVOD_", "DUALDIST_"),
@@ -23,7 +25,7 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environ.items()
-        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES) and "PYTEST" not in name
+        if name not in (*LAUNCHER_NAMES, UNCOMPILED) and not name.startswith(LAUNCHER_PREFIXES) and "PYTEST" not in name
     }
     programs = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     return kept | {
