@@ -297,11 +297,11 @@ def who_has_joined_is_not_slow() -> None:
         dd.allreduce(torch.ones(1))
     assert dd.join() == last
     if dd.rank() == 0:
-        time.sleep(0.1)
+        time.sleep(0.3)
     weight.sum().backward()
     optimizer.step()
     found = dd.slow_ranks()
     assert (found.rounds, found.operations >= 4) == (5, True), found
     if dd.size() > 1:
         assert found.slowest == 0, found
-        assert found.waited_for_s[last][0] > 0.09, found
+        assert found.waited_for_s[last][0] > 0.15, found  # the last rank may be late, too, on a busy machine

@@ -105,6 +105,7 @@ def test_an_operation_within_another_is_left_for_that_one(enroll: Enroll) -> Non
     assert places == {"in join"}
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_while_its_store_is_stopped_ends_well() -> None:
     """Also where the store goes on while the interpreter is ending."""
     with _python(STORE) as store:
