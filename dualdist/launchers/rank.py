@@ -47,7 +47,7 @@ TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the output goes. `has_tag`: each line is marked by the rank, `has_host`: and by the host."""
+    """The program, and how its output is shown: `has_tag` marks lines with the rank, `has_host` also with the host."""
 
     program: tuple[str, ...]
     has_tag: bool = False
@@ -56,7 +56,7 @@ class Settings:
 
 
 def words(settings: Settings) -> tuple[str, ...]:
-    """What follows `python` where these settings shall hold; parse() is the way back."""
+    """Return the arguments of `python` for these settings; parse() is the inverse."""
     tag = ("--tag-host",) if settings.has_host else ("--tag",)
     folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
     return ("-m", "dualdist.launchers.rank", *(tag if settings.has_tag else ()), *folder, *settings.program)
@@ -141,7 +141,7 @@ class Rank:
         return self._child.returncode
 
     def _members(self) -> list[int]:
-        """What the child has started, and the child itself."""
+        """Return the process ids of the child and of all that it started."""
         return processes.members(self._mark, below=os.getpid())
 
     def _relay(
@@ -195,7 +195,7 @@ class Rank:
                 processes.send([self._child.pid], signal.Signals(number))
 
     def _on_line(self) -> None:
-        """What is said on the line are signals for the child. It is cut when the job is over."""
+        """Pass on the signals that `dualdist run` sends; end the child when it closes the connection."""
         assert self._line is not None
         try:
             if numbers := self._line.recv(64):

@@ -63,7 +63,7 @@ class Relay:
         return found
 
     def close(self) -> None:
-        """What was held back goes out; the source is closed."""
+        """Write what was held back, and close the source."""
         if self.is_open:
             self.is_open = False
             self._write(self._changed([self._line]) if self._line else b"")
