@@ -30,7 +30,7 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
     programs = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
     return kept | {
         "PATH": ":".join([*dict.fromkeys(programs), kept.get("PATH", "/usr/bin:/bin"), "/usr/sbin", "/sbin"]),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).with_name('torch_counter')}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).with_name('startup')}",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         # What this user has saved with dualdist compare is none of the tests'.

@@ -77,8 +77,16 @@ class Hosts:
         _ip("-n", self.spaces[host], "link", "set", "eth0", "down")
 
     def connect(self, host: int) -> None:
-        """The host is reached again."""
+        """The cable is back; see await_ssh()."""
         _ip("-n", self.spaces[host], "link", "set", "eth0", "up")
+
+    def await_ssh(self, host: int, limit_s: float = 15.0) -> None:
+        """Wait until the host's ssh server answers the other one: the kernel remembers for a while who did not."""
+        argv = ["ip", "netns", "exec", self.spaces[1 - host], "bash", "-c", f"exec 3<>/dev/tcp/{ADDRESSES[host]}/22"]
+        deadline = time.monotonic() + limit_s
+        while (tried := subprocess.run(argv, capture_output=True, text=True, check=False)).returncode:
+            assert time.monotonic() < deadline, f"{NAMES[host]} does not answer after {limit_s:g} s: {tried.stderr}"
+            time.sleep(0.1)
 
     @contextmanager
     def slowed(self, host: int) -> Iterator[None]:
