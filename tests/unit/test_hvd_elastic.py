@@ -402,11 +402,25 @@ def test_changed_hosts_interrupt_the_next_commit_once(update: str, skip_sync: bo
         notification_manager.remove_listener(held)
 
 
-def test_news_are_forgotten_at_a_reset() -> None:
+def test_hosts_that_change_during_a_reset_cause_another_one() -> None:
+    """What changed before it is known to those who meet; a host that comes meanwhile may have come too late."""
     held = Plain()
-    held.on_hosts_updated(1.0, HostUpdateResult.added)
-    held.on_reset()
-    held.check_host_updates()
+    seen = []
+
+    def train(state: Plain) -> None:
+        seen.append("begins")
+        if len(seen) == 1:
+            state.on_hosts_updated(1.0, HostUpdateResult.added)
+            raise HorovodInternalError("a rank was lost")
+        state.check_host_updates()
+
+    def reset() -> None:
+        seen.append("meets")
+        if len(seen) == 2:
+            held.on_hosts_updated(2.0, HostUpdateResult.added)
+
+    common.run_fn(train, reset)(held)
+    assert seen == ["begins", "meets", "begins", "meets", "begins"]
 
 
 def test_an_object_state_says_what_it_needs() -> None:

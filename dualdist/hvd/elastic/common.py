@@ -100,8 +100,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have met anew: forget old news, reset() and call the callbacks."""
-        self._host_messages = queue.Queue()
+        """The ranks have met anew: reset() and call the callbacks."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -109,6 +108,13 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Keep the news until the next check_host_updates(); called from any thread."""
         self._host_messages.put((timestamp, update_res))
+
+    def _forget_host_updates(self) -> None:
+        """Forget the changes of hosts that are known when the ranks begin to meet anew.
+
+        Horovod forgets them when the ranks have met: a host that comes back meanwhile is never noticed then.
+        """
+        self._host_messages = queue.Queue()
 
     def commit(self) -> None:
         """save(), then check_host_updates(); every rank calls this."""
@@ -205,6 +211,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     in_sync = update.skip_sync
                 if session.is_open():
                     recovery.tell_first(f"{why}; the ranks that are left meet anew")
+                state._forget_host_updates()
                 reset()
                 state.on_reset()
         finally:
