@@ -261,7 +261,7 @@ def a_rank_that_is_slow_is_named_with_how_much() -> None:
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     dd.slow_ranks()
     for turn, slow in enumerate((dd.size() - 1, 0)):
-        pause_s = 0.04 if dd.rank() == slow and dd.size() > 1 else 0.0
+        pause_s = 0.1 if dd.rank() == slow and dd.size() > 1 else 0.0
         for step in range(3):
             time.sleep(pause_s)
             optimizer.zero_grad()
@@ -277,8 +277,8 @@ def a_rank_that_is_slow_is_named_with_how_much() -> None:
             place = found.ranks.index(slow)
             assert found.slowest == slow, found
             assert found.was_last[place] >= 5, found
-            # Of the 0.24 s that it slept; on a busy machine everybody is late now and then.
-            assert 0.2 < found.caused_s[place] < 2.0, found
+            # Of the 0.6 s that it slept; on a busy machine everybody is late now and then.
+            assert 0.3 < found.caused_s[place] < 5.0, found
             assert found.waited_for_s[place][place] == 0.0
             assert f"waited for rank {slow} most" in str(found)
 

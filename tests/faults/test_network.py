@@ -81,6 +81,7 @@ def test_a_network_that_is_cut_ends_the_job_on_both_sides_and_it_goes_on_later(
     said = outcome.stdout + outcome.stderr
     assert re.search(r"no answer from rank 1\b|rank 1 on hostb was lost", said), str(outcome)
     assert time.monotonic() - began < END_S + 15
+    two_hosts.await_ssh(1)
     with start(launch, job_on_hosts.argv, two_hosts.env) as job:
         assert job_on_hosts.to_the_end(job) == [unhurt()] * 2
     effort.count("networks cut in the middle of training")
