@@ -63,8 +63,8 @@ class _Compiler(ModuleType):
         return call
 
     def __getattr__(self, name: str) -> Any:
-        if self.__name__ not in sys.modules:  # this module is being made
-            raise AttributeError(name)
+        if (name.startswith("__") and name != "__path__") or self.__name__ not in sys.modules:
+            raise AttributeError(name)  # asked of every module, by `inspect` too, or while this one is being made
         if sys.modules[self.__name__] is self:
             del sys.modules[self.__name__], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
         return getattr(importlib.import_module(self.__name__), name)
