@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers would import it later, when it is no longer out of the collector's sight
+import torch._dynamo.utils  # DistributedDataParallel would import it later, when it is in the collector's sight
 from contract.laws import ALONE, LAWS, digest, loss_of, net, raises
 from harness.rank_pool import serve
 from torch import nn

@@ -31,6 +31,7 @@ class _Finder(MetaPathFinder):
         if fullname == "torch" and self._counts:
             with open(self._counts, "ab", buffering=0) as file:
                 file.write(b".")
+            self._counts = None
         if fullname != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
