@@ -87,7 +87,7 @@ print(heard)
     assert python.code(code) == "['x']"
 
 
-@pytest.mark.smoke("tensorflow")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tensorflow", "keras.callbacks", "mxnet", "spark.torch", "ray"])
 def test_another_frameworks_face_is_refused_with_the_reason(python: Python, name: str) -> None:
     done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
@@ -234,7 +234,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.smoke("exceptions")
+@pytest.mark.full
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
 def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
     """The same traceback, without frames of ours, the same exit code, the same last words."""

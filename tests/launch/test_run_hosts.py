@@ -20,7 +20,6 @@ def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> 
     return launch(two_hosts.on(host, *RUN, *words), env=two_hosts.env, check=False)
 
 
-@pytest.mark.smoke("mpirun-mpi")
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [("torchrun", "native"), ("horovodrun", "horovod"), ("mpirun", "native"), ("mpirun", "horovod"), ("mpirun", "mpi")],

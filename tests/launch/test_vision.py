@@ -51,6 +51,7 @@ print(vision.load_torchvision().__name__)
     assert succeeded(program) == "torchvision"
 
 
+@pytest.mark.full
 def test_nothing_is_declared_where_the_operators_load() -> None:
     program = """
 import torch
