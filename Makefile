@@ -12,8 +12,8 @@ BUILD_TOOLS := 'setuptools>=77,<81' wheel
 # For its tests. A folder of its own keeps its mpirun apart from Open MPI's.
 MPICH := mpich==5.0.2
 
-# How many tests run at a time: they wait for the programs that they start, so that two fit on two cores.
-JOBS ?= 2
+# How many tests run at a time: they wait for the programs that they start, so that three fit on two cores.
+JOBS ?= 3
 
 # Where it is set, every process of the tests compiles what it imports of this tree.
 export PYTHONDONTWRITEBYTECODE :=
