@@ -63,13 +63,13 @@ def check_ratio(found: dict[str, Any], rounds: int) -> None:
 
 def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
     line = ["mlp" if word == "resnet18" else word for word in shown("step")]  # another --model would be one more
-    kept = record(launch, *line, *QUICK_STEP[3:], "--no-memory", "--launches", "1", "--backend", "native,horovod")
-    check_record(kept, "step", jobs=2)
+    kept = record(launch, *line, *QUICK_STEP[3:], "--no-memory", "--launches", "2", "--backend", "native,horovod")
+    check_record(kept, "step", jobs=4)
     native, horovod = kept["results"]
     assert list(native["contenders"]) == ["none", "ddp", "ddp_view", "dualdist", "naive"]
     assert list(horovod["contenders"]) == ["none", "ddp", "dualdist", "hvd"]
     for result, transport in ((native, "shm"), (horovod, "gloo")):
-        assert (result["ranks"], result["launches"], result["rounds"], result["steps"]) == (2, 1, ROUNDS, [2])
+        assert (result["ranks"], result["launches"], result["rounds"], result["steps"]) == (2, 2, ROUNDS, [2, 2])
         assert (result["transport"], result["launcher"], result["threads"]) == (transport, "torchrun", 1)
         assert isinstance(result["noise"]["is_noisy"], bool)
         for name, contender in result["contenders"].items():
@@ -78,7 +78,7 @@ def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
             assert contender["seconds"]["value"] > 0
             assert contender["cpu_seconds"] > 0
             for found in contender["over"].values():
-                check_ratio(found, ROUNDS)
+                check_ratio(found, 2 * ROUNDS)
     assert set(native["contenders"]["dualdist"]["over"]) == {"ddp", "ddp_view", "none"}
     assert set(horovod["contenders"]["dualdist"]["over"]) == {"ddp", "hvd", "none"}
     report = kept["jobs"][0]["reports"][0]
@@ -86,15 +86,16 @@ def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
 
 
 def test_step_measures_memory_of_each_contender_alone(launch: Launch, tmp_path: Path) -> None:
-    words = (*QUICK_STEP, "--model", "transformer", "--backend", "native", "--contenders", "none,ddp")
+    words = (*QUICK_STEP, "--model", "transformer", "--backend", "native", "--contenders", "none,ddp,dualdist")
     outcome = launch([*BENCH, *words[:1], *words[3:], "--json", str(tmp_path / "kept.json")], timeout_s=240)
     kept = json.loads((tmp_path / "kept.json").read_text())
-    check_record(kept, "step", jobs=3)
+    check_record(kept, "step", jobs=4)
     peaks = {name: contender["peak_bytes"] for name, contender in kept["results"][0]["contenders"].items()}
     held = 3 * kept["results"][0]["gradient_bytes"]  # parameters, gradients, momentum
     assert held < peaks["none"] < 3 * held  # activations too, but not what was imported
     assert peaks["ddp"] > peaks["none"]  # its buckets
     assert "DDP default" in outcome.stdout  # the tables too
+    assert "dualdist native / DDP default" in outcome.stdout
 
 
 def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> None:
