@@ -49,8 +49,10 @@ def DistributedOptimizer(
     The optimizer gains synchronize(), skip_synchronize() and set_backward_passes_per_step(). No script needs them any
     more: gradients are reduced before anything can look at them, and step() sees to what is left.
 
-    ValueError where arguments cannot be right; NotImplementedError for Adasum on other than all ranks, or on a number
-    of ranks that is no power of two.
+    Raises:
+        ValueError: where arguments contradict each other or are out of range.
+        NotImplementedError: for Adasum on a process set or on a number of ranks that is no power of two. It is what
+            Horovod 0.28.1 raises there, and scripts may catch it.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor is for op=Average only, which it divides before and after the sum")

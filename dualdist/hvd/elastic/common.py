@@ -1,4 +1,4 @@
-"""What Horovod's elastic training has in common between frameworks: states, and the loop that recovers."""
+"""Horovod's elastic training, apart from any framework: states, and the loop that recovers from lost ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Broadcast = Callable[[Any], Any]
 
 
 class HostUpdateResult(IntFlag):
-    """How the hosts of a job have changed."""
+    """A change of a job's hosts."""
 
     no_update = 0
     removed = 1
@@ -31,7 +31,7 @@ class HostUpdateResult(IntFlag):
 
 
 class Listener(Protocol):
-    """What wants to know of changed hosts."""
+    """An object that is notified of changed hosts, such as a State."""
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Called from any thread; a later change has a greater timestamp."""
@@ -83,7 +83,7 @@ notification_manager = WorkerNotificationManager()
 
 
 class State:
-    """What the ranks of a job must have in common to go on together; kinds of state fill in save, restore and sync.
+    """The state that all ranks of a job share; subclasses implement save, restore and sync.
 
     `bcast_object` gives every rank rank 0's object, `get_rank` tells this process's rank.
     """
@@ -100,19 +100,19 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have met anew: reset() and call the callbacks."""
+        """Call reset() and the reset callbacks, after a new rendezvous."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Keep the news until the next check_host_updates(); called from any thread."""
+        """Keep the change until the next check_host_updates(); called from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def _forget_host_updates(self) -> None:
-        """Forget the changes of hosts that are known when the ranks begin to meet anew.
+        """Forget the changes of hosts that came before a new rendezvous, which takes them into account.
 
-        Horovod forgets them when the ranks have met: a host that comes back meanwhile is never noticed then.
+        Horovod 0.28.1 forgets them after the rendezvous, and so loses a host that came back during it.
         """
         self._host_messages = queue.Queue()
 
