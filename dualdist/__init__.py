@@ -55,27 +55,27 @@ from dualdist.version import __version__
 
 if TYPE_CHECKING:
     from dualdist import elastic
-    from dualdist.data import Sampler
-    from dualdist.loading import loader
+    from dualdist.data.loader import loader
+    from dualdist.data.sampler import Sampler
+    from dualdist.ddp.sync_batch_norm import SyncBatchNorm
+    from dualdist.launch.running import run
+    from dualdist.launch.spawn import spawn
+    from dualdist.logging import info, print, setup_logging
     from dualdist.metric import Metric
-    from dualdist.running import run
-    from dualdist.saying import info, print, setup_logging
-    from dualdist.showing import progress
-    from dualdist.spawning import spawn
-    from dualdist.sync_batch_norm import SyncBatchNorm
+    from dualdist.progress_bar import progress
 
 # What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
 LATER = {
     "Metric": "metric",
-    "Sampler": "data",
-    "SyncBatchNorm": "sync_batch_norm",
-    "info": "saying",
-    "loader": "loading",
-    "print": "saying",
-    "progress": "showing",
-    "run": "running",
-    "setup_logging": "saying",
-    "spawn": "spawning",
+    "Sampler": "data.sampler",
+    "SyncBatchNorm": "ddp.sync_batch_norm",
+    "info": "logging",
+    "loader": "data.loader",
+    "print": "logging",
+    "progress": "progress_bar",
+    "run": "launch.running",
+    "setup_logging": "logging",
+    "spawn": "launch.spawn",
 }
 MODULES = ("elastic",)
 

@@ -7,18 +7,18 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
-from dualdist.arguments import path_of, require_flags
-from dualdist.compiling import uncompiled
+from dualdist.collectives.arguments import path_of, require_flags
+from dualdist.collectives.compile import uncompiled
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.checkpoints.saving import Saver, Saving
-    from dualdist.data import Sampler
-    from dualdist.group import Group
-    from dualdist.meeting.opening import Session
-    from dualdist.reducing.bucket_plan import GradientOp
-    from dualdist.reducing.compression import Compressor
+    from dualdist.checkpoint.save import Saver, Saving
+    from dualdist.collectives.group import Group
+    from dualdist.data.sampler import Sampler
+    from dualdist.ddp.bucket_plan import GradientOp
+    from dualdist.ddp.compression import Compressor
+    from dualdist.rendezvous.open_session import Session
 
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
@@ -169,7 +169,7 @@ def barrier(*, group: Group | None = None) -> None:
 
     >>> dd.barrier()
     """
-    from dualdist import collectives
+    from dualdist.collectives import collectives
 
     collectives.barrier(session.group_or_world(group))
 
@@ -185,8 +185,8 @@ def join(*, group: Group | None = None) -> int:
     >>> dd.join()
     0
     """
-    from dualdist.collectives import stand_in
-    from dualdist.joining import join
+    from dualdist.collectives.collectives import stand_in
+    from dualdist.collectives.join import join
 
     return join(session.group_or_world(group), stand_in)
 
@@ -223,7 +223,7 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     >>> dd.broadcast_object({"lr": 0.1})
     {'lr': 0.1}
     """
-    from dualdist import objects
+    from dualdist.collectives import objects
 
     return objects.broadcast_object(session.group_or_world(group), obj, root)
 
@@ -237,7 +237,7 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     >>> dd.allgather_object(f"rank {dd.rank()}")
     ['rank 0']
     """
-    from dualdist import objects
+    from dualdist.collectives import objects
 
     return objects.allgather_object(session.group_or_world(group), obj)
 
@@ -256,9 +256,9 @@ def broadcast_parameters(
 
     >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
     """
-    from dualdist import replicate
+    from dualdist.collectives import broadcast_state
 
-    replicate.broadcast_parameters(session.group_or_world(group), params, root)
+    broadcast_state.broadcast_parameters(session.group_or_world(group), params, root)
 
 
 @uncompiled
@@ -271,9 +271,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     >>> model = torch.nn.Linear(2, 1)
     >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
-    from dualdist import replicate
+    from dualdist.collectives import broadcast_state
 
-    replicate.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
+    broadcast_state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
 
 
 @uncompiled
@@ -328,10 +328,10 @@ def wrap_optimizer(
     >>> dd.wrap_optimizer(optimizer, model.named_parameters()) is optimizer
     True
     """
-    from dualdist.reducing import wrapping as gradients
-    from dualdist.reducing.bucket_plan import Recipe, bucket_bytes
-    from dualdist.reducing.compression import compressor_of
-    from dualdist.reducing.step_checks import checked_every
+    from dualdist.ddp import optimizer as gradients
+    from dualdist.ddp.bucket_plan import Recipe, bucket_bytes
+    from dualdist.ddp.compression import compressor_of
+    from dualdist.ddp.step_checks import checked_every
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes, checked_every(check_every))
@@ -442,7 +442,7 @@ def load_checkpoint(
     >>> dd.load_checkpoint("run", model=model)
     {'epoch': 3}
     """
-    from dualdist.checkpoints import loading as resuming
+    from dualdist.checkpoint import load as resuming
 
     here = session.current()
     require_flags(required=required, random=random)
@@ -457,7 +457,7 @@ def load_checkpoint(
 
 def _saver(here: Session) -> Saver:
     """The checkpoints of this session."""
-    from dualdist.checkpoints import saving as checkpoint
+    from dualdist.checkpoint import save as checkpoint
 
     saver: Saver | None = here.extras.get(SAVER)
     if saver is None:

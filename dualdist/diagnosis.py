@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dualdist import session
-from dualdist.compiling import uncompiled
+from dualdist.collectives.compile import uncompiled
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group
-    from dualdist.watching.waits import SlowRanks
+    from dualdist.collectives.group import Group
+    from dualdist.monitoring.wait_times import SlowRanks
 
 
 @uncompiled
@@ -31,7 +31,7 @@ def check_consistency(
 
     >>> dd.check_consistency(torch.nn.Linear(2, 1))
     """
-    from dualdist import consistency
+    from dualdist.collectives import consistency
 
     consistency.check_consistency(session.group_or_world(group), model, buffers=buffers)
 
@@ -48,6 +48,6 @@ def slow_ranks(*, group: Group | None = None) -> SlowRanks:
     >>> dd.slow_ranks().slowest is None
     True
     """
-    from dualdist.watching import slowness
+    from dualdist.diagnostics import stragglers
 
-    return slowness.slow_ranks(session.group_or_world(group))
+    return stragglers.slow_ranks(session.group_or_world(group))

@@ -12,7 +12,7 @@ from dualdist.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group
+    from dualdist.collectives.group import Group
 
 
 class Metric:
@@ -55,7 +55,7 @@ class Metric:
         """The mean over all ranks; NaN where no rank has seen anything. Every rank of the group calls this."""
         import torch
 
-        from dualdist import collectives
+        from dualdist.collectives import collectives
 
         group = session.group_or_world(self._group)
         said = torch.tensor([float(self._total), self._count], dtype=torch.float64)

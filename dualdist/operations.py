@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from dualdist.arguments import several
-from dualdist.compiling import uncompiled
+from dualdist.collectives.arguments import several
+from dualdist.collectives.compile import uncompiled
 from dualdist.session import current
 from dualdist.session import group_or_world as _group
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group
-    from dualdist.handle import Handle
-    from dualdist.reductions import Op
+    from dualdist.collectives.group import Group
+    from dualdist.collectives.reductions import Op
+    from dualdist.collectives.work import Handle
 
 T = TypeVar("T")
 
@@ -32,13 +32,13 @@ def _traced_allreduce(
     async_op: bool = False,
 ) -> torch.Tensor | None:
     """What torch.compile follows in place of allreduce, if it can."""
-    from dualdist import traced
-    from dualdist.reductions import is_traceable
+    from dualdist.collectives import traced_allreduce
+    from dualdist.collectives.reductions import is_traceable
 
     if async_op or not is_traceable(_group(group).backend, tensor, op):
         return None
-    place = traced.WORLD if group is None or group is current().world else current().groups.index(group)
-    found: torch.Tensor = traced.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
+    place = traced_allreduce.WORLD if group is None or group is current().world else current().groups.index(group)
+    found: torch.Tensor = traced_allreduce.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
     return found
 
 
@@ -91,13 +91,13 @@ def allreduce(
     >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
     tensor([2., 4.])
     """
-    from dualdist import collectives, differentiable, express
+    from dualdist.collectives import autograd, collectives, fast_allreduce
 
     if async_op:
         return collectives.allreduce(_group(group), tensor, op, name, prescale, postscale).begin()
-    if differentiable.wants_gradient([tensor]):
-        return differentiable.allreduce(_group(group), tensor, op, name, prescale, postscale)
-    return express.allreduce(_group(group), tensor, op, name, prescale, postscale)
+    if autograd.wants_gradient([tensor]):
+        return autograd.allreduce(_group(group), tensor, op, name, prescale, postscale)
+    return fast_allreduce.allreduce(_group(group), tensor, op, name, prescale, postscale)
 
 
 @overload
@@ -141,11 +141,11 @@ def allreduce_(
     >>> dd.allreduce_(tensor, op="sum") is tensor
     True
     """
-    from dualdist import collectives, express
+    from dualdist.collectives import collectives, fast_allreduce
 
     if async_op:
         return collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale).begin()
-    return express.allreduce(_group(group), tensor, op, name, prescale, postscale, in_place=True)
+    return fast_allreduce.allreduce(_group(group), tensor, op, name, prescale, postscale, in_place=True)
 
 
 @overload
@@ -188,11 +188,11 @@ def grouped_allreduce(
     >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
     [tensor([1., 1.]), tensor([3])]
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
     tensors = several(tensors)
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
+    if not async_op and autograd.wants_gradient(tensors):
+        return autograd.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
 
 
@@ -237,7 +237,7 @@ def grouped_allreduce_(
     >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
     True
     """
-    from dualdist import collectives
+    from dualdist.collectives import collectives
 
     return _now_or_later(
         collectives.grouped_allreduce_(_group(group), several(tensors), op, name, prescale, postscale), async_op
@@ -264,10 +264,10 @@ def allgather(
     >>> dd.allgather(torch.tensor([[1, 2]]))  # (1, 2) on each of two ranks gives (2, 2) on both
     tensor([[1, 2]])
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.allgather(_group(group), tensor, name)
+    if not async_op and autograd.wants_gradient([tensor]):
+        return autograd.allgather(_group(group), tensor, name)
     return _now_or_later(collectives.allgather(_group(group), tensor, name), async_op)
 
 
@@ -294,11 +294,11 @@ def grouped_allgather(
     >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
     [tensor([1.]), tensor([True])]
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
     tensors = several(tensors)
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_allgather(_group(group), tensors, name)
+    if not async_op and autograd.wants_gradient(tensors):
+        return autograd.grouped_allgather(_group(group), tensors, name)
     return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
 
 
@@ -327,10 +327,10 @@ def broadcast(
     >>> dd.broadcast(torch.tensor([7, 8]), root=0)
     tensor([7, 8])
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.broadcast(_group(group), tensor, root, name)
+    if not async_op and autograd.wants_gradient([tensor]):
+        return autograd.broadcast(_group(group), tensor, root, name)
     return _now_or_later(collectives.broadcast(_group(group), tensor, root, name), async_op)
 
 
@@ -359,7 +359,7 @@ def broadcast_(
     >>> dd.broadcast_(tensor) is tensor
     True
     """
-    from dualdist import collectives
+    from dualdist.collectives import collectives
 
     return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
 
@@ -420,10 +420,10 @@ def alltoall(
     >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
     tensor([0, 1, 2, 3])
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
-    if not async_op and differentiable.wants_gradient([tensor]):
-        found = differentiable.alltoall(_group(group), tensor, splits, name)
+    if not async_op and autograd.wants_gradient([tensor]):
+        found = autograd.alltoall(_group(group), tensor, splits, name)
         return found[0] if splits is None else found
     if splits is None:
         return _now_or_later(collectives.alltoall_evenly(_group(group), tensor, name), async_op)
@@ -473,10 +473,10 @@ def reducescatter(
             [1.],
             [1.]])
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
-    if not async_op and differentiable.wants_gradient([tensor]):
-        return differentiable.reducescatter(_group(group), tensor, op, name, prescale, postscale)
+    if not async_op and autograd.wants_gradient([tensor]):
+        return autograd.reducescatter(_group(group), tensor, op, name, prescale, postscale)
     return _now_or_later(collectives.reducescatter(_group(group), tensor, op, name, prescale, postscale), async_op)
 
 
@@ -520,11 +520,11 @@ def grouped_reducescatter(
     >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
     [tensor([1.]), tensor([0.])]
     """
-    from dualdist import collectives, differentiable
+    from dualdist.collectives import autograd, collectives
 
     tensors = several(tensors)
-    if not async_op and differentiable.wants_gradient(tensors):
-        return differentiable.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
+    if not async_op and autograd.wants_gradient(tensors):
+        return autograd.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(
         collectives.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale),
         async_op,

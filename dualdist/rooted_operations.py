@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-from dualdist.compiling import uncompiled
+from dualdist.collectives.compile import uncompiled
 from dualdist.session import group_or_world as _group
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group
-    from dualdist.handle import Handle
+    from dualdist.collectives.group import Group
+    from dualdist.collectives.work import Handle
 
 
 @overload
@@ -54,11 +54,11 @@ def scatter(
     >>> dd.scatter(torch.arange(3) if dd.rank() == 0 else None)
     tensor([0, 1, 2])
     """
-    from dualdist import rooted
+    from dualdist.collectives import gather_scatter
 
     if async_op:
-        return rooted.scatter(_group(group), tensor, root, splits, name).begin()
-    return rooted.scatter_through(_group(group), tensor, root, splits, name)
+        return gather_scatter.scatter(_group(group), tensor, root, splits, name).begin()
+    return gather_scatter.scatter_through(_group(group), tensor, root, splits, name)
 
 
 @overload
@@ -87,8 +87,8 @@ def gather(
     >>> dd.gather(torch.tensor([dd.rank()]))
     tensor([0])
     """
-    from dualdist import rooted
+    from dualdist.collectives import gather_scatter
 
     if async_op:
-        return rooted.gather(_group(group), tensor, root, name).begin()
-    return rooted.gather_through(_group(group), tensor, root, name)
+        return gather_scatter.gather(_group(group), tensor, root, name).begin()
+    return gather_scatter.gather_through(_group(group), tensor, root, name)

@@ -13,30 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualdist import unwinding
-from dualdist.arguments import whole
-from dualdist.backends.horovod_driver import is_elastic, next_place
+from dualdist.backends.horovod.driver import is_elastic, next_place
+from dualdist.collectives.arguments import whole
+from dualdist.diagnostics.places import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
-from dualdist.errors import (
-    AlreadyInitializedError,
-    NotInitializedError,
-    TopologyError,
-    UnsupportedError,
-    UsageError,
-)
-from dualdist.meeting.opening import Meeting, Session, Start, open_mailbox, open_session
-from dualdist.meeting.selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, checked_choice
-from dualdist.timeline.places import TIMELINE
-from dualdist.watching import unheeded
+from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError
+from dualdist.monitoring import failed_exit
+from dualdist.rendezvous.backend_selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, checked_choice
+from dualdist.rendezvous.open_session import Meeting, Session, Start, open_mailbox, open_session
+from dualdist.utils import tracebacks
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.group import Group
-    from dualdist.negotiation import Offer
-    from dualdist.recording import Recorder
-    from dualdist.timeline.writing import Timeline
+    from dualdist.collectives.group import Group
+    from dualdist.collectives.negotiation import Offer
+    from dualdist.diagnostics.recording import Recorder
+    from dualdist.diagnostics.timeline_writer import Timeline
 
 # Set by `dualdist compare` for a program that it times: a folder, and how many steps to leave out and to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
@@ -65,7 +59,7 @@ _process = _Process()
 def current() -> Session:
     """The open session; NotInitializedError where there is none."""
     if _process.session is None:
-        unwinding.install(os.environ)
+        tracebacks.install(os.environ)
         when = "after dd.shutdown()" if _process.was_shut_down else "before dd.init()"
         raise NotInitializedError(f"dualdist was used {when}: call dd.init() first, on every rank")
     return _process.session
@@ -94,7 +88,7 @@ def place() -> tuple[int, int]:
 
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job; see dualdist.api.init."""
-    unwinding.install(os.environ)
+    tracebacks.install(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
@@ -152,7 +146,7 @@ def _attend(session: Session, environ: Mapping[str, str]) -> None:
 
 
 def _report_slow_ranks(session: Session) -> None:
-    from dualdist.watching.slowness import Report
+    from dualdist.diagnostics.stragglers import Report
 
     report = Report(session)
     session.endings.append(report)
@@ -174,12 +168,12 @@ def _recording_plan(environ: Mapping[str, str]) -> tuple[Path, int, int] | None:
 
 def _trace(session: Session, path: str) -> None:
     """Record what this session does from now on; the file is there after shutdown()."""
-    from dualdist.timeline import writing
+    from dualdist.diagnostics import timeline_writer
 
     backend, topology = session.backend, session.topology
     about = {"backend": f"{backend.name} over {backend.transport}", "launcher": topology.launcher}
     try:
-        _process.timeline = writing.start(path, session.world, _process.sessions - 1, **about)
+        _process.timeline = timeline_writer.start(path, session.world, _process.sessions - 1, **about)
     except UsageError:
         _process.session = None
         session.close()
@@ -200,7 +194,7 @@ def observe(
 
 def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
     """What `dualdist compare` set the variables for."""
-    from dualdist import recording
+    from dualdist.diagnostics import recording
 
     topology, backend = session.topology, session.backend
     plan = recording.Plan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
@@ -245,23 +239,23 @@ def shutdown() -> None:
 
 
 def _end() -> None:
-    unheeded.end(_process.unheeded if _process.session is None else _process.session.unheeded)
+    failed_exit.end(_process.unheeded if _process.session is None else _process.session.unheeded)
 
 
 def built_with() -> dict[str, int]:
     """What the backend in use is made of, or native before init(): 0 or a version, or 1, for gloo, mpi and nccl."""
     if is_open():
         return current().backend.built_with()
-    from dualdist.backends import native
+    from dualdist.backends.native import backend as native
 
     return native.built_with()
 
 
 def new_group(ranks: Sequence[int]) -> Group:
     """See dualdist.api.new_group."""
-    from dualdist.collectives import in_step
-    from dualdist.group import Group
-    from dualdist.watching.watch import Watch
+    from dualdist.collectives.collectives import in_step
+    from dualdist.collectives.group import Group
+    from dualdist.monitoring.monitored import Watch
 
     session = current()
     members = sorted(whole(ranks, "ranks"))
@@ -280,7 +274,7 @@ def new_group(ranks: Sequence[int]) -> Group:
 
 def remove_group(group: Group) -> None:
     """See dualdist.api.remove_group."""
-    from dualdist.collectives import in_step
+    from dualdist.collectives.collectives import in_step
 
     session = current()
     if group not in session.groups:

@@ -20,7 +20,7 @@ import dualdist as dd
 from common import curves, data
 from common.help import parser
 from common.ranks import parameter_hash
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 
 
 class Trainer:

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from common.help import parser as parser_of
 from dualdist.errors import DualdistError, LaunchError
-from dualdist.launchers import Job, Site, command
-from dualdist.launchers.run import look, run
+from dualdist.launch.execute import look, run
+from dualdist.launch.launchers import Job, Site, command
 
 TRAIN = Path(__file__).with_name("train.py")
 BATCH = 8  # per rank; plain python takes the batches of all ranks together

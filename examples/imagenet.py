@@ -23,7 +23,7 @@ from common import curves
 from common.data import Split, digits, limited, not_empty, share
 from common.help import parser
 from common.ranks import fail, parameter_hash
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 
 
 def main() -> None:

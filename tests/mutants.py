@@ -31,19 +31,12 @@ from queue import SimpleQueue
 ROOT = Path(__file__).resolve().parents[1]
 # What is broken, in equal parts, and whether ranks run it.
 AREAS: dict[str, tuple[Sequence[str], bool]] = {
-    "gradients": (["reducing"], True),
-    "collectives": (
-        [
-            *("group.py", "collectives.py", "operations.py", "negotiation.py", "reductions.py", "rooted.py"),
-            *("express.py", "moves.py", "handle.py", "joining.py", "objects.py", "mailbox.py", "differentiable.py"),
-            "backends",
-        ],
-        True,
-    ),
-    "rendezvous": (["meeting", "session.py"], True),
+    "gradients": (["ddp"], True),
+    "collectives": (["collectives", "operations.py", "backends"], True),
+    "rendezvous": (["rendezvous", "session.py"], True),
     "environments": (["environments"], False),
-    "checkpoints": (["checkpoints", "data.py"], True),
-    "launchers": (["launchers", "jobs", "schedulers"], False),
+    "checkpoints": (["checkpoint", "data"], True),
+    "launchers": (["launch"], False),
 }
 REFERENCE = ["tests/contract", "-k", "spawn-default-shm-2"]
 COMPARISONS = {

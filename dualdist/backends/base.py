@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dualdist.meeting.placement import Place
+    from dualdist.rendezvous.rank_assignment import Place
     from dualdist.topology import Topology
 
 ReduceOp = Literal["sum", "min", "max", "product"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.reducing.holders import uses
+from dualdist.backends.holders import uses
 
 if TYPE_CHECKING:
     from dualdist.backends.base import ReduceOp, Settling, Work

@@ -12,9 +12,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dualdist.cli.helping import add_help, add_list, refuse
+from dualdist.cli.help_formatter import add_help, add_list, refuse
 from dualdist.errors import DualdistError
-from dualdist.unwinding import shows_all
+from dualdist.utils.tracebacks import shows_all
 from dualdist.version import __version__
 
 # Set by the shell when somebody has pressed Tab, with the line as far as it was typed.

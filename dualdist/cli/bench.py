@@ -12,24 +12,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dualdist.bench import allreduce as bench_allreduce
+from dualdist.bench import scale as bench_scale
+from dualdist.bench import startup as bench_startup
+from dualdist.bench import step as bench_step
+from dualdist.bench.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
+from dualdist.bench.compare.matrix import Facts, refusal
+from dualdist.bench.jobs import CHOICES, Place, Planned, Setting, launched, places
+from dualdist.bench.report import Table, check_file, last_words, record, show, typed, write_json
+from dualdist.bench.scale import ScaleOptions
+from dualdist.bench.scaling import Link
 from dualdist.cli.bench_help import HELP, WHATS
 from dualdist.cli.compare_request import gpus_of
-from dualdist.cli.helping import add_help, add_list, completes
-from dualdist.compare import bench_allreduce, bench_scale, bench_startup, bench_step
-from dualdist.compare.bench_scale import ScaleOptions
-from dualdist.compare.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
-from dualdist.compare.cells import Facts, refusal
-from dualdist.compare.jobs import CHOICES, Place, Planned, Setting, launched, places
-from dualdist.compare.report import Table, check_file, last_words, record, show, typed, write_json
-from dualdist.compare.scaling import Link
+from dualdist.cli.help_formatter import add_help, add_list, completes
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers.interrupts import termination_raises
-from dualdist.launchers.planning import SLURM_JOB
-from dualdist.launchers.run import look
-from dualdist.redaction import hidden_in
-from dualdist.wording import one_of
+from dualdist.launch.env_defaults import SLURM_JOB
+from dualdist.launch.execute import look
+from dualdist.launch.interrupts import termination_raises
+from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.utils.redaction import hidden_in
+from dualdist.utils.suggest import one_of
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 INTERRUPTED = 130

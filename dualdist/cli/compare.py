@@ -14,24 +14,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualdist.bench.cases import IMAGE_SIZE, MODELS
+from dualdist.bench.compare.folder import RUNNING, claimed, looked_at
+from dualdist.bench.compare.matrix import DEFAULT_REFERENCES, REFERENCES, Cell
+from dualdist.bench.jobs import Setting
+from dualdist.bench.report import last_words, record, show, typed, write_json
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
-from dualdist.cli.helping import completes
-from dualdist.compare.cases import IMAGE_SIZE, MODELS
-from dualdist.compare.cells import DEFAULT_REFERENCES, REFERENCES, Cell
-from dualdist.compare.folder import RUNNING, claimed, looked_at
-from dualdist.compare.jobs import Setting
-from dualdist.compare.report import last_words, record, show, typed, write_json
+from dualdist.cli.help_formatter import completes
 from dualdist.errors import UsageError
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers import LAUNCHERS, Site
-from dualdist.launchers.interrupts import termination_raises
-from dualdist.launchers.run import look
+from dualdist.launch.execute import look
+from dualdist.launch.interrupts import termination_raises
+from dualdist.launch.launchers import LAUNCHERS, Site
+from dualdist.launch.option_conflicts import CARRIERS
 
 if TYPE_CHECKING:
-    from dualdist.compare.contest import Contest
-    from dualdist.compare.figures import Result
-    from dualdist.compare.launches import Launch
-    from dualdist.compare.schedule import Rounds
+    from dualdist.bench.compare.figures import Result
+    from dualdist.bench.compare.launches import Launch
+    from dualdist.bench.compare.runner import Contest
+    from dualdist.bench.compare.schedule import Rounds
 
 ROUNDS, BUDGET = 9, "15m"
 WARMUP = 3
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     for name in NEEDED if args.output is not None else NEEDED[:1]:
         if find_spec(name) is None:
             raise UsageError(f"dualdist compare needs {name}: pip install 'dualdist[compare]'")
-    from dualdist.compare.figures import result
+    from dualdist.bench.compare.figures import result
 
     site, setting = look(), setting_of(args)
     cells, refused = cells_of(args, site, setting)
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch]) -> tuple[list[Launch], int]:
     """All launches, also where they were interrupted, and the exit code that says so."""
-    from dualdist.compare.progress import progress
+    from dualdist.bench.compare.progress import progress
 
     launches, labels = list(kept), {cell.key: cell.label for cell in cells}
     try:
@@ -162,7 +162,7 @@ def _report(
     args: argparse.Namespace, found: Result, launches: list[Launch], labels: dict[str, str], folder: Path
 ) -> int:
     """Show and write what was found; 1 where there is no valid comparison."""
-    from dualdist.compare.tables import tables, write_csv
+    from dualdist.bench.compare.tables import tables, write_csv
 
     jobs = [launch.model_dump(exclude=UNTOLD) for launch in launches]
     kept = record("compare", typed(sys.argv[1:]), settings_of(args), jobs, asdict(found))
@@ -179,7 +179,7 @@ def _report(
     if args.csv is not None:
         write_csv(Path(args.csv), launches, labels)
     if args.output is not None:
-        from dualdist.compare import page
+        from dualdist.bench.compare import page
 
         where = page.write(folder, found, kept, launches, labels)
         print(f"page      {where}", file=sys.stderr if args.json == "-" else sys.stdout)
@@ -193,16 +193,16 @@ def _report(
 
 def _save(found: Result, launches: list[Launch], at: str) -> None:
     """The user's configuration has the choices that follow from this, and standard error says which."""
-    from dualdist import choices
-    from dualdist.compare.choosing import chosen
-    from dualdist.compare.launches import by_cell
+    from dualdist.bench.compare.choosing import chosen
+    from dualdist.bench.compare.launches import by_cell
+    from dualdist.rendezvous import saved_choice
 
-    by_key, path = by_cell(launches), choices.path_of(os.environ)
+    by_key, path = by_cell(launches), saved_choice.path_of(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
     told = list(chosen(contenders, at))
-    fresh = [each for each in told if isinstance(each, choices.Saved)]
+    fresh = [each for each in told if isinstance(each, saved_choice.Saved)]
     if fresh:
-        choices.save(path, fresh)
+        saved_choice.save(path, fresh)
     for each in told:
         said = each if isinstance(each, str) else f"saved {each.backend} over {each.transport} for {each.conditions}"
         print(f"dualdist compare: {said}", file=sys.stderr)
@@ -211,7 +211,7 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
 
 
 def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:
-    from dualdist.compare.schedule import Limits, Rounds
+    from dualdist.bench.compare.schedule import Limits, Rounds
 
     return Rounds(cells, Limits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed)
 
@@ -236,6 +236,6 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:
-    from dualdist.compare.contest import Contest
+    from dualdist.bench.compare.runner import Contest
 
     return Contest(work_of(args), setting, site, folder)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dualdist
-from dualdist import choices
-from dualdist.asked import ask_torch
-from dualdist.compare.cases import MODELS, TrainOptions
-from dualdist.compare.cells import (
+from dualdist.bench.cases import MODELS, TrainOptions
+from dualdist.bench.compare.matrix import (
     DEFAULT_REFERENCES,
     OURS,
     REFERENCES,
@@ -25,24 +23,26 @@ from dualdist.compare.cells import (
     references,
     sorted_out,
 )
-from dualdist.compare.jobs import Setting
-from dualdist.compare.machine import machine, versions
-from dualdist.compare.report import check_file, last_words
+from dualdist.bench.jobs import Setting
+from dualdist.bench.report import check_file, last_words
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers import Site
-from dualdist.launchers.base import BACKEND, TRANSPORT
-from dualdist.launchers.link import LINK
-from dualdist.launchers.planning import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads
-from dualdist.launchers.processes import MARK
-from dualdist.limits import usable_cores
-from dualdist.redaction import hidden_in
-from dualdist.requeue import NOTICE
-from dualdist.wording import one_of
+from dualdist.launch.control_channel import LINK
+from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads
+from dualdist.launch.job import BACKEND, TRANSPORT
+from dualdist.launch.launchers import Site
+from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.processes import MARK
+from dualdist.rendezvous import saved_choice
+from dualdist.utils.exit_codes import NOTICE
+from dualdist.utils.machine import machine, versions
+from dualdist.utils.package_probe import ask_torch
+from dualdist.utils.redaction import hidden_in
+from dualdist.utils.resource_limits import usable_cores
+from dualdist.utils.suggest import one_of
 
 if TYPE_CHECKING:
-    from dualdist.compare.contest import Script
+    from dualdist.bench.compare.runner import Script
 
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -104,8 +104,8 @@ def _words(text: str | None) -> list[str] | None:
 def work_of(args: argparse.Namespace) -> TrainOptions | Script:
     """A model to be trained, or a script."""
     if args.script is not None:
+        from dualdist.bench.compare.runner import Script
         from dualdist.cli.run import program
-        from dualdist.compare.contest import Script
 
         words = program([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
         return Script(words, args.warmup, args.steps or SCRIPT_STEPS)
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
     check_file("--json", args.json, args.output)
     check_file("--csv", args.csv, args.output)
     if args.save_choice:
-        choices.load(choices.path_of(os.environ))
+        saved_choice.load(saved_choice.path_of(os.environ))
     seconds(args.budget)
     one_of(args.model, MODELS, "model")
     least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}

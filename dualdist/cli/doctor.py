@@ -13,23 +13,15 @@ from typing import Any
 
 from dualdist.cli.colour import Paint
 from dualdist.cli.doctor_lines import explained, lines, tried_lines
-from dualdist.cli.helping import completes
-from dualdist.doctor.diagnosis import (
-    LEAST_RANKS,
-    Diagnosis,
-    diagnose,
-    installed_backends,
-    place,
-    place_json,
-    to_json,
-)
+from dualdist.cli.help_formatter import completes
+from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
 from dualdist.doctor.explain import explain
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers import STARTERS
-from dualdist.redaction import redacted_in, redactor
+from dualdist.launch.launchers import STARTERS
+from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.topology import Topology
+from dualdist.utils.redaction import redacted_in, redactor
 
 # Of an error: 1 says that there are warnings.
 ERROR_CODE = 2
@@ -103,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_run(args: argparse.Namespace) -> None:
     """Before a diagnosis, which takes seconds."""
-    from dualdist.compare.cells import places_of
+    from dualdist.bench.compare.matrix import places_of
 
     found = place(os.environ)
     if not isinstance(found, Topology) or found.launcher != "none":
@@ -144,10 +136,11 @@ def _ask(question: str) -> bool:
 
 
 def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
-    from dualdist.doctor import hosts, of_hosts
-    from dualdist.launchers import hosts as host_lists
-    from dualdist.launchers.planning import variables
-    from dualdist.launchers.run import look
+    from dualdist.doctor import hosts
+    from dualdist.doctor.checks import hosts as of_hosts
+    from dualdist.launch import hosts as host_lists
+    from dualdist.launch.env_defaults import variables
+    from dualdist.launch.execute import look
 
     named = host_lists.parse(args.hosts) if args.hosts is not None else host_lists.read(Path(args.hostfile))
     forwarded = variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
@@ -161,8 +154,8 @@ def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnos
 
 def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
     from dualdist.doctor import cells
-    from dualdist.launchers.interrupts import termination_raises
-    from dualdist.launchers.run import look
+    from dualdist.launch.execute import look
+    from dualdist.launch.interrupts import termination_raises
 
     site, ranks = look(), args.ranks or LEAST_RANKS
     can, cannot = cells.usable(

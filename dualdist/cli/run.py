@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualdist.cli import schedule
-from dualdist.cli.helping import completes
+from dualdist.cli.help_formatter import completes
 from dualdist.cli.run_request import Request, from_arguments
 from dualdist.errors import UsageError
-from dualdist.launchers import LAUNCHERS, Command
-from dualdist.launchers.endings import describe
-from dualdist.launchers.interrupts import termination_raises
-from dualdist.launchers.planning import allocated, default_launcher
-from dualdist.launchers.starting import Report, run_job
-from dualdist.meeting.selection import BACKENDS, TRANSPORTS
-from dualdist.requeue import REQUEUE
-from dualdist.schedulers import SCHEDULERS
+from dualdist.launch.env_defaults import allocated, default_launcher
+from dualdist.launch.exit_status import describe
+from dualdist.launch.interrupts import termination_raises
+from dualdist.launch.launchers import LAUNCHERS, Command
+from dualdist.launch.runner import Report, run_job
+from dualdist.launch.schedulers import SCHEDULERS
+from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
+from dualdist.utils.exit_codes import REQUEUE
 
 FACE = ("-m", "dualdist.hvd")
 EXAMPLES = (

@@ -12,14 +12,14 @@ from typing import Any
 
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
-from dualdist.jobs.pairs import Choice, impossible
-from dualdist.jobs.words import VARIABLE
-from dualdist.launchers import hosts as host_lists
-from dualdist.launchers import known
-from dualdist.launchers.base import Host, Job, too_few_slots
-from dualdist.launchers.reach import is_here
-from dualdist.launchers.starting import Settings
-from dualdist.schedulers import SCHEDULERS
+from dualdist.launch import hosts as host_lists
+from dualdist.launch.host_check import is_here
+from dualdist.launch.job import Host, Job, too_few_slots
+from dualdist.launch.launchers import known
+from dualdist.launch.option_conflicts import Choice, impossible
+from dualdist.launch.runner import Settings
+from dualdist.launch.schedulers import SCHEDULERS
+from dualdist.launch.units import VARIABLE
 
 # Schedulers that choose the nodes: a job file's hosts are not theirs.
 CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
@@ -129,7 +129,7 @@ def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Requ
 def _of_file(path: Path) -> dict[str, Any]:
     """What the job file says. Its relative paths are of the folder in which the command is given, as on the line."""
     try:
-        loading = importlib.import_module("dualdist.jobs.loading")
+        loading = importlib.import_module("dualdist.launch.job_file")
     except ModuleNotFoundError as error:
         raise UsageError(f"--config needs {error.name}: pip install 'dualdist[job]'") from error
     record = read_record()

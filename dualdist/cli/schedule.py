@@ -12,12 +12,12 @@ from typing import Any
 
 from dualdist.cli.run_request import Request
 from dualdist.errors import UsageError
-from dualdist.jobs.pairs import RIVALS
-from dualdist.launchers.planning import interface_variables
-from dualdist.redaction import hidden
-from dualdist.schedulers import SCHEDULERS, script
-from dualdist.schedulers.asking import requested
-from dualdist.schedulers.submit import submit
+from dualdist.launch.env_defaults import interface_variables
+from dualdist.launch.option_conflicts import RIVALS
+from dualdist.launch.schedulers import SCHEDULERS, script
+from dualdist.launch.schedulers.asking import requested
+from dualdist.launch.schedulers.submit import submit
+from dualdist.utils.redaction import hidden
 
 # Words of `resources:` in a job file, which are the options' names too.
 COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "requeue")

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.compare.cells import Cell, Facts, Refused, places_of, sorted_out
-from dualdist.compare.jobs import SPAWN, Planned, Setting, program_command
+from dualdist.bench.compare.matrix import Cell, Facts, Refused, places_of, sorted_out
+from dualdist.bench.jobs import SPAWN, Planned, Setting, program_command
 from dualdist.doctor.backends import Availability
 from dualdist.doctor.findings import Finding
 from dualdist.errors import LaunchError
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.launchers import STARTERS, Site
-from dualdist.launchers.planning import SLURM_JOB
-from dualdist.launchers.run import run
-from dualdist.launchers.tracebacks import EXCEPTION, reason
+from dualdist.launch.env_defaults import SLURM_JOB
+from dualdist.launch.execute import run
+from dualdist.launch.launchers import STARTERS, Site
+from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.stderr_summary import EXCEPTION, reason
 
-TRIAL = ("-m", "dualdist.doctor.trial")
+TRIAL = ("-m", "dualdist.doctor.smoke_test")
 CELL_S = 90.0
 WAIT_S = 30.0
 

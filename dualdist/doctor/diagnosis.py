@@ -6,18 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dualdist.asked import SaidTorch
-from dualdist.doctor import host, look, of_choices, of_gpus, of_horovod, of_host, of_mpi, of_network, of_slurm, of_torch
+from dualdist.doctor import collect, host
 from dualdist.doctor.backends import Availability, available
-from dualdist.doctor.case import Case
+from dualdist.doctor.checks import choices, horovod, mpi, network, slurm, torch
+from dualdist.doctor.checks import gpus as of_gpus
+from dualdist.doctor.checks import host as of_host
+from dualdist.doctor.context import Case
 from dualdist.doctor.facts import Facts
 from dualdist.doctor.findings import Finding, by_weight, exit_code
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.horovod_build.record import read_record
 from dualdist.topology import Topology
+from dualdist.utils.package_probe import SaidTorch
 
-FAMILIES = (of_choices, of_torch, of_horovod, of_mpi, of_slurm, of_gpus, of_host, of_network)
+FAMILIES = (choices, torch, horovod, mpi, slurm, of_gpus, of_host, network)
 # Where nobody has said how many ranks there shall be.
 LEAST_RANKS = 2
 
@@ -58,7 +61,7 @@ def diagnose(environ: Mapping[str, str], ranks: int | None = None) -> Diagnosis:
     """What is wrong here for this process, or for so many ranks that somebody means to start on this host."""
     found = place(environ)
     topology = found if isinstance(found, Topology) else None
-    return judge(found, environ, look.look(environ, topology), ranks)
+    return judge(found, environ, collect.look(environ, topology), ranks)
 
 
 def judge(

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dualdist.choices import can_count, path_of
 from dualdist.doctor.backends import Availability
+from dualdist.environments.env_values import RENDEZVOUS, text
 from dualdist.environments.unused import Unused, set_places, unused
-from dualdist.environments.variables import RENDEZVOUS, text
 from dualdist.errors import TopologyError, UsageError
-from dualdist.meeting.selection import (
+from dualdist.rendezvous.backend_selection import (
     BACKEND,
     BACKENDS,
     HOROVOD_CONTROLLER,
@@ -22,6 +21,7 @@ from dualdist.meeting.selection import (
     checked_choice,
     over_mpi,
 )
+from dualdist.rendezvous.saved_choice import can_count, path_of
 from dualdist.topology import Topology
 
 MEETINGS = {
@@ -115,7 +115,7 @@ def _meeting(environ: Mapping[str, str], found: Topology) -> Part:
 def backend_of(
     environ: Mapping[str, str], found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
 ) -> tuple[str, str]:
-    """The backend that dd.init() would take for this place, and why: as dualdist.meeting.selection, without torch."""
+    """The backend that dd.init() would take for this place, and why: as rendezvous.backend_selection decides it, without torch."""
     asked = text(environ, BACKEND)
     if asked not in (None, "auto"):
         return asked or "", BACKEND

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dualdist.asked import SaidMpi4py, SaidTorch
 from dualdist.horovod_build.record import BuildRecord
-from dualdist.launchers.base import Mpi
+from dualdist.launch.job import Mpi
+from dualdist.utils.package_probe import SaidMpi4py, SaidTorch
 
 UNLIMITED = -1
 

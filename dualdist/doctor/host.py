@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dualdist.backends.shm.segment import FOLDER
 from dualdist.doctor.facts import UNLIMITED, Host
-from dualdist.limits import bound_cores, granted_cores
-from dualdist.meeting.network import LOOPBACK, interfaces
-from dualdist.shared_memory import FOLDER
+from dualdist.rendezvous.network_interfaces import LOOPBACK, interfaces
+from dualdist.utils.resource_limits import bound_cores, granted_cores
 from dualdist.version import __version__
 
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py")

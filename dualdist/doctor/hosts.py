@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dualdist.doctor.checks.hosts import Reported
 from dualdist.doctor.facts import Host
-from dualdist.doctor.of_hosts import Reported
 from dualdist.doctor.peer import REACH_S
 from dualdist.errors import LaunchError
-from dualdist.launchers import ssh
-from dualdist.launchers.base import Host as Named
-from dualdist.launchers.base import Site
-from dualdist.launchers.probe import SAME
-from dualdist.launchers.reach import is_here
+from dualdist.launch import ssh
+from dualdist.launch.host_check import is_here
+from dualdist.launch.host_probe import SAME
+from dualdist.launch.job import Host as Named
+from dualdist.launch.job import Site
 from dualdist.version import __version__
 
 PEER = ("-m", "dualdist.doctor.peer")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dualdist.environments import (
+    env_vars,
     flux,
-    handset,
     horovodrun,
     hydra,
     jsm,
@@ -45,7 +45,7 @@ LAUNCHERS: tuple[Detect, ...] = (
     pmi.detect,  # after all that set PMI_RANK beside variables that say more
 )
 OTHERWISE: tuple[Detect, ...] = (
-    handset.detect,  # RANK and WORLD_SIZE without a launcher
+    env_vars.detect,  # RANK and WORLD_SIZE without a launcher
     pbs.refuse,  # pbsdsh, which numbers its tasks and names no size
     single.detect,  # nothing
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, integer, present, read, require
+from dualdist.environments.env_values import Names, integer, present, read, require
+from dualdist.environments.infer_topology import topology
 from dualdist.topology import Topology
 
 NAMES = Names(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dualdist.environments.env_values import Names, present
 from dualdist.environments.mpi import rank_of_mpirun
-from dualdist.environments.variables import Names, present
 from dualdist.topology import Topology
 
 LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")

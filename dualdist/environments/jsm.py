@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from dualdist.environments import openmpi
 from dualdist.environments.agreement import require_agreement
+from dualdist.environments.env_values import Names, present, require
 from dualdist.environments.mpi import rank_of_mpi
-from dualdist.environments.variables import Names, present, require
 from dualdist.topology import Topology
 
 NAMES = Names(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dualdist.environments.variables import RENDEZVOUS, integer, present, shown, text
+from dualdist.environments.env_values import RENDEZVOUS, integer, present, shown, text
 from dualdist.errors import TopologyError
 
 MASTER_ADDR = "MASTER_ADDR"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
+from dualdist.environments.env_values import Names, present, read, require
+from dualdist.environments.infer_topology import topology
 from dualdist.environments.master import read_master
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Names, present, read, require
 from dualdist.topology import Topology
 
 

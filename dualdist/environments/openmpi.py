@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from dualdist.environments.env_values import Names, text
 from dualdist.environments.mpi import rank_of_mpirun
-from dualdist.environments.variables import Names, text
 from dualdist.topology import Topology
 
 # OMPI_COMM_WORLD_NODE_RANK is not the node's index.

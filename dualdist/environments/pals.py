@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dualdist.environments import flux, slurm
+from dualdist.environments.env_values import Names, present, require
 from dualdist.environments.mpi import rank_of_mpi
-from dualdist.environments.variables import Names, present, require
 from dualdist.topology import Topology
 
 # PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.variables import OVERRIDE, integer, present, shown
+from dualdist.environments.env_values import OVERRIDE, integer, present, shown
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
+from dualdist.environments.env_values import OVERRIDE, Names, present, require, shown, text
 from dualdist.environments.mpi import rank_of_mpi
-from dualdist.environments.variables import OVERRIDE, Names, present, require, shown, text
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.place import topology
-from dualdist.environments.variables import Told
+from dualdist.environments.env_values import Told
+from dualdist.environments.infer_topology import topology
 from dualdist.topology import Topology
 
 

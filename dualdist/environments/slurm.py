@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from dualdist.environments.env_values import OVERRIDE, SHOWN, Names, check, integer, present, read, require, shown, text
+from dualdist.environments.infer_topology import topology
 from dualdist.environments.master import read_master
-from dualdist.environments.place import topology
-from dualdist.environments.variables import OVERRIDE, SHOWN, Names, check, integer, present, read, require, shown, text
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 

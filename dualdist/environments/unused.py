@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dualdist.environments import flux, horovodrun, hydra, jsm, mvapich, openmpi, override, pals, pbs, slurm, torchrun
+from dualdist.environments.env_values import present, text
 from dualdist.environments.master import MASTER
-from dualdist.environments.variables import present, text
 from dualdist.topology import Topology
 
 

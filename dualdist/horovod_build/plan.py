@@ -152,7 +152,7 @@ def uninstall(plan: Plan) -> Command:
 def trials(plan: Plan) -> dict[str, Command]:
     """For each transport, the command whose two ranks reduce known values and compare them."""
     python = plan.machine.python
-    program = (python, "-m", "dualdist.horovod_build.trial", "--expect", "nccl" if plan.options.gpu else "cpu")
+    program = (python, "-m", "dualdist.horovod_build.smoke_test", "--expect", "nccl" if plan.options.gpu else "cpu")
     horovodrun = str(Path(sysconfig.get_path("scripts")) / "horovodrun")
     path = (("PATH", plan.path),)
     commands = {"gloo": Command((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualdist.asked import ask_torch
 from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
-from dualdist.limits import memory_limit, usable_cores
+from dualdist.utils.package_probe import ask_torch
+from dualdist.utils.resource_limits import memory_limit, usable_cores
 
 # Import names and package names of what Horovod needs to build and to run beside torch.
 NEEDED = {

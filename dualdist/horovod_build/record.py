@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from dualdist.horovod_names import real_horovod
+from dualdist.utils.horovod_names import real_horovod
 
 # The record lies inside the wheel; setup.py is patched to pack it.
 RECORD_NAME = "dualdist_build.json"

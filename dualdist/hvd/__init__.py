@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from dualdist.hvd import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 from dualdist.hvd.compression import Compression
-from dualdist.hvd.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from dualdist.hvd.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dualdist.hvd.mpi_ops import (
     Adasum,
     Average,

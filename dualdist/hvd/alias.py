@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dualdist.horovod_names import Alias, installed_alias
-from dualdist.vision import WhenImported
+from dualdist.utils.horovod_names import Alias, installed_alias
+from dualdist.utils.torchvision_import import WhenImported
 
 # What Horovod's names mean. Those that have no module elsewhere are files in the folder named.
 TABLE: Mapping[str, str] = MappingProxyType(

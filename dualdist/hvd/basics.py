@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualdist import session
+from dualdist.collectives.group import Group
+from dualdist.collectives.objects import allgather_object
 from dualdist.errors import UsageError
-from dualdist.group import Group
 from dualdist.hvd.face import KEY, Face, Seat, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
 from dualdist.hvd.timeline import Timeline
-from dualdist.meeting.selection import BACKEND
-from dualdist.objects import allgather_object
-from dualdist.variables import variables_set
+from dualdist.rendezvous.backend_selection import BACKEND
+from dualdist.utils.temporary_env import variables_set
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
@@ -97,7 +97,7 @@ def _ranks_of(comm: Sequence[int] | Any | None) -> list[int]:
         return ranks
     if not hasattr(comm, "Get_group"):
         raise UsageError(f"comm={comm!r}: expected different ranks, or an mpi4py communicator")
-    from dualdist.meeting.mpi_world import ranks_in_world
+    from dualdist.rendezvous.mpi_world import ranks_in_world
 
     return ranks_in_world(comm)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dualdist.reducing.compression import CASTS
+from dualdist.ddp.compression import CASTS
 
 
 class Compressor:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dualdist import session
+from dualdist.collectives.group import Group
+from dualdist.collectives.work import Handle
 from dualdist.errors import NotInitializedError
-from dualdist.group import Group
-from dualdist.handle import Handle
 
 if TYPE_CHECKING:
     from dualdist.hvd.process_sets import ProcessSet

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dualdist import objects, replicate
+from dualdist.collectives import broadcast_state, objects
 from dualdist.errors import UsageError
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current
@@ -29,7 +29,7 @@ def broadcast_parameters(
     pairs = _pairs(params)
     with horovods_errors():
         face = current()
-        replicate.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
+        broadcast_state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
 
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
         face = current()
         if not optimizer.state:
             _Zeros(optimizer)
-        replicate.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
+        broadcast_state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
 
 
 class _Zeros:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dualdist.collectives.work import Handle
 from dualdist.errors import UsageError
-from dualdist.handle import Handle
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current
 

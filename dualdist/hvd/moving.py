@@ -7,13 +7,13 @@ from typing import cast
 
 import torch
 
-from dualdist import collectives, differentiable
+from dualdist.collectives import autograd, collectives
+from dualdist.collectives.join import join as join_group
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current
 from dualdist.hvd.handles import started, synchronize
 from dualdist.hvd.ops import Tensors
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, joined_group
-from dualdist.joining import join as join_group
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -28,8 +28,8 @@ def allgather(
     """Everybody's rows in rank order; gradients flow through it."""
     with horovods_errors():
         group = joined_group(process_set)
-        if differentiable.wants_gradient([tensor]):
-            return differentiable.allgather(group, tensor, name)
+        if autograd.wants_gradient([tensor]):
+            return autograd.allgather(group, tensor, name)
         return collectives.allgather(group, tensor, name).wait()
 
 
@@ -47,8 +47,8 @@ def grouped_allgather(
     """allgather() of each tensor, all of them or none."""
     with horovods_errors():
         group = joined_group(process_set)
-        if differentiable.wants_gradient(tensors):
-            return tuple(differentiable.grouped_allgather(group, tensors, name))
+        if autograd.wants_gradient(tensors):
+            return tuple(autograd.grouped_allgather(group, tensors, name))
         return tuple(collectives.grouped_allgather(group, tensors, name).wait())
 
 
@@ -67,8 +67,8 @@ def broadcast(
     """A new tensor with the values of `root_rank`, a rank of the job; gradients flow through it."""
     with horovods_errors():
         group, root = joined_group(process_set), current().job_rank(root_rank)
-        if differentiable.wants_gradient([tensor]):
-            return differentiable.broadcast(group, tensor, root, name)
+        if autograd.wants_gradient([tensor]):
+            return autograd.broadcast(group, tensor, root, name)
         return collectives.broadcast(group, tensor, root, name).wait()
 
 
@@ -108,8 +108,8 @@ def alltoall(
     """The rows that the ranks sent here, and with `splits` how many came from each; gradients flow through it."""
     with horovods_errors():
         group = joined_group(process_set)
-        if differentiable.wants_gradient([tensor]):
-            found = differentiable.alltoall(group, tensor, splits, name)
+        if autograd.wants_gradient([tensor]):
+            found = autograd.alltoall(group, tensor, splits, name)
         else:
             found = collectives.alltoall(group, tensor, splits, name).wait()
         return found[0] if splits is None else found

@@ -45,7 +45,7 @@ from dualdist.hvd.moving import (
 )
 from dualdist.hvd.ops import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
 from dualdist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from dualdist.hvd.reducing import (
+from dualdist.hvd.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dualdist.collectives.reductions import INTEGERS, Op
 from dualdist.errors import UsageError
 from dualdist.hvd.process_sets import ProcessSet
-from dualdist.reductions import INTEGERS, Op
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OPS: dict[int, Op] = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}

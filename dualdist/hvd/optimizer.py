@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import session
+from dualdist.ddp.bucket_plan import GradientOp, Recipe
+from dualdist.ddp.compression import CASTS, compressor_of
+from dualdist.ddp.compression import Compressor as AnyCompressor
+from dualdist.ddp.optimizer import given_names, unwrap, wrap_optimizer, wrapping_of
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
 from dualdist.hvd.compression import Compression
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.ops import Adasum, Average, Sum
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, group_of
-from dualdist.reducing.bucket_plan import GradientOp, Recipe
-from dualdist.reducing.compression import CASTS, compressor_of
-from dualdist.reducing.compression import Compressor as AnyCompressor
-from dualdist.reducing.wrapping import given_names, unwrap, wrap_optimizer, wrapping_of
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 

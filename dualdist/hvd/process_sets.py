@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualdist import session
+from dualdist.collectives.group import Group
 from dualdist.errors import UsageError
-from dualdist.group import Group
 from dualdist.hvd.exceptions import HorovodInternalError
 from dualdist.hvd.face import Face, current
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dualdist import sync_batch_norm
-from dualdist.group import Group
+from dualdist.collectives.group import Group
+from dualdist.ddp import sync_batch_norm
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current
 

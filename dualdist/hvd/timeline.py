@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from dualdist.negotiation import Offer
-from dualdist.timeline.trace import begins, ends, happens, named
+from dualdist.collectives.negotiation import Offer
+from dualdist.diagnostics.trace_format import begins, ends, happens, named
 
 # Horovod's names for operations, where they are not the kind in capitals.
 PHASES = {"grouped_allreduce": "ALLREDUCE", "grouped_allgather": "ALLGATHER", "grouped_reducescatter": "REDUCESCATTER"}

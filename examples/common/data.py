@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import dualdist as dd
 from common.ranks import fail
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 
 CLASSES = 10
 Split = tuple[Dataset[Any], Dataset[Any]]  # for training and for validation

@@ -17,7 +17,7 @@ import yaml
 from common import curves
 from common.data import FOLDERS
 from common.help import parser as parser_of
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 
 Options = argparse.Namespace
 

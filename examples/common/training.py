@@ -17,7 +17,7 @@ import dualdist as dd
 from common import data
 from common.options import Options
 from common.ranks import is_root, parameter_hash
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 
 
 def load_data(options: Options) -> data.Split:

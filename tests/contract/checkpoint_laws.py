@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dualdist as dd
-from dualdist.checkpoints.files import ABOUT, Progress, read
-from dualdist.checkpoints.writing import write
-from dualdist.data import Remainder
+from dualdist.checkpoint.files import ABOUT, Progress, read
+from dualdist.checkpoint.writer import write
+from dualdist.data.sampler import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
 
 SAMPLES = 50

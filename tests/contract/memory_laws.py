@@ -9,7 +9,7 @@ import torch
 from contract.oracle import law, ranks
 
 import dualdist as dd
-from dualdist.reductions import Op
+from dualdist.collectives.reductions import Op
 
 # For each dtype the operations to try; complex products and 64-bit unsigned numbers go ways of their own.
 OPS_OF: dict[torch.dtype, tuple[Op, ...]] = {

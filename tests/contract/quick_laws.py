@@ -11,8 +11,8 @@ from contract.oracle import assert_close, gradients, law, law_alone, loss_of, me
 from torch import nn
 
 import dualdist as dd
+from dualdist.collectives.reductions import Op
 from dualdist.errors import MismatchError
-from dualdist.reductions import Op
 
 # One value, what just rides along and what does not any more, one piece of memory, and several with a remainder.
 COUNTS = (1, 2, 16, 17, 32, 33, 5000, 300_001)

@@ -24,7 +24,7 @@ from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
-from dualdist.reducing import buckets
+from dualdist.ddp import buckets
 
 
 class Tied(nn.Module):

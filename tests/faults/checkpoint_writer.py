@@ -14,8 +14,8 @@ from typing import NoReturn
 import torch
 
 import dualdist as dd
-from dualdist.checkpoints.files import Progress, read_newest
-from dualdist.checkpoints.writing import DRAFTS
+from dualdist.checkpoint.files import Progress, read_newest
+from dualdist.checkpoint.writer import DRAFTS
 
 COUNT = 1 << 17  # floats, as many as take some milliseconds to write
 LIFE_S = 0.04  # at most, of a child that writes

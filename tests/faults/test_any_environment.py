@@ -17,17 +17,17 @@ from harness.jobs import Launch
 from hypothesis import strategies as st
 
 import dualdist as dd
-from dualdist import choices, recording
-from dualdist.backends import native
+from dualdist.backends.native import backend
+from dualdist.diagnostics import recording
 from dualdist.doctor import diagnose, to_json
 from dualdist.errors import DualdistError
-from dualdist.meeting import rendezvous
+from dualdist.rendezvous import saved_choice, store_rendezvous
 
 RECORDS = json.loads((Path(__file__).parents[1] / "unit" / "launcher_env.json").read_text())
 TIMEOUT_S = 0.2
 HANGS_S = 30
 # Imported by init(), here once for all children.
-LOADED = (choices, native, recording, rendezvous)
+LOADED = (saved_choice, backend, recording, store_rendezvous)
 NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 # Of jobs whose other ranks are not there. Those in which MPI was started are MPI's own to refuse.
 BASES = [
@@ -127,7 +127,7 @@ def test_what_a_comparison_left_behind_is_named(tmp_path: Path, change: Mapping[
 @pytest.mark.smoke
 @pytest.mark.parametrize("said", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
 def test_a_rank_whose_way_back_is_garbled_says_so(launch: Launch, said: str) -> None:
-    argv = [sys.executable, "-m", "dualdist.launchers.rank", "-c", "print('it ran')"]
+    argv = [sys.executable, "-m", "dualdist.launch.rank", "-c", "print('it ran')"]
     rounds = {"TORCHELASTIC_RESTART_COUNT": "x", "DUALDIST_RUN_ROUND": "-"}
     outcome = launch(argv, env={"DUALDIST_RUN": said, **rounds}, check=False)
     assert "Traceback" not in outcome.stderr, str(outcome)

@@ -13,7 +13,7 @@ import pytest
 from faults import checkpoint_rank, checkpoint_writer
 from harness.jobs import Launch
 
-from dualdist.checkpoints.files import Progress, read_newest
+from dualdist.checkpoint.files import Progress, read_newest
 
 KILLS = 60
 DISK = "size=1m"  # three checkpoints, and not four

@@ -10,8 +10,8 @@ from faults.conftest import Refuses
 from faults.ranks import LIMIT_S, together
 from harness.jobs import Launch
 
-from dualdist.watching.process_state import BUSY
-from dualdist.watching.roll_call import IN_PROGRAM
+from dualdist.monitoring.process_state import BUSY
+from dualdist.monitoring.rank_probe import IN_PROGRAM
 
 PROGRAM = str(Path(late_rank.__file__))
 SOURCE = Path(PROGRAM).read_text().splitlines()

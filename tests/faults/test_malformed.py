@@ -18,20 +18,20 @@ from harness.base_env import ROOT
 from harness.effort import Effort
 from hypothesis import strategies as st
 
-from dualdist import choices
-from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress, read_newest
-from dualdist.checkpoints.writing import write
-from dualdist.choices import Conditions, Saved
+from dualdist.bench.compare import folder as comparison
+from dualdist.bench.compare import launches
+from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, Progress, read_newest
+from dualdist.checkpoint.writer import write
 from dualdist.cli import build_parser, main
-from dualdist.compare import folder as comparison
-from dualdist.compare import launches
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
 from dualdist.horovod_build.record import BuildRecord, from_json
-from dualdist.jobs.loading import loads
-from dualdist.jobs.schema import JobFile, Resources
-from dualdist.launchers import hosts, link
-from dualdist.meeting.network import Invitation
-from dualdist.schedulers import SCHEDULERS
+from dualdist.launch import control_channel, hosts
+from dualdist.launch.job_file import loads
+from dualdist.launch.schedulers import SCHEDULERS
+from dualdist.launch.schema import JobFile, Resources
+from dualdist.rendezvous import saved_choice
+from dualdist.rendezvous.network_interfaces import Invitation
+from dualdist.rendezvous.saved_choice import Conditions, Saved
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
@@ -239,12 +239,12 @@ def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effor
 
     def check(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
-        if not error_of(lambda: choices.load(path), UsageError):
-            assert all(str(saved) for saved in choices.load(path))
+        if not error_of(lambda: saved_choice.load(path), UsageError):
+            assert all(str(saved) for saved in saved_choice.load(path))
         path.write_bytes(text.encode(errors="surrogatepass")[:-1] + b"\xff")
-        error_of(lambda: choices.load(path), UsageError)
+        error_of(lambda: saved_choice.load(path), UsageError)
 
-    effort.fuzz("files of saved choices", altered({"schema": choices.SCHEMA, "choices": [asdict(SAVED)]}), check)
+    effort.fuzz("files of saved choices", altered({"schema": saved_choice.SCHEMA, "choices": [asdict(SAVED)]}), check)
 
 
 @pytest.mark.smoke
@@ -305,8 +305,12 @@ def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> 
 
     lists = altered(["host", ["10.0.0.1", "10.0.0.2"], 4711])
     effort.fuzz("invitations", lists | altered({"a": 1, "b": 2, "3": 3}), check)
-    for message in (link.Hello("t", 0, "h", 0), link.Ended(1, 0.0, False, "x"), link.Failing("x")):
-        heard = partial(link.loads, type(message))
+    for message in (
+        control_channel.Hello("t", 0, "h", 0),
+        control_channel.Ended(1, 0.0, False, "x"),
+        control_channel.Failing("x"),
+    ):
+        heard = partial(control_channel.loads, type(message))
         texts = altered(asdict(message))
         effort.fuzz("messages to dualdist run", texts, lambda text, heard=heard: heard(text.encode(errors="replace")))
 

@@ -26,9 +26,9 @@ import pytest
 import torch
 from harness.effort import Effort
 
-from dualdist.checkpoints import writing as checkpoint_writing
-from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress, read, read_newest, seal
-from dualdist.checkpoints.writing import write
+from dualdist.checkpoint import writer as checkpoint_writing
+from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, Progress, read, read_newest, seal
+from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError
 
 pytestmark = pytest.mark.smoke

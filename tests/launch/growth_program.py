@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness.jobs import report
 
 import dualdist as dd
-from dualdist.backends import native_store
+from dualdist.backends.native import store
 
 asked: Counter[str] = Counter()
 TcpStore = dist.TCPStore
@@ -54,7 +54,7 @@ class Counting(dist.Store):
 
 
 def main() -> None:
-    native_store.dist.TCPStore = Counting
+    store.dist.TCPStore = Counting
     dd.init("native", timeout_s=60)
     dd.allreduce(torch.ones(1), "sum")
     rank = dd.rank()

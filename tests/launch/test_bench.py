@@ -15,7 +15,7 @@ from harness.jobs import Launch
 from harness.mpi import OpenMPI
 from launch.running import interrupted
 
-from dualdist.compare.statistics import RESAMPLES
+from dualdist.bench.statistics import RESAMPLES
 
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 # The README's lines, which the options behind them make short.

@@ -19,8 +19,8 @@ from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import interrupted
 
-from dualdist import choices
-from dualdist.choices import Conditions, Saved
+from dualdist.rendezvous import saved_choice
+from dualdist.rendezvous.saved_choice import Conditions, Saved
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
 # The README's lines that begin so; the options behind them make them short.
@@ -275,7 +275,7 @@ def choice(backend: str) -> Saved:
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """The environment of a user who has saved a choice that auto would not make by itself."""
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    choices.save(choices.path_of(env), [choice("horovod")])
+    saved_choice.save(saved_choice.path_of(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
 
@@ -301,7 +301,7 @@ def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: di
 def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
     launch: Launch, config: dict[str, str]
 ) -> None:
-    choices.save(choices.path_of(config), [replace(choice("native"), transport="nccl")])  # there is no GPU
+    saved_choice.save(saved_choice.path_of(config), [replace(choice("native"), transport="nccl")])  # there is no GPU
     (launch.directory / "tell.py").write_text(TELL)
     outcome = launch(["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"], env=config)
     assert set(outcome.stdout.split()) == {"native/shm"}
@@ -316,7 +316,7 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
     outcome = launch([*COMPARE, *words, "--rounds", "3", "--dry-run", "--output", "out"])
     lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
     assert len(lines) == 9
-    assert all(line[0] == "env" and "dualdist.compare.worker" in line for line in lines)
+    assert all(line[0] == "env" and "dualdist.bench.ranks.worker" in line for line in lines)
     assert all(f"--folder={launch.directory}/out/running/" in " ".join(line) for line in lines)
     assert outcome.stderr.startswith("dualdist compare: not native over gloo (python): plain python starts one rank")
     assert not (launch.directory / "out").exists()

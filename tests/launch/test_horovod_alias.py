@@ -122,7 +122,7 @@ import horovod.runner.http.http_server as server
 from horovod.runner import launch
 from horovod.runner.common.util import hosts
 import horovod.torch, dualdist.hvd
-from dualdist.horovod_names import real_horovod
+from dualdist.utils.horovod_names import real_horovod
 with real_horovod():
     import horovod.runner.http.http_server as real
 assert server is real and server.__spec__.name == "horovod.runner.http.http_server"
@@ -137,7 +137,7 @@ print(hosts.parse_hosts("a:2")[0].slots)
 def test_the_real_horovod_is_found_in_its_block_only_and_loaded_once(python: Python, first: str) -> None:
     code = f"""{first}{INSTALL}
 import sys, horovod.torch as face
-from dualdist.horovod_names import real_horovod
+from dualdist.utils.horovod_names import real_horovod
 def seen():
     return {{name: module for name, module in sys.modules.items() if name.partition(".")[0] == "horovod"}}
 before, path = seen(), list(sys.path)
@@ -291,7 +291,7 @@ def test_a_child_process_that_has_imported_nothing_tells_both_apart(python: Pyth
     python.write(
         "child.py",
         """\
-from dualdist.horovod_names import installed_alias, real_horovod
+from dualdist.utils.horovod_names import installed_alias, real_horovod
 def both(_):
     assert installed_alias() is None
     with real_horovod():

@@ -16,7 +16,7 @@ from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.slurm import Slurm
 
-from dualdist.jobs.loading import loads
+from dualdist.launch.job_file import loads
 
 README = (ROOT / "README.md").read_text()
 # So that a test takes seconds; the lines themselves stay as a person types them.
@@ -179,7 +179,7 @@ def test_a_line_of_dualdist_run_does_what_it_says(launch: Launch, example: Path,
     if "--write" in words:
         assert "#SBATCH" in (launch.directory / "job.sh").read_text()
     elif "--dry-run" in words:
-        assert "dualdist.launchers.rank" in outcome.stdout
+        assert "dualdist.launch.rank" in outcome.stdout
     else:
         ranks = words[words.index("-np") + 1] if "-np" in words else "4"
         assert f"{ranks} ranks, " in outcome.stdout

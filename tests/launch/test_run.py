@@ -231,7 +231,7 @@ def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
     with launch.start([*RUN, "-np", "2", "--launcher", "spawn", *words]) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
-        find(job, "dualdist.launchers.rank").kill()
+        find(job, "dualdist.launch.rank").kill()
         outcome = job.wait(30)
     assert outcome.rc == 137, str(outcome)
     assert "was lost" in last_words(outcome.stderr)[0]

@@ -112,7 +112,7 @@ def test_a_rank_elsewhere_goes_with_what_is_around_it(launch: Launch, two_hosts:
     words = ["-H", "hosta:1,hostb:1", "--launcher", "mpirun", PROGRAM, "hang", "-1", str(launch.directory)]
     with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
-        (around,) = [line for line in two_hosts.processes("-m dualdist.launchers.rank") if "hostb" in line.split()[0]]
+        (around,) = [line for line in two_hosts.processes("-m dualdist.launch.rank") if "hostb" in line.split()[0]]
         launch(["kill", "-KILL", around.split()[1]])
         outcome = job.wait(60)
     assert outcome.rc == 137, str(outcome)

@@ -22,13 +22,13 @@ def succeeded(program: str) -> str:
 
 @pytest.mark.full
 def test_import_of_the_helper_touches_no_torchvision() -> None:
-    assert succeeded("import sys, dualdist.vision; print('torchvision' in sys.modules)") == "False"
+    assert succeeded("import sys, dualdist.utils.torchvision_import; print('torchvision' in sys.modules)") == "False"
 
 
 def test_models_transforms_and_datasets_work() -> None:
     program = """
 import torch
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 vision = load_torchvision()
 assert load_torchvision() is vision
 from torchvision import datasets, transforms
@@ -42,7 +42,7 @@ print(tuple(resnet18(num_classes=10)(torch.zeros(2, 3, 32, 32)).shape), datasets
 def test_schemas_that_someone_declared_already_are_left_alone() -> None:
     program = """
 import torch
-from dualdist import vision
+from dualdist.utils import torchvision_import as vision
 theirs = torch.library.Library("torchvision", "DEF")
 for schema in vision.SCHEMAS.values():
     theirs.define(schema)
@@ -55,7 +55,7 @@ print(vision.load_torchvision().__name__)
 def test_nothing_is_declared_where_the_operators_load() -> None:
     program = """
 import torch
-from dualdist import vision
+from dualdist.utils import torchvision_import as vision
 vision.loads_operators = lambda folders: True
 stand_in = torch.library.Library("torchvision", "DEF")
 for schema in vision.SCHEMAS.values():
@@ -83,7 +83,7 @@ def test_missing_package_is_an_error_of_ours_with_what_to_type(broken: str, word
 import sys
 import torch
 from dualdist.errors import DualdistError
-from dualdist.vision import load_torchvision
+from dualdist.utils.torchvision_import import load_torchvision
 {broken}
 try:
     load_torchvision()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dualdist.compare.launches import Launch, Rank
+from dualdist.bench.compare.launches import Launch, Rank
 
 WARMUP, STEPS = 2, 5
 LOSSES = [2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualdist.asked import SaidMpi4py, SaidTorch
 from dualdist.doctor import Diagnosis, Finding, judge
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.facts import Facts, Host, Starter
 from dualdist.horovod_build.record import BuildRecord
+from dualdist.utils.package_probe import SaidMpi4py, SaidTorch
 
 VERSIONS: dict[str, str | None] = {
     "dualdist": "1",

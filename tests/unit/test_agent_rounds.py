@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dualdist.backends.native_store import TcpStore
-from dualdist.deadline import Deadline
+from dualdist.backends.native.store import TcpStore
 from dualdist.errors import RendezvousError
-from dualdist.meeting import agent_rounds
+from dualdist.rendezvous import elastic_generation
 from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline
 
 
 def store() -> TcpStore:
@@ -31,7 +31,7 @@ def rounds(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 2
     def attend(rank: int) -> object:
         time.sleep(random.uniform(0, 0.05))
         try:
-            return agent_rounds.agree(found, place(rank, size), Deadline(timeout_s))
+            return elastic_generation.agree(found, place(rank, size), Deadline(timeout_s))
         except RendezvousError as error:
             return str(error)
 
@@ -71,5 +71,5 @@ def test_who_did_not_come_is_told() -> None:
 def test_a_job_that_cannot_have_rounds_asks_nothing(environ: dict[str, str], nodes: int, repeats: bool) -> None:
     size = 2 * nodes
     there = Topology(0, size, 0, 2, 0, nodes, "torchrun", "X", meeting="agent")
-    assert agent_rounds.may_repeat(there, environ) is repeats
-    assert not agent_rounds.may_repeat(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)
+    assert elastic_generation.may_repeat(there, environ) is repeats
+    assert not elastic_generation.may_repeat(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)

@@ -11,17 +11,17 @@ import pytest
 import torch.distributed as dist
 
 from dualdist.backends.base import Backend
-from dualdist.backends.horovod import ProcessSets
-from dualdist.backends.native import NativeBackend
-from dualdist.backends.native_store import TcpStore
-from dualdist.backends.shm import HostLine, line_bytes
+from dualdist.backends.horovod.backend import ProcessSets
+from dualdist.backends.native.backend import NativeBackend
+from dualdist.backends.native.store import TcpStore
+from dualdist.backends.shm.backend import HostLine, line_bytes
+from dualdist.backends.shm.segment import share
 from dualdist.backends.single import SingleBackend
-from dualdist.deadline import Deadline
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
-from dualdist.meeting.opening import Meeting, Start, _session
-from dualdist.meeting.placement import Place
-from dualdist.shared_memory import share
+from dualdist.rendezvous.open_session import Meeting, Start, _session
+from dualdist.rendezvous.rank_assignment import Place
 from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline
 
 
 class NoLines(SingleBackend):

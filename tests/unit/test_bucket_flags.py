@@ -9,9 +9,9 @@ import torch
 
 from dualdist.backends.base import NO_PLACE, ReduceOp
 from dualdist.backends.single import Finished, SingleBackend
-from dualdist.reducing.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, Recipe
-from dualdist.reducing.buckets import Bucket
-from dualdist.reducing.compression import CASTS, Compressor
+from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, Recipe
+from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.compression import CASTS, Compressor
 
 
 class Signs:

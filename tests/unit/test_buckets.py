@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.reducing.bucket_plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, Recipe, plan_buckets
+from dualdist.ddp.bucket_plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, Recipe, plan_buckets
 
 DTYPES = (torch.float32, torch.float16, torch.float64)
 SIZES = st.integers(min_value=1, max_value=3 * FIRST_BUCKET_BYTES)

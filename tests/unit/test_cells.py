@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from dualdist.bench.compare.matrix import Cell, Facts, Refused, places_of, references, refusal, sorted_out
+from dualdist.bench.jobs import Place, Setting
 from dualdist.cli import compare
 from dualdist.cli.compare_request import cells_of
-from dualdist.compare.cells import Cell, Facts, Refused, places_of, references, refusal, sorted_out
-from dualdist.compare.jobs import Place, Setting
 from dualdist.doctor import Availability
 from dualdist.errors import UsageError
-from dualdist.launchers import Site
+from dualdist.launch.launchers import Site
 
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 HERE = Availability(True, "1", "")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness.effort import Effort
 
-from dualdist.checkpoints.files import (
+from dualdist.checkpoint.files import (
     ABOUT,
     EXTRA,
     FORMAT,
@@ -30,8 +30,8 @@ from dualdist.checkpoints.files import (
     read_newest,
     seal,
 )
-from dualdist.checkpoints.saving import Outcome, Task
-from dualdist.checkpoints.writing import write
+from dualdist.checkpoint.save import Outcome, Task
+from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError
 
 RANDOM = random.Random(5)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.checkpoints.files import ABOUT, EXTRA, FORMAT, Progress
-from dualdist.checkpoints.state import contents
-from dualdist.checkpoints.writing import write
+from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, Progress
+from dualdist.checkpoint.state import contents
+from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError, UsageError
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from comparisons import launch, launches
 
-from dualdist import choices
-from dualdist.choices import Conditions, Saved
-from dualdist.compare.choosing import chosen
-from dualdist.compare.launches import Launch
-from dualdist.compare.paired import least_launches
+from dualdist.bench.compare.choosing import chosen
+from dualdist.bench.compare.launches import Launch
+from dualdist.bench.paired import least_launches
 from dualdist.errors import UsageError
-from dualdist.meeting.selection import saved_choice
+from dualdist.rendezvous import saved_choice as choices
+from dualdist.rendezvous.backend_selection import saved_choice
+from dualdist.rendezvous.saved_choice import Conditions, Saved
 from dualdist.topology import Topology
 
 HERE = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)

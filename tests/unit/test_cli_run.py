@@ -16,9 +16,10 @@ import pytest
 
 from dualdist.cli.run import configure, line, lines, program
 from dualdist.errors import UsageError
-from dualdist.launchers import Command, reach
-from dualdist.launchers.interrupts import held, termination_raises
-from dualdist.launchers.planning import allocated, default_launcher, task_cpus
+from dualdist.launch import host_check
+from dualdist.launch.env_defaults import allocated, default_launcher, task_cpus
+from dualdist.launch.interrupts import held, termination_raises
+from dualdist.launch.launchers import Command
 
 FACE = ("-m", "dualdist.hvd")
 
@@ -171,7 +172,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
     assert done.returncode == 0
     variables, backend, torchrun, *rest = shlex.split(done.stdout)
     assert (variables, backend, os.path.basename(torchrun)) == ("env", "DUALDIST_BACKEND=native", "torchrun")
-    wrapped = ["-m", "dualdist.launchers.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
+    wrapped = ["-m", "dualdist.launch.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
     assert rest[-9:] == ["--nproc-per-node=2", *wrapped]
     assert done.stderr == (
         "dualdist run: torchrun starts 2 rank(s), as no --launcher was named and this is no Slurm allocation "
@@ -251,7 +252,7 @@ def test_ending_it_while_ssh_is_being_started_leaves_none(monkeypatch: pytest.Mo
             signal.raise_signal(signal.SIGTERM)  # before the caller knows of the process
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    with pytest.raises(SystemExit), termination_raises(), reach._ssh("elsewhere", ["sleep", "60"]):
+    with pytest.raises(SystemExit), termination_raises(), host_check._ssh("elsewhere", ["sleep", "60"]):
         pytest.fail("it goes on")
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 

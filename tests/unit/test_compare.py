@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from dualdist.bench import scale, startup
+from dualdist.bench.cases import CONTENDERS, MODELS, StepOptions
+from dualdist.bench.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
+from dualdist.bench.ranks.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
+from dualdist.bench.ranks.models import case_of
+from dualdist.bench.report import Table, check_file, dumps, plain, record, size_words, typed
+from dualdist.bench.scale import ScaleOptions
+from dualdist.bench.scaling import Link
+from dualdist.bench.startup import where_raw_starts
+from dualdist.bench.step import check
 from dualdist.cli.bench import _numbers, _size
-from dualdist.compare import bench_scale, bench_startup
-from dualdist.compare.bench_scale import ScaleOptions
-from dualdist.compare.bench_startup import where_raw_starts
-from dualdist.compare.bench_step import check
-from dualdist.compare.cases import CONTENDERS, MODELS, StepOptions
-from dualdist.compare.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
-from dualdist.compare.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
-from dualdist.compare.machine import CpuUse
-from dualdist.compare.models import case_of
-from dualdist.compare.report import Table, check_file, dumps, plain, record, size_words, typed
-from dualdist.compare.scaling import Link
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launchers import Command, Site
+from dualdist.launch.launchers import Command, Site
+from dualdist.utils.machine import CpuUse
 
 SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")
 
@@ -109,7 +109,7 @@ def test_worker_is_started_by_the_places_launcher_with_the_places_variables() ->
         "DUALDIST_BACKEND": "horovod",
         "DUALDIST_TRANSPORT": "gloo",
     }
-    assert built.argv[-5:] == ("-m", "dualdist.compare.worker", "step", "--device=auto", "--timeout-s=300")
+    assert built.argv[-5:] == ("-m", "dualdist.bench.ranks.worker", "step", "--device=auto", "--timeout-s=300")
 
 
 def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
@@ -121,7 +121,7 @@ def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
 
 def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:
     built = worker_command(Place("native", None, "spawn"), ["step"], Setting(3, device="cpu"), SITE)
-    assert built.argv[:4] == ("/v/python", "-m", "dualdist.compare.spawned", "3")
+    assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.spawned", "3")
     assert built.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -189,24 +189,24 @@ def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
 
 def started(kind: str, number: int) -> tuple[Planned, list[dict[str, Any]]]:
     tags = {"place": Place("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
-    held: dict[str, Any] = dict.fromkeys(bench_startup.HELD, 1)
-    report = {"seconds": dict.fromkeys(bench_startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
+    held: dict[str, Any] = dict.fromkeys(startup.HELD, 1)
+    report = {"seconds": dict.fromkeys(startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
     return Planned("x", Command(("x",)), (), tags), [report]
 
 
 def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
     whole = [started("raw", 0), started("dualdist", 0)]
-    (found,) = bench_startup.judge([*whole, started("raw", 1)])
+    (found,) = startup.judge([*whole, started("raw", 1)])
     assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
-    assert list(bench_startup.tables([found]))
-    assert bench_startup.judge([started("dualdist", 0)]) == []
+    assert list(startup.tables([found]))
+    assert startup.judge([started("dualdist", 0)]) == []
 
 
 def test_scale_without_its_step_or_its_sweep_predicts_nothing_and_shows_the_rest() -> None:
     for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", Link(1e-6, 1e-9))):
-        found = bench_scale.judge([], options)
+        found = scale.judge([], options)
         assert found["outlook"] == []
-        assert list(bench_scale.tables(found)) == []
+        assert list(scale.tables(found)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])
@@ -257,6 +257,6 @@ def test_ranks_are_numbers_with_commas() -> None:
 
 
 def test_only_the_ranks_side_imports_torch() -> None:
-    folder = Path(__file__).parents[2] / "dualdist" / "compare"
-    importing = {path.name for path in folder.glob("*.py") if "\nimport torch\n" in path.read_text()}
-    assert importing == {"allreduces.py", "models.py", "raw.py", "steps.py", "training.py"}
+    folder = Path(__file__).parents[2] / "dualdist" / "bench"
+    importing = {path.parent.name for path in folder.rglob("*.py") if "\nimport torch\n" in path.read_text()}
+    assert importing == {"ranks"}

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from comparisons import launch
 
+from dualdist.bench.compare.figures import result
+from dualdist.bench.compare.folder import CONDITIONS, claimed, looked_at
+from dualdist.bench.compare.launches import Launch, read, write
+from dualdist.bench.compare.matrix import OURS, Cell
+from dualdist.bench.compare.progress import duration
+from dualdist.bench.compare.tables import tables, write_csv
+from dualdist.bench.jobs import Place
+from dualdist.bench.report import last_words
 from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
-from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.figures import result
-from dualdist.compare.folder import CONDITIONS, claimed, looked_at
-from dualdist.compare.jobs import Place
-from dualdist.compare.launches import Launch, read, write
-from dualdist.compare.progress import duration
-from dualdist.compare.report import last_words
-from dualdist.compare.tables import tables, write_csv
 from dualdist.errors import UsageError
 
 CELL = Cell(OURS, Place("native", "shm", "torchrun"))

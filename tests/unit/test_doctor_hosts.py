@@ -14,9 +14,9 @@ from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor import peer
 from dualdist.doctor.cells import last_words
+from dualdist.doctor.checks.hosts import Reported, find
 from dualdist.doctor.facts import Host
 from dualdist.doctor.hosts import address_of, known, told_by
-from dualdist.doctor.of_hosts import Reported, find
 from dualdist.errors import LaunchError
 from dualdist.version import __version__
 

@@ -27,14 +27,14 @@ from doctor_facts import (
     with_versions,
 )
 
-from dualdist.asked import SaidMpi4py
 from dualdist.cli.colour import Paint
 from dualdist.cli.doctor_lines import lines
 from dualdist.doctor import to_json
+from dualdist.doctor.collect import kinds_of_mpi
 from dualdist.doctor.facts import Facts, Starter, family_of
 from dualdist.doctor.fixing import fixes
-from dualdist.doctor.look import kinds_of_mpi
 from dualdist.environments import detect
+from dualdist.utils.package_probe import SaidMpi4py
 
 # A launch that is sound, and yet not what a training wants: a script or a shell in an allocation of several tasks.
 ALONE = {

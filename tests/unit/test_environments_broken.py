@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dualdist.environments import (
     detect,
+    env_vars,
     flux,
-    handset,
     horovodrun,
     hydra,
     jsm,
@@ -57,7 +57,7 @@ WHOLE = {
     ),
     "flux": (dict(zip(flux.NAMES.given(), ("1", "4", "1", "2"), strict=True)), flux.NAMES.given()),
     "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
-    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*handset.NEEDED, *MASTER)),
+    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*env_vars.NEEDED, *MASTER)),
 }
 WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
 HALVES = [pytest.param(env, name, id=f"{kind}-{name}") for kind, (env, needed) in WHOLE.items() for name in needed]

@@ -13,7 +13,7 @@ from dualdist.doctor.backends import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import Explanation, explain
 from dualdist.environments import detect
-from dualdist.environments.variables import FIELDS
+from dualdist.environments.env_values import FIELDS
 
 BACKENDS = available(VERSIONS, HOROVOD)
 SOUND = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dualdist as dd
+from dualdist.ddp.nonfinite import INFINITE, NAN, in_words, kinds_of, suspects
+from dualdist.ddp.step_checks import checked_every
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.reducing.finite import INFINITE, NAN, in_words, kinds_of, suspects
-from dualdist.reducing.step_checks import checked_every
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 

@@ -13,7 +13,7 @@ import horovod
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.hvd.running import run
+from dualdist.hvd.run import run
 
 
 def test_signature_is_horovods() -> None:
@@ -60,7 +60,7 @@ def test_hosts_of_a_file_are_checked(tmp_path: Path) -> None:
 
 SCRIPT = """\
 import sys
-import dualdist.hvd.running as running
+import dualdist.hvd.run as running
 class Box:
     def __init__(self, value):
         self.value = value

@@ -15,21 +15,21 @@ import dualdist
 PACKAGE = Path(dualdist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # What dualdist is held against, used as without it.
-MEASURED = {"compare/raw.py", "compare/fresh/start.py"}
+MEASURED = {"bench/ranks/baselines.py", "bench/ranks/cold_start.py"}
 # What only some files may name, nested imports included.
 RESERVED = {
-    "torch.distributed": {"backends/native.py", "backends/native_start.py", "backends/native_store.py", *MEASURED},
+    "torch.distributed": {*(f"backends/native/{name}.py" for name in ("backend", "startup", "store")), *MEASURED},
     "horovod": {
-        *("backends/horovod.py", "backends/horovod_driver.py", "backends/horovod_start.py"),
-        *("horovod_build/trial.py", *MEASURED),
+        *(f"backends/horovod/{name}.py" for name in ("backend", "driver", "startup")),
+        *("horovod_build/smoke_test.py", *MEASURED),
     },
-    "mpi4py": {"meeting/mpi_world.py", "horovod_build/probe.py", *MEASURED},
+    "mpi4py": {"rendezvous/mpi_world.py", "horovod_build/probe.py", *MEASURED},
 }
 # Modules that must stay quick and usable where torch is broken.
 WITHOUT_TORCH = (
     "dualdist",
-    "dualdist.launchers",
-    "dualdist.asked",
+    "dualdist.launch.launchers",
+    "dualdist.utils.package_probe",
     "dualdist.doctor",
     "dualdist.doctor.cells",
     "dualdist.doctor.peer",

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from dualdist import collectives, hvd
-from dualdist.handle import Handle
+from dualdist import hvd
+from dualdist.collectives import collectives
+from dualdist.collectives.work import Handle
 from dualdist.hvd import handles
 from dualdist.hvd.face import current
 

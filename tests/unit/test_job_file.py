@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 
 from dualdist.errors import UsageError
-from dualdist.jobs.loading import load, loads
-from dualdist.jobs.pairs import CARRIERS
-from dualdist.jobs.schema import BackendName, JobFile, LauncherName, Resources, TransportName
-from dualdist.launchers import LAUNCHERS
-from dualdist.meeting.selection import BACKENDS, TRANSPORTS
-from dualdist.schedulers import SCHEDULERS
+from dualdist.launch.job_file import load, loads
+from dualdist.launch.launchers import LAUNCHERS
+from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.schedulers import SCHEDULERS
+from dualdist.launch.schema import BackendName, JobFile, LauncherName, Resources, TransportName
+from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 
 WHOLE = """\
 program: train.py  # or module

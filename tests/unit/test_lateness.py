@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import dualdist
-from dualdist.watching.lateness import Silent, in_words
-from dualdist.watching.process_state import BUSY, STATES, parsed
-from dualdist.watching.roll_call import IN_PROGRAM, Where
-from dualdist.watching.stacks import SHOWN, program_thread, shown, stack_of, trimmed
+from dualdist.monitoring.process_state import BUSY, STATES, parsed
+from dualdist.monitoring.rank_probe import IN_PROGRAM, Where
+from dualdist.monitoring.stacks import SHOWN, program_thread, shown, stack_of, trimmed
+from dualdist.monitoring.timeout_report import Silent, in_words
 
 OURS = str(Path(dualdist.__file__).with_name("operations.py"))
 WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"

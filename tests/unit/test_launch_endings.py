@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from dualdist.launchers import link, planning, rank
-from dualdist.launchers.endings import RankEnd, describe, exit_code, first_failure, has_stopped
-from dualdist.launchers.relay import Relay
-from dualdist.launchers.tracebacks import is_consequence, reason
+from dualdist.launch import control_channel, env_defaults, rank
+from dualdist.launch.exit_status import RankEnd, describe, exit_code, first_failure, has_stopped
+from dualdist.launch.relay import Relay
+from dualdist.launch.stderr_summary import is_consequence, reason
 
 VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
 KEY_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nKeyError: 1'
@@ -151,15 +151,15 @@ def test_a_failure_is_told_with_rank_host_and_signal() -> None:
 )
 def test_a_ranks_words_are_read_as_they_were_written(settings: rank.Settings) -> None:
     words = rank.words(settings)
-    assert words[:2] == ("-m", "dualdist.launchers.rank")
+    assert words[:2] == ("-m", "dualdist.launch.rank")
     assert rank.parse(words[2:]) == settings
 
 
 def test_an_address_is_read_as_it_was_written() -> None:
-    address = link.Address.new(("10.0.0.1", "127.0.0.1"), 4711)
-    assert link.Address.loads(address.dumps()) == address
-    assert link.loads(link.Hello, b"GET / HTTP/1.1") is None
-    assert link.loads(link.Ended, b'{"code": 1}') is None
+    address = control_channel.Address.new(("10.0.0.1", "127.0.0.1"), 4711)
+    assert control_channel.Address.loads(address.dumps()) == address
+    assert control_channel.loads(control_channel.Hello, b"GET / HTTP/1.1") is None
+    assert control_channel.loads(control_channel.Ended, b'{"code": 1}') is None
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
 
 
 def variables(environ: dict[str, str], given: dict[str, str], *, has_hosts: bool = False) -> dict[str, str]:
-    return planning.variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
+    return env_defaults.variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
 
 
 def test_a_ranks_variables_are_the_users_before_ours() -> None:
@@ -230,10 +230,10 @@ def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
 
 
 def test_an_interface_is_told_to_all_that_ask() -> None:
-    found = planning.variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
+    found = env_defaults.variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
 def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
-    assert planning.threads(cores, ranks) == expected
+    assert env_defaults.threads(cores, ranks) == expected

@@ -11,7 +11,7 @@ import pytest
 from harness.base_env import ROOT
 
 from dualdist.cli import main
-from dualdist.schedulers.shell import FROM, TO
+from dualdist.launch.schedulers.shell import FROM, TO
 
 LAUNCH = ROOT / "launch"
 JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))

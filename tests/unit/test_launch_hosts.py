@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launchers import Host, Site, hosts, ssh
-from dualdist.launchers.probe import Facts, look
-from dualdist.launchers.reach import is_here, judge
+from dualdist.launch import hosts, ssh
+from dualdist.launch.host_check import is_here, judge
+from dualdist.launch.host_probe import Facts, look
+from dualdist.launch.launchers import Host, Site
 from dualdist.version import __version__
 
 SITE = Site("/v/bin/python", {}, "/v/bin", folder="/shared/job")
@@ -140,7 +141,7 @@ def test_hosts_need_the_same_version() -> None:
     [
         (71, "", "host 'b' has no folder /shared/job: start the job in one that every host has"),
         (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same place"),
-        (1, "/v/bin/python: No module named dualdist.launchers\n", "/v/bin/python does not find dualdist there"),
+        (1, "/v/bin/python: No module named dualdist.launch.launchers\n", "/v/bin/python does not find dualdist there"),
         (1, "ImportError: libx.so\n", "host 'b' cannot run /v/bin/python (ImportError: libx.so)"),
         (
             255,

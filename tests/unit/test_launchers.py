@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launchers import LAUNCHERS, Host, Job, Meeting, Site, command, commands, ssh
-from dualdist.launchers.base import Mpi
-from dualdist.launchers.horovodrun import own_names
-from dualdist.launchers.run import mpi_of
+from dualdist.launch import ssh
+from dualdist.launch.execute import mpi_of
+from dualdist.launch.job import Mpi
+from dualdist.launch.launchers import LAUNCHERS, Host, Job, Meeting, Site, command, commands
+from dualdist.launch.launchers.horovodrun import own_names
 
 TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
 JOB = Job(("train.py", "--epochs", "1"), 2, "native", env={"OMP_NUM_THREADS": "1"})
@@ -147,7 +148,9 @@ def test_mpi_is_told_by_its_version(version: str, mpi: Mpi) -> None:
 
 
 def test_command_lines_need_no_torch() -> None:
-    program = "import sys; import dualdist.launchers.mpirun, dualdist.launchers.run; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys; import dualdist.launch.launchers.mpirun, dualdist.launch.execute; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
@@ -249,7 +252,7 @@ def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
     assert "BatchMode=yes" in over.argv
     assert over.argv[-2] == "b"
     assert over.argv[-1].startswith(
-        "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launchers.keeper "
+        "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launch.remote_guard "
         "/v/bin/torchrun --nnodes=2 "
     )
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import LaunchError
-from dualdist.launchers import Command, processes
-from dualdist.launchers.interrupts import held, termination_raises
-from dualdist.launchers.run import look, run
+from dualdist.launch import processes
+from dualdist.launch.execute import look, run
+from dualdist.launch.interrupts import held, termination_raises
+from dualdist.launch.launchers import Command
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
 PARENT = """
@@ -83,7 +84,7 @@ def test_process_that_outlives_its_launcher_is_ended_and_reported(tmp_path: Path
 
 
 def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualdist.launchers.run.GRACE_S", 0.5)
+    monkeypatch.setattr("dualdist.launch.execute.GRACE_S", 0.5)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
@@ -97,7 +98,7 @@ def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyP
 def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "pid"
     program = (
-        "import sys; from dualdist.launchers import Command; from dualdist.launchers.run import run\n"
+        "import sys; from dualdist.launch.launchers import Command; from dualdist.launch.execute import run\n"
         "run(Command(tuple(sys.argv[1:])), timeout_s=None, what='a job', capture=False)"
     )
     job = python(PARENT, str(file), "600").argv
@@ -116,7 +117,7 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As one that waits for a disk; for this one nobody has waited."""
-    monkeypatch.setattr("dualdist.launchers.processes.STUCK_S", 0.2)
+    monkeypatch.setattr("dualdist.launch.processes.STUCK_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         assert processes.killed("nobody's", 0, lambda: [ended.pid]) == []
     assert (
@@ -127,7 +128,7 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(
 def test_a_process_that_is_no_longer_ours_is_passed_over() -> None:
     program = """
 import os, signal
-from dualdist.launchers import processes
+from dualdist.launch import processes
 if os.geteuid() == 0:
     os.setuid(65534)
 processes.send([1, os.getpid()], signal.SIGURG)

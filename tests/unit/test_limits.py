@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist import limits
+from dualdist.utils import resource_limits
 
 PAGES = "9223372036854771712"
 ALONE_V1 = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": PAGES}
@@ -53,10 +53,10 @@ def test_what_is_granted(
     for name, text in {"proc/self/cgroup": groups, **{f"groups/{name}": text for name, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n" if text else "")
-    monkeypatch.setattr(limits, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
-    assert limits.granted_cores() == cores
-    assert limits.memory_limit() == memory
+    monkeypatch.setattr(resource_limits, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(resource_limits, "GROUPS", tmp_path / "groups")
+    assert resource_limits.granted_cores() == cores
+    assert resource_limits.memory_limit() == memory
     affinity = len(os.sched_getaffinity(0))
-    assert limits.usable_cores() == min(affinity, cores or affinity)
-    assert limits.machine_cores() == min(os.cpu_count() or 1, cores or 10**6)
+    assert resource_limits.usable_cores() == min(affinity, cores or affinity)
+    assert resource_limits.machine_cores() == min(os.cpu_count() or 1, cores or 10**6)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.compare import machine as machine_module
-from dualdist.compare.machine import (
+from dualdist.utils import machine as machine_module
+from dualdist.utils.machine import (
     CpuReading,
     CpuUse,
     Machine,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.negotiation import Decision, Joined, Offer, Row, decide
+from dualdist.collectives.negotiation import Decision, Joined, Offer, Row, decide
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 ROWS = st.lists(

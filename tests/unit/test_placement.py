@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dualdist.errors import TopologyError
-from dualdist.meeting.placement import Place, Report, placed, report_of, settle
+from dualdist.rendezvous.rank_assignment import Place, Report, placed, report_of, settle
 from dualdist.topology import Topology
 
 

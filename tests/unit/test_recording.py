@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.recording import Plan, Recorder
+from dualdist.diagnostics.recording import Plan, Recorder
 
 STEPS = 5
 

@@ -13,7 +13,7 @@ from dualdist.doctor import to_json
 from dualdist.doctor.backends import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import explain
-from dualdist.redaction import HIDDEN, redacted_in, redactor
+from dualdist.utils.redaction import HIDDEN, redacted_in, redactor
 
 SECRETS = {
     "HOROVOD_SECRET_KEY": "hush-1",

@@ -7,7 +7,7 @@ import torch
 
 from dualdist.backends.base import ReduceOp
 from dualdist.backends.single import SingleBackend
-from dualdist.reductions import allreduce_, reduce_rows
+from dualdist.collectives.reductions import allreduce_, reduce_rows
 
 
 class Crowd(SingleBackend):

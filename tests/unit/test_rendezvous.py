@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dualdist.backends import native_store
-from dualdist.backends.native import TcpStore
-from dualdist.deadline import Deadline, call_within
+from dualdist.backends.native import store as native_store
+from dualdist.backends.native.backend import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.meeting.network import (
+from dualdist.rendezvous.network_interfaces import (
     LOOPBACK,
     OWN_IPV6,
     Invitation,
@@ -25,9 +24,10 @@ from dualdist.meeting.network import (
     listen,
     wait_until_listening,
 )
-from dualdist.meeting.placement import Place, Report
-from dualdist.meeting.rendezvous import FileExchange, Met, _interface, assemble, meet
+from dualdist.rendezvous.rank_assignment import Place, Report
+from dualdist.rendezvous.store_rendezvous import FileExchange, Met, _interface, assemble, meet
 from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline, call_within
 
 
 @pytest.fixture

@@ -12,21 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.backends import native_store
-from dualdist.deadline import Deadline
-from dualdist.meeting.network import LOOPBACK, listen
-from dualdist.watching.lateness import give_up, silent_ranks
-from dualdist.watching.roll_call import ANSWER_S, IN_PROGRAM, LOOK_S, RollCall
-from dualdist.watching.watch import Watch
+from dualdist.backends.native import store as native_store
+from dualdist.monitoring.monitored import Watch
+from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RollCall
+from dualdist.monitoring.timeout_report import give_up, silent_ranks
+from dualdist.rendezvous.network_interfaces import LOOPBACK, listen
+from dualdist.utils.deadline import Deadline
 
 Enroll = Callable[[int, int], list[RollCall]]
 # Seconds that the interpreter takes to end.
 TAKES_S = 3
 STORE = """
 import sys
-from dualdist.backends import native_store
-from dualdist.deadline import Deadline
-from dualdist.meeting.network import LOOPBACK, listen
+from dualdist.backends.native import store as native_store
+from dualdist.utils.deadline import Deadline
+from dualdist.rendezvous.network_interfaces import LOOPBACK, listen
 listener = listen(0, loopback_only=True)
 port = listener.getsockname()[1]
 kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
@@ -36,10 +36,10 @@ sys.stdin.read()
 RANK = """
 import sys
 import time
-from dualdist.backends import native_store
-from dualdist.deadline import Deadline
-from dualdist.meeting.network import LOOPBACK
-from dualdist.watching.roll_call import RollCall
+from dualdist.backends.native import store as native_store
+from dualdist.utils.deadline import Deadline
+from dualdist.rendezvous.network_interfaces import LOOPBACK
+from dualdist.monitoring.rank_probe import RollCall
 RollCall(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
 class TakesLongToEnd:
     seconds = float(sys.argv[2])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import dualdist as dd
-from dualdist.data import Remainder, Share
+from dualdist.data.sampler import Remainder, Share
 from dualdist.errors import UsageError
 
 COUNT = 20

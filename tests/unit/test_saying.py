@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.showing import _Bar
+from dualdist.progress_bar import _Bar
 
 SAYS = """
 import logging, sys

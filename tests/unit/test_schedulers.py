@@ -14,12 +14,12 @@ import pytest
 
 from dualdist.cli import main
 from dualdist.errors import LaunchError, UsageError
-from dualdist.jobs.words import duration, mebibytes
-from dualdist.schedulers import SCHEDULERS, Request, script
-from dualdist.schedulers.asking import requested
-from dualdist.schedulers.base import clock
-from dualdist.schedulers.shell import TO
-from dualdist.schedulers.submit import submit
+from dualdist.launch.schedulers import SCHEDULERS, Request, script
+from dualdist.launch.schedulers.asking import requested
+from dualdist.launch.schedulers.request import clock
+from dualdist.launch.schedulers.shell import TO
+from dualdist.launch.schedulers.submit import submit
+from dualdist.launch.units import duration, mebibytes
 
 GOLDEN = """\
 #!/bin/bash

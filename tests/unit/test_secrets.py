@@ -9,12 +9,13 @@ import pytest
 
 from dualdist.cli import main
 from dualdist.cli.run import line
-from dualdist.launchers import Command, Host, Job, Site, command, planning
-from dualdist.launchers.link import LINK
-from dualdist.launchers.ssh import over, probe
-from dualdist.redaction import hidden, hidden_in, is_secret
-from dualdist.schedulers import Request, script
-from dualdist.schedulers.shell import KEPT
+from dualdist.launch import env_defaults
+from dualdist.launch.control_channel import LINK
+from dualdist.launch.launchers import Command, Host, Job, Site, command
+from dualdist.launch.schedulers import Request, script
+from dualdist.launch.schedulers.shell import KEPT
+from dualdist.launch.ssh import over, probe
+from dualdist.utils.redaction import hidden, hidden_in, is_secret
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
 OTHERS = ("PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "NCCL_IB_PKEY", "KEYBOARD", "PATTERN")
@@ -45,10 +46,10 @@ def test_the_value_of_an_option_that_is_secret_is_hidden_whatever_it_looks_like(
 def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     environ = {name: "hush", "OMP_PLACES": "cores", "HOME": "/h", "A B": "c", "OMP_$(id)": "d"}
     options = {"threads_a_rank": None, "interface": None, "has_hosts": True}
-    forwarded = planning.variables(environ, {}, **options)  # type: ignore[arg-type]
+    forwarded = env_defaults.variables(environ, {}, **options)  # type: ignore[arg-type]
     assert forwarded == {"OMP_PLACES": "cores", "PYTHONUNBUFFERED": "1"}
-    assert planning.variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
-    assert planning.needed_here(environ) == {"HOME": "/h"}
+    assert env_defaults.variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
+    assert env_defaults.needed_here(environ) == {"HOME": "/h"}
 
 
 def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> None:
@@ -64,7 +65,7 @@ def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> 
 
 def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named() -> None:
     environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
-    site = Site("/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secrets=planning.secrets(environ))
+    site = Site("/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secrets=env_defaults.secrets(environ))
     built = command("srun", Job(("x.py",), 2, env={"WANDB_API_KEY": "hush"}), site)
     assert built.environment(environ) == {"WANDB_API_KEY": "hush", "HOME": "/h"}
     assert line(built).startswith("env --unset=HF_TOKEN WANDB_API_KEY=hush /v/srun ")
@@ -111,7 +112,7 @@ def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
     built = over(Command(("python", "x.py"), {"HF_TOKEN": "hush", LINK: "hush:1:a", "A": "b"}, host="n1"), site)
     assert json.loads(built.stdin) == {"HF_TOKEN": "hush", LINK: "hush:1:a"}
     assert "hush" not in " ".join(built.argv)
-    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launchers.keeper --told python x.py")
+    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launch.remote_guard --told python x.py")
     assert "-n" not in built.argv, "ssh would not read it"
     plain = over(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.meeting.selection import checked_choice, chosen_backend, controller, over_mpi
+from dualdist.rendezvous.backend_selection import checked_choice, chosen_backend, controller, over_mpi
 from dualdist.topology import Topology
 
 

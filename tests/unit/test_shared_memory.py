@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from dualdist.backends.base import Settling
-from dualdist.backends.native_store import TcpStore
-from dualdist.backends.shm import STAGE_BYTES, HostLine, line_bytes
-from dualdist.deadline import Deadline
+from dualdist.backends.native.store import TcpStore
+from dualdist.backends.shm.backend import STAGE_BYTES, HostLine, line_bytes
+from dualdist.backends.shm.exchange import Letters, open_mailbox
+from dualdist.backends.shm.segment import Neighbours, objection, share
 from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
-from dualdist.mailbox import Letters, open_mailbox
-from dualdist.shared_memory import Neighbours, objection, share
+from dualdist.utils.deadline import Deadline
 
 FOLDER = Path("/dev/shm")
 TIMEOUT_S = 30.0

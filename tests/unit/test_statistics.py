@@ -7,16 +7,7 @@ import statistics as stdlib
 
 import pytest
 
-from dualdist.compare.statistics import (
-    LOADED_CORES,
-    estimate,
-    least_squares,
-    noise,
-    pooled,
-    quantile,
-    ratio,
-    spread,
-)
+from dualdist.bench.statistics import LOADED_CORES, estimate, least_squares, noise, pooled, quantile, ratio, spread
 
 ROUNDS = 15
 

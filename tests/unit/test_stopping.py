@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 import dualdist as dd
-from dualdist.backends.native_store import TcpStore
+from dualdist.backends.native.store import TcpStore
+from dualdist.elastic import training_state
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
-from dualdist.stopping import CHANGE, STOP, LastStep, Notice, file_of
+from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, Notice, file_of
 
 LOOK_S = 0.02
 STEPS = 400
@@ -124,7 +125,7 @@ def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
     for _ in range(10):
         dd.init()
         with ThreadPoolExecutor(8, initializer=threading.Barrier(8).wait) as pool:
-            found = [pool.submit(dd.elastic._last_step) for _ in range(8)]
+            found = [pool.submit(training_state._last_step) for _ in range(8)]
         assert len({each.result() for each in found}) == 1
         assert [thread.name for thread in threading.enumerate()].count("dualdist-last-step") == 1
         dd.elastic.request_stop()

@@ -17,9 +17,9 @@ import pytest
 import torch
 from harness import trace_format
 
-from dualdist.timeline.clocks import Ahead, between, measure, worst_ns
-from dualdist.timeline.listening import Listener
-from dualdist.timeline.trace import STEPS, Clock, Event, Span, document, rank_events
+from dualdist.diagnostics.clocks import Ahead, between, measure, worst_ns
+from dualdist.diagnostics.timeline_events import Listener
+from dualdist.diagnostics.trace_format import STEPS, Clock, Event, Span, document, rank_events
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 

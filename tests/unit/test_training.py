@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import dualdist as dd
-from dualdist.compare import raw
-from dualdist.compare.cases import TrainOptions
-from dualdist.compare.training import train
+from dualdist.bench.cases import TrainOptions
+from dualdist.bench.ranks import baselines
+from dualdist.bench.ranks.training import train
 from dualdist.errors import UnsupportedError
 
 
@@ -31,7 +31,9 @@ def test_a_training_whose_allreduces_cannot_be_timed_is_recorded_and_says_why(
     def in_place(tensor: torch.Tensor) -> None:
         raise UnsupportedError("only on CPU tensors")  # as raw mpi4py says of a GPU's, and no runner has a GPU
 
-    monkeypatch.setattr(raw, "collective_of", lambda backend: raw.Collective("x", in_place, torch.Tensor.clone))
+    monkeypatch.setattr(
+        baselines, "collective_of", lambda backend: baselines.Collective("x", in_place, torch.Tensor.clone)
+    )
     options = TrainOptions("mlp", "dualdist", batch=2, warmup=1, steps=2, sizes=(8,))
     assert train(options, tmp_path, 0.0) == {"unmeasured": "only on CPU tensors"}
     assert len(json.loads((tmp_path / "rank-0.json").read_text())["ends"]) == 3

@@ -12,15 +12,15 @@ import pytest
 from comparisons import launch, launches, rank
 from scipy import stats
 
-from dualdist.compare.cells import OURS, Cell
-from dualdist.compare.contest import unfit
-from dualdist.compare.figures import result
-from dualdist.compare.jobs import Place
-from dualdist.compare.launches import Launch, Rank, by_cell, foreign_of
-from dualdist.compare.paired import LEAST_LAUNCHES, centre, ratio_of, student
-from dualdist.compare.sameness import sameness
-from dualdist.compare.schedule import Limits, Rounds, order_of
-from dualdist.compare.verdict import Verdict, against, ranking, verdict
+from dualdist.bench.compare.equivalence import sameness
+from dualdist.bench.compare.figures import result
+from dualdist.bench.compare.launches import Launch, Rank, by_cell, foreign_of
+from dualdist.bench.compare.matrix import OURS, Cell
+from dualdist.bench.compare.runner import unfit
+from dualdist.bench.compare.schedule import Limits, Rounds, order_of
+from dualdist.bench.compare.verdict import Verdict, against, ranking, verdict
+from dualdist.bench.jobs import Place
+from dualdist.bench.paired import LEAST_LAUNCHES, centre, ratio_of, student
 
 TRIALS = 200
 

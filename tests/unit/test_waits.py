@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from dualdist.watching import waits
-from dualdist.watching.waits import SlowRanks, Times, Waits, summed_up
+from dualdist.monitoring import wait_times
+from dualdist.monitoring.wait_times import SlowRanks, Times, Waits, summed_up
 
 
 def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, float]], dropped: int = 0) -> bytes:
@@ -57,7 +57,7 @@ def test_what_one_rank_has_forgotten_or_not_done_yet_is_left_out() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "KEPT", 10)
+    monkeypatch.setattr(wait_times, "KEPT", 10)
     times = Times()
     for number in range(105):
         times.add(number, 0)

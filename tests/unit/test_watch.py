@@ -7,7 +7,7 @@ import torch
 
 from dualdist.backends.base import Described
 from dualdist.errors import CollectiveError, RankLostError
-from dualdist.watching.watch import Watch, WatchedWork
+from dualdist.monitoring.monitored import Watch, WatchedWork
 
 
 class Broken:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any, Protocol, TypeVar
 
-from dualdist import recovery, session
-from dualdist.backends.horovod_driver import HOSTNAME, INTERFACE, LOCAL_RANK, hear, is_elastic
+from dualdist import session
+from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, hear, is_elastic
+from dualdist.elastic import recovery
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from dualdist import session
+from dualdist.ddp.optimizer import follow
 from dualdist.hvd.elastic.common import ObjectState
 from dualdist.hvd.elastic.sampler import ElasticSampler
-from dualdist.hvd.functions import allgather_object as allgather_object  # scripts' tests patch these names here
+from dualdist.hvd.functions import allgather_object as allgather_object
 from dualdist.hvd.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from dualdist.hvd.mpi_ops import rank
-from dualdist.reducing.wrapping import follow
 
 
 class TorchState(ObjectState):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualdist.hvd.alias import install
-from dualdist.hvd.running import run
+from dualdist.hvd.run import run
 
 __version__ = "0.28.1"
 __all__ = ["run"]

@@ -12,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from dualdist import hvd
-from dualdist.variables import variables_set
+from dualdist.utils.temporary_env import variables_set
 
 EXTENSIONS = ["torch"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dualdist.hvd.running import run
+from dualdist.hvd.run import run
 
 __all__ = ["run"]

@@ -1,0 +1,247 @@
+"""The backend over Horovod, whose own controller runs on MPI or on Gloo."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dualdist.backends.base import ReduceOp
+from dualdist.backends.buffers import PlainBuffers
+from dualdist.backends.horovod.settings import DYNAMIC_SETS
+from dualdist.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DualdistError,
+    MismatchError,
+    NotInitializedError,
+    RankLostError,
+    UnsupportedError,
+)
+from dualdist.horovod_build.record import read_record
+from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.horovod_names import real_horovod
+
+INSTALL = "dualdist install-horovod"
+# What Horovod and its transports write, in lower case.
+GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
+LATE = ("timed out", "timeout")
+MISMATCH = ("mismatched",)
+# Horovod reduces no integers below 32 bits and no bfloat16.
+REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
+# Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
+POLL_S = 0.0001
+
+
+@real_horovod()
+def load() -> ModuleType:
+    """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
+    if importlib.util.find_spec("horovod") is None:
+        raise BackendUnavailableError(f"Horovod is not installed: run `{INSTALL}`, or use --backend native")
+    record = read_record()
+    if record is not None and not record.fits(torch.__version__):
+        raise BackendUnavailableError(
+            f"this Horovod was built for torch {record.torch}, but torch {torch.__version__} is installed: "
+            f"run `{INSTALL} --force` to build it again, or use --backend native"
+        )
+    try:
+        return importlib.import_module("horovod.torch")
+    except (ImportError, OSError, AttributeError) as error:
+        raise BackendUnavailableError(
+            f"Horovod is installed but does not load ({error}): run `{INSTALL} --force`, or use --backend native"
+        ) from error
+
+
+@real_horovod()
+def is_built_with_mpi() -> bool:
+    """Whether a Horovod with MPI is installed; False where none is."""
+    if importlib.util.find_spec("horovod") is None:
+        return False
+    record = read_record()
+    return bool(load().mpi_built()) if record is None or record.mpi is None else record.mpi
+
+
+class HorovodWork:
+    """One asynchronous operation of Horovod."""
+
+    def __init__(self, hvd: ModuleType, handle: int, timeout_s: float) -> None:
+        self._hvd = hvd
+        self._handle = handle
+        self._timeout_s = timeout_s
+        self._result: torch.Tensor | None = None
+
+    def done(self) -> bool:
+        return self._result is not None or self._is_over()
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None:
+            deadline = Deadline(self._timeout_s)
+            while not self._is_over():
+                if deadline.passed():
+                    raise CollectiveTimeoutError(f"not all ranks arrived within {self._timeout_s:g} s")
+                time.sleep(POLL_S)
+            try:
+                result = self._hvd.synchronize(self._handle)
+            except RuntimeError as error:
+                raise translated(error, self._timeout_s) from error
+            self._result = result[0] if isinstance(result, tuple) else result  # alltoall adds what it received
+        return self._result
+
+    def _is_over(self) -> bool:
+        try:
+            return bool(self._hvd.poll(self._handle))
+        except ValueError as error:  # a shutdown forgets all handles
+            raise CollectiveError("Horovod was shut down before all ranks were ready") from error
+
+
+class ProcessSets:
+    """Horovod's process sets by their ranks: it has one for the same ranks only, and we may be asked for several.
+
+    `as_started` sets the variables with which the engine was started: it reads them again for every new set.
+    """
+
+    def __init__(self, hvd: ModuleType, as_started: Callable[[], AbstractContextManager[None]]) -> None:
+        self._hvd = hvd
+        self._as_started = as_started
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self._users: Counter[tuple[int, ...]] = Counter()
+        self._is_alone = False  # another rank has not answered, and will not for the next set either
+
+    def take(self, ranks: tuple[int, ...]) -> Any:
+        """The set of these ranks; every rank of the job calls this."""
+        if ranks not in self._sets:
+            everybody = len(ranks) == int(self._hvd.size())
+            self._sets[ranks] = self._hvd.global_process_set if everybody else self._add(ranks)
+        self._users[ranks] += 1
+        return self._sets[ranks]
+
+    def _add(self, ranks: tuple[int, ...]) -> Any:
+        try:
+            with self._as_started():
+                return self._hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"this Horovod adds no group while it runs ({error}): `{INSTALL} --force` builds one that does, or set "
+                f"{DYNAMIC_SETS}=1 on every rank, with which a rank that stops can hold up the others"
+            ) from error
+
+    def give_back(self, ranks: tuple[int, ...], timeout_s: float) -> None:
+        """One user less; every rank of the job calls this, and RankLostError says that some rank does not.
+
+        The engine then knows of the set until it ends.
+        """
+        self._users[ranks] -= 1
+        if self._users[ranks] or self._is_alone:
+            return
+        process_set = self._sets.pop(ranks)
+
+        def late() -> DualdistError:
+            self._is_alone = True
+            return RankLostError(
+                f"Horovod could not end the group of ranks {list(ranks)} within {timeout_s:g} s: another rank does not "
+                "answer"
+            )
+
+        call_within(timeout_s, lambda: self._hvd.remove_process_set(process_set), late)
+
+
+class HorovodBackend(PlainBuffers):
+    """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
+
+    name = "horovod"
+    reducible = REDUCIBLE
+    traceable = False
+    shows_begun = True
+
+    def __init__(
+        self,
+        hvd: ModuleType,
+        transport: str,
+        ranks: Sequence[int],
+        process_set: Any,
+        sets: ProcessSets,
+        timeout_s: float,
+        leave: Callable[[], None],
+    ) -> None:
+        self.transport = transport
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(int(hvd.rank())) if int(hvd.rank()) in self.ranks else -1
+        self.size = len(self.ranks)
+        self.timeout_s = timeout_s
+        self.is_open = True
+        self._hvd = hvd
+        self._set = process_set
+        self._sets = sets
+        self._leave = leave
+        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> HorovodWork:
+        return self._start(
+            lambda: self._hvd.allreduce_async_(buffer, name=name, op=self._ops[op], process_set=self._set)
+        )
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
+        return self._start(lambda: self._hvd.allgather_async(tensor, name=name, process_set=self._set))
+
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
+        return self._start(
+            lambda: self._hvd.broadcast_async_(buffer, self.ranks[root], name=name, process_set=self._set)
+        )
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> HorovodWork:
+        return self._start(
+            lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
+        )
+
+    def channel(self, key: str) -> HorovodBackend:
+        return self  # Horovod tells operations apart by their names
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
+        members = tuple(ranks)
+        process_set = self._sets.take(members)
+
+        timeout_s = self.timeout_s
+
+        def leave() -> None:
+            self._sets.give_back(members, timeout_s)
+
+        return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, timeout_s, leave)
+
+    def built_with(self) -> dict[str, int]:
+        hvd = self._hvd
+        return {"gloo": int(hvd.gloo_built()), "mpi": int(hvd.mpi_built()), "nccl": int(hvd.nccl_built())}
+
+    def close(self) -> None:
+        self.is_open = False
+        self._leave()
+
+    def _start(self, start: Callable[[], int]) -> HorovodWork:
+        if not self.is_open:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+        try:
+            return HorovodWork(self._hvd, start(), self.timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise translated(error, self.timeout_s) from error
+
+
+def translated(error: Exception, timeout_s: float) -> Exception:
+    """Our error for one that Horovod raised."""
+    text = " ".join(str(error).split()).split(". ")[0]
+    lowered = text.lower()
+    if any(word in lowered for word in LATE):
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
+    if any(word in lowered for word in GONE):
+        return RankLostError(f"another rank ended or its connection broke ({text})")
+    if any(word in lowered for word in MISMATCH):
+        return MismatchError(text)
+    if isinstance(error, ValueError):
+        return UnsupportedError(f"Horovod cannot move this ({text})")
+    return CollectiveError(text)

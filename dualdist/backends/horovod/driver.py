@@ -1,0 +1,84 @@
+"""horovodrun's elastic driver, as ranks see it: it keeps those that are left, starts others, and numbers all anew."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable, Mapping
+
+from dualdist.environments.horovodrun import ELASTIC, PLACE, STORE_ADDRESS, STORE_PORT
+from dualdist.errors import RendezvousError
+from dualdist.utils.horovod_names import real_horovod
+
+HOSTNAME = "HOROVOD_HOSTNAME"
+LOCAL_RANK = "HOROVOD_LOCAL_RANK"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+# The order in which the driver tells a place.
+FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+
+
+class RemovedError(SystemExit):
+    """The driver has no place for this rank any more: the program ends, and the others go on without it."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(0)
+        self.words = words
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether horovodrun's elastic driver started this rank, which may go on when another one is lost."""
+    return environ.get(ELASTIC) == "1" and bool(environ.get(STORE_ADDRESS))
+
+
+def next_place(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+    """The variables of this rank's place in the next round; every rank that is left asks once, and waits for all.
+
+    RemovedError where there is no place; RendezvousError where the driver does not answer.
+    """
+    address, port = environ[STORE_ADDRESS], int(environ[STORE_PORT])
+    slot = f"{environ[HOSTNAME]}:{environ[LOCAL_RANK]}"
+    connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
+    try:
+        # Only once: the driver would count a second request as another rank.
+        connection.request("GET", f"/rank_and_size/{slot}")
+        numbers = connection.getresponse().read().decode().split(",")
+        found = {f"HOROVOD_{name}": str(int(number)) for name, number in zip(FIELDS, numbers, strict=True)}
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise RendezvousError(
+            f"horovodrun's driver at {address}:{port} did not say within {timeout_s:g} s where {slot} is to go on "
+            f"({error or type(error).__name__}): too few hosts are left, or horovodrun has ended"
+        ) from error
+    finally:
+        connection.close()
+    if int(found["HOROVOD_RANK"]) < 0:
+        raise RemovedError(f"horovodrun's driver has no place for {slot} any more")
+    assert set(found) == set(PLACE)
+    return found
+
+
+@real_horovod()
+def hear(environ: Mapping[str, str], changed: Callable[[float, int], None]) -> Callable[[], None]:
+    """changed(timestamp, how) is called in a thread when hosts come or go; calling the result ends that.
+
+    The driver tells the first rank alone.
+    """
+    from horovod.runner.common.util import secret
+    from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES
+    from horovod.runner.elastic.worker import WorkerNotificationService
+    from horovod.runner.http.http_client import put_data_into_kvstore
+
+    class Manager:
+        def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+            changed(timestamp, update_res)
+
+    key = secret.make_secret_key()
+    service = WorkerNotificationService(key, environ.get(INTERFACE), Manager())
+    service._thread.name = "dualdist-hosts"  # no thread of the program's
+    slot = f"{environ[HOSTNAME]}:{environ[LOCAL_RANK]}"
+    put_data_into_kvstore(
+        environ[STORE_ADDRESS], int(environ[STORE_PORT]), PUT_WORKER_ADDRESSES, slot, (service.addresses(), key)
+    )
+    end: Callable[[], None] = service.shutdown
+    return end

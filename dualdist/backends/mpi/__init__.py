@@ -1,0 +1,1 @@
+"""Backend over mpi4py."""

@@ -1,0 +1,363 @@
+"""The backend over torch.distributed: NCCL for CUDA tensors; for CPU tensors Gloo, and shared memory within a host.
+
+Gloo connects every pair of ranks. Where all ranks share a host it only does so when something must travel that shared
+memory does not carry (an alltoall, or what finds no room).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Work
+from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.native.store import LATE, TcpStore, first_line
+from dualdist.backends.shm.backend import WHOLE_BYTES, HostLine, line_bytes
+from dualdist.backends.shm.segment import share
+from dualdist.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    NotInitializedError,
+    RankLostError,
+    UnsupportedError,
+)
+from dualdist.utils.deadline import Deadline, stop_at_exit
+from dualdist.utils.needs import ROOM_BYTES
+
+ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
+Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface
+Options = TypeVar("Options")
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+# What Gloo and NCCL both reduce by every operation.
+REDUCIBLE = frozenset(
+    (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
+BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
+# What Gloo and NCCL write, in lower case, when a rank is gone.
+GONE = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
+
+
+class NativeWork:
+    """One asynchronous operation of torch.distributed."""
+
+    def __init__(self, work: dist.Work, result: torch.Tensor, timeout_s: float) -> None:
+        self._work = work
+        self._result = result
+        self._timeout_s = timeout_s
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        try:
+            self._work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise translated(error, self._timeout_s) from error
+        return self._result
+
+
+class NativeBackend:
+    """Moves tensors over process groups, and on one host through shared memory.
+
+    `connect` makes the process groups, by the type of the tensors' device, when they are first needed; `owned` says
+    that they end with close(). `hosts` gives the host of each of the job's ranks where they shall share memory.
+    """
+
+    name = "native"
+    reducible = REDUCIBLE
+    traceable = True
+    shows_begun = True
+
+    def __init__(
+        self,
+        connect: Callable[[], Mapping[str, ProcessGroup]],
+        ranks: Sequence[int],
+        rank: int,
+        store: dist.Store,
+        network: Network,
+        timeout_s: float,
+        *,
+        owned: bool,
+        on_gpu: bool,
+        hosts: Sequence[int] = (),
+    ) -> None:
+        self.transport = "nccl" if on_gpu else "gloo"
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.is_open = True
+        self._timeout_s = timeout_s
+        self._connect = connect
+        self._connected: Mapping[str, ProcessGroup] | None = None
+        self._store = store
+        self._network = network
+        self._owned = owned
+        self.unhook: Callable[[], None] = lambda: None  # undoes what the default group's start did to the process
+        self._on_gpu = on_gpu
+        self._hosts = hosts
+        self._host: HostLine | None = None
+        self._is_full = False  # shared memory had no room
+        self._said: set[str] = set()  # once, by all lines together
+        self._children: list[NativeBackend] = []
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._timeout_s = value
+        if self._host is not None:
+            self._host.timeout_s = value
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
+        host = self._host
+        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > WHOLE_BYTES):
+            self._require_open()
+            return host.allreduce_(buffer, op, name)
+        return self._allreduce_between_all_(buffer, op, name)
+
+    def _allreduce_between_all_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
+        options = self._timed(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp(OPS[op])
+        return self._start(buffer, lambda: self._of(buffer).allreduce([buffer], options))
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> Work:
+        host = self._host
+        if host is not None and host.is_only_host and tensor.device.type == "cpu":
+            self._require_open()
+            return host.allgather(tensor)
+        output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        options = self._timed(AllgatherOptions())
+        return self._start(output, lambda: self._of(tensor)._allgather_base(output, tensor, options))
+
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
+        host = self._host
+        if host is not None and host.is_only_host and buffer.device.type == "cpu":
+            self._require_open()
+            return host.broadcast_(buffer, root)
+        options = self._timed(dist.BroadcastOptions())
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._start(buffer, lambda: self._of(buffer).broadcast([buffer], options))
+
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> NativeWork:
+        output = tensor.new_empty(sum(received))
+        options = self._timed(dist.AllToAllOptions())
+        return self._start(
+            output, lambda: self._of(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
+        )
+
+    def reserve(self, nbytes: int, device: torch.device) -> int:
+        if self._host is None or device.type != "cpu":
+            return NO_PLACE
+        place, reason = self._host.reserve(nbytes)
+        if reason and not self._is_full and self.rank == 0:
+            print(f"{USES_GLOO} for some of the gradients: {reason}", file=sys.stderr)
+        self._is_full = bool(reason)
+        return NO_PLACE if reason else place
+
+    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
+        if self._host is None or place == NO_PLACE:
+            return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
+        return self._host.buffer(place, number, count, dtype)
+
+    def drop(self, place: int) -> None:
+        if self._host is not None and place != NO_PLACE:
+            self._host.drop(place)
+
+    def channel(self, key: str) -> NativeBackend:
+        child = self._child(self.ranks, key, shares=True)
+        if child._host is None:
+            self._hosts = ()  # later lines between the same ranks would not find room either
+        return child
+
+    def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
+        if self.ranks[self.rank] in ranks:
+            return self._child(ranks, key, shares=True)
+        nothing: dict[str, ProcessGroup] = {}
+        return NativeBackend(
+            lambda: nothing, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
+        )
+
+    def built_with(self) -> dict[str, int]:
+        return built_with()
+
+    def close(self) -> None:
+        self.is_open = False
+        atexit.unregister(self.at_exit)
+        for child in self._children:
+            child.close()
+        self._children.clear()
+        if self._host is not None:
+            self._host.close()
+        groups = (self._connected or {}).values()
+        self._connected = {}
+        if not self._owned:
+            return
+        if any(group is dist.group.WORLD for group in groups):
+            dist.destroy_process_group()
+            self.unhook()
+        else:
+            for group in groups:
+                group.abort()
+
+    def at_exit(self) -> None:
+        """Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291)."""
+        stop_at_exit(self.close)
+
+    def _child(self, ranks: Sequence[int], key: str, *, shares: bool) -> NativeBackend:
+        """A backend of its own connections between the ranks, who find each other in the store under the key."""
+        rank = list(ranks).index(self.ranks[self.rank])
+        store = dist.PrefixStore(key, self._store)
+
+        def connect() -> dict[str, ProcessGroup]:
+            return self._process_groups(store, rank, len(ranks))
+
+        child = NativeBackend(
+            connect,
+            ranks,
+            rank,
+            store,
+            self._network,
+            self.timeout_s,
+            owned=True,
+            on_gpu=self._on_gpu,
+            hosts=self._hosts if shares else (),
+        )
+        self._children.append(child)
+        child._said = self._said
+        child._share_memory()
+        if child._host is None or not child._host.is_only_host or self._on_gpu:
+            child._groups()
+        return child
+
+    def share_memory(self, hosts: Sequence[int]) -> None:
+        """Lines and subgroups that are made from now on share memory where their ranks share a host."""
+        self._hosts = hosts
+
+    def _share_memory(self) -> None:
+        """Open a line between the ranks of this host, if all hosts can; the first ranks of the hosts have one too."""
+        if not self._hosts:
+            return
+        members: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            members.setdefault(self._hosts[rank], []).append(rank)
+        me = self.ranks[self.rank]
+        mine = members[self._hosts[me]]
+        is_only_host, place = len(members) == 1, mine.index(me)
+        if len(members) == self.size:
+            return
+        store = TcpStore(self._store, "", "the job's store")
+        deadline, room = Deadline(self.timeout_s), len(mine) * ROOM_BYTES
+        segment, reason = None, ""
+        try:
+            segment = share(store, f"host/{mine[0]}", place, len(mine), line_bytes(len(mine)), deadline, room)
+        except BackendUnavailableError as error:
+            reason = str(error)
+            if place == 0 and USES_GLOO not in self._said:
+                print(f"{USES_GLOO}: {reason}", file=sys.stderr)
+            self._said.add(USES_GLOO)
+        if not is_only_host:
+            fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
+            self._allreduce_between_all_(fails, "max", "share").wait()
+            segment = None if fails.item() else segment
+        if segment is None:
+            return
+        leaders = None
+        if not is_only_host and place == 0:
+            leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
+        self._host = HostLine(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
+        self.shows_begun = is_only_host
+        if not self._on_gpu:
+            self.transport = "shm"
+
+    def _process_groups(self, store: dist.Store, rank: int, size: int) -> dict[str, ProcessGroup]:
+        timeout = timedelta(seconds=self.timeout_s)
+        groups: dict[str, ProcessGroup] = {}
+        try:
+            with self._network():
+                groups["cpu"] = dist.ProcessGroupGloo(store, rank, size, timeout)
+            if self._on_gpu:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        except RuntimeError as error:
+            raise translated(error, self.timeout_s) from error
+        return groups
+
+    def _groups(self) -> Mapping[str, ProcessGroup]:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
+    def _of(self, tensor: torch.Tensor) -> ProcessGroup:
+        return self._groups().get(tensor.device.type) or self._groups()["cpu"]
+
+    def _timed(self, options: Options) -> Options:
+        options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
+        return options
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+
+    def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
+        self._require_open()
+        try:
+            return NativeWork(start(), result, self.timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise translated(error, self.timeout_s) from error
+
+
+def built_with() -> dict[str, int]:
+    """What this torch's distributed part has: see Backend.built_with."""
+    version = 0
+    if dist.is_available() and dist.is_nccl_available():
+        major, minor, patch = torch.cuda.nccl.version()
+        version = 10000 * major + 100 * minor + patch  # as NCCL itself counts since 2.9
+    return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
+
+
+def translated(error: Exception, timeout_s: float) -> Exception:
+    """Our error for one that torch.distributed raised."""
+    text = str(error).lower()
+    if any(word in text for word in GONE):
+        return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")
+    if any(word in text for word in LATE):
+        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
+    if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
+        return UnsupportedError(f"torch.distributed cannot move this ({first_line(error)})")
+    return CollectiveError(first_line(error))

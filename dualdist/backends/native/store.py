@@ -1,0 +1,114 @@
+"""torch's key-value store, at which ranks meet, with our errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dualdist.errors import RendezvousError
+from dualdist.utils.deadline import Deadline, call_within
+
+# What the store, Gloo and NCCL write, in lower case, when a rank is late.
+LATE = ("timed out", "timeout")
+# On Linux, the open files of this process, and with them its sockets.
+SOCKETS = "/proc/self/fd"
+
+
+class TcpStore:
+    """torch's TCPStore with our errors."""
+
+    def __init__(self, store: dist.Store, address: str, where: str) -> None:
+        self.store = store
+        self.address = address
+        self.where = where
+
+    def set(self, key: str, value: str) -> None:
+        with self._ours():
+            self.store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        with self._ours():
+            if timeout_s <= 0 and not self.store.check([key]):
+                raise TimeoutError(key)
+            self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+            value: bytes = self.store.get(key)
+            return value.decode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._ours():
+            return int(self.store.add(key, amount))
+
+    def has(self, key: str) -> bool:
+        with self._ours():
+            return bool(self.store.check([key]))
+
+    def hang_up(self) -> None:
+        """Where it is a TCPStore: its calls know no timeout while they wait for an answer."""
+        store = self.store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore) and os.path.isdir(SOCKETS):
+            for fd in os.listdir(SOCKETS):
+                _shut_down(int(fd), store.port)
+
+    def _ours(self) -> _StoreErrors:
+        return _StoreErrors(self.where)
+
+
+class _StoreErrors:
+    """Turns torch's errors of a store into TimeoutError and RendezvousError."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in LATE):
+            raise TimeoutError(str(error)) from error
+        if isinstance(error, dist.DistError):
+            raise RendezvousError(
+                f"the store at {self._where}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
+                "see what that process printed last"
+            ) from error
+
+
+def _shut_down(fd: int, port: int) -> None:
+    """The connection, where it is one to this port."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:
+    """A store at address:port, served here where a listening socket is given."""
+    where = f"{address}:{port}"
+    fd = listener.detach() if listener else None
+
+    def open_store() -> dist.TCPStore:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=fd is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(deadline.left_s(), 1.0)),
+            master_listen_fd=fd,
+        )
+
+    foreign = f"something listens on {where}, but it is not the store of this job: does another program use this port?"
+    try:
+        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), address, where)
+    except dist.DistError as error:
+        raise RendezvousError(f"{foreign} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, without the place in its source and without its advice."""
+    text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip())
+    return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

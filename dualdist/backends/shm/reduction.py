@@ -1,0 +1,231 @@
+"""Reductions between the ranks of a host that are under way in the memory they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dualdist.backends.base import ReduceOp, Settling, Work
+from dualdist.backends.shm.slots import CHOSEN, FINISHED, POSTED, SPREAD, Shared
+
+if TYPE_CHECKING:
+    from dualdist.backends.shm.backend import HostLine
+
+# Note [phases]: a round of a buffer has two. A rank has "posted" when its values are in its slot, and has "finished"
+# when it has reduced its part. On the only host it writes its part of the result into the slots of all, each of which
+# is its rank's own again when all have finished. A rank has two slots, and says which one it has "chosen" before it
+# posts.
+#
+# Where there are several hosts, each rank writes its part into a slot for the result, which their leader reduces with
+# those of the other hosts. A slot is written again after all have finished, the result after all have posted anew,
+# which they do when they have read it.
+
+REDUCE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+# What a rank has just written is still in its second cache when the others' has come.
+PIECE_BYTES = 1 << 19
+# A part begins on a cache line of its own, for every dtype.
+ALIGNED = 64
+
+
+class OnHost(ABC):
+    """One round of a buffer, from the moment when this rank's values are in its slot. A Work."""
+
+    def __init__(self, line: HostLine, shared: Shared, op: ReduceOp) -> None:
+        self.is_between_hosts = False  # or has been
+        self._line = line
+        self._shared = shared
+        self._op = op
+        self._result: torch.Tensor
+        self._is_reduced = self._is_done = False
+        self._number = shared.post()
+        line.under_way.append(self)
+
+    def done(self) -> bool:
+        if not self._is_done:
+            self._line.advance()
+        return self._is_done
+
+    def wait(self) -> torch.Tensor:
+        if not self._is_done:
+            self._line.neighbours.wait(self.done)
+        return self._result
+
+    def advance(self, *, may_leave: bool) -> bool:
+        """Do what can be done without waiting, and leave the host if it may; whether that was the last of it."""
+        shared, number = self._shared, self._number
+        if not self._is_reduced:
+            if not shared.have_all(POSTED, number):
+                return False
+            self._reduce(*_part(self._result.numel(), shared.place, shared.size))
+            shared.say(FINISHED, number)
+            self._is_reduced = True
+        self._is_done = shared.have_all(FINISHED, number) and self._has_spread(may_leave)
+        return self._is_done
+
+    @abstractmethod
+    def _reduce(self, start: int, end: int) -> None:
+        """My part of everybody's values, in rank order, so that all sums round alike."""
+
+    def _has_spread(self, may_leave: bool) -> bool:
+        """Whether the host's result has become that of all hosts."""
+        return True
+
+
+def _part(count: int, place: int, size: int) -> tuple[int, int]:
+    """The first element of a rank's part, and the one after its last."""
+    each = -(-count // (size * ALIGNED)) * ALIGNED
+    return min(count, place * each), min(count, (place + 1) * each)
+
+
+class InSlots(OnHost):
+    """On the only host: the ranks write their parts of the result into everybody's slots."""
+
+    def __init__(self, line: HostLine, shared: Shared, values: torch.Tensor, op: ReduceOp, settling: Settling) -> None:
+        self._result = values
+        self._settling = settling
+        super().__init__(line, shared, op)
+
+    def _reduce(self, start: int, end: int) -> None:
+        shared, dtype = self._shared, self._result.dtype
+        slots = [shared.slots[choice * shared.size + place] for place, choice in enumerate(shared.told(CHOSEN))]
+        step = PIECE_BYTES // dtype.itemsize
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            total, *others = [slot[first * dtype.itemsize : last * dtype.itemsize].view(dtype) for slot in slots]
+            reduce_into(total, [total, *others], self._op)
+            if first < self._settling.count:
+                self._settling.settle(total[: self._settling.count - first])
+            for other in others:
+                other.copy_(total)
+
+
+class Reduction(OnHost):
+    """One of several hosts: the ranks share the work out, and its leader, with those of the other hosts, ends it."""
+
+    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+        self._name = name
+        self._between_hosts: Work | None = None
+        *self._slots, self._result = [slot[: count * dtype.itemsize].view(dtype) for slot in shared.slots]
+        super().__init__(line, shared, op)
+
+    def _reduce(self, start: int, end: int) -> None:
+        if start < end:
+            reduce_into(self._result[start:end], [slot[start:end] for slot in self._slots], self._op)
+
+    def _has_spread(self, may_leave: bool) -> bool:
+        if self._line.is_only_host:
+            return True
+        leaders = self._line.leaders
+        if leaders is None:
+            return self._shared.has_leader(SPREAD, self._number)
+        if self._between_hosts is None and may_leave:
+            self._between_hosts = leaders.allreduce_(self._result, self._op, self._name)
+            self.is_between_hosts = True
+        if self._between_hosts is None or not self._between_hosts.done():
+            return False
+        self._between_hosts.wait()
+        self._shared.say(SPREAD, self._number)
+        return True
+
+
+def reduce_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The reduction of the parts, from the first to the last."""
+    if len(parts) == 1:
+        return total.copy_(parts[0])
+    reduce = REDUCE[op]
+    reduce(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        reduce(total, part, out=total)
+    return total
+
+
+class SharedBuffer:
+    """A Buffer whose values lie in one of this rank's slots."""
+
+    def __init__(self, line: HostLine, shared: Shared, number: int, count: int, dtype: torch.dtype) -> None:
+        chosen = number * shared.size + shared.place
+        slot = shared.own_slot(chosen)
+        self.values = slot[: count * dtype.itemsize].view(dtype)
+        self.settles = line.is_only_host
+        self.rows = shared.rows[chosen]
+        self.uses_without_rows = shared.uses_alone
+        self._line = line
+        self._shared = shared
+        self._number = number
+
+    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> OnHost:
+        if not self._line.is_only_host:
+            return Reduction(self._line, self._shared, len(self.values), self.values.dtype, op, name)
+        self._line.free_dropped()
+        self._shared.say(CHOSEN, self._number)
+        return InSlots(self._line, self._shared, self.values, op, settling)
+
+
+class Whole:
+    """A reduction of few values, which every rank reduces by itself; one at a time is under way. A Work."""
+
+    def __init__(self, line: HostLine, buffer: torch.Tensor, op: ReduceOp) -> None:
+        self._line = line
+        self._buffer = buffer
+        self._op = op
+        self._posted = line.post(buffer.view(-1))
+        self._is_done = False
+
+    def done(self) -> bool:
+        if not self._is_done and self._posted.arrived():
+            flat = self._buffer.view(-1)
+            reduce_into(flat, self._posted.slots(flat.dtype, len(flat)), self._op)
+            self._is_done = True
+        return self._is_done
+
+    def wait(self) -> torch.Tensor:
+        if not self._is_done:
+            self._line.neighbours.wait(self.done)
+        return self._buffer
+
+
+class Posted:
+    """What a rank has let all others read, and will read from them."""
+
+    def __init__(self, stage: Shared) -> None:
+        self._stage = stage
+        self._number = stage.post()
+
+    def arrived(self) -> bool:
+        """Whether all ranks have posted theirs."""
+        return self._stage.have_all(POSTED, self._number)
+
+    def slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """What every rank has posted."""
+        slots = self._stage.slots[: self._stage.size]
+        return [slot[: count * dtype.itemsize].view(dtype) for slot in slots]
+
+
+class Passing:
+    """An operation whose tensors pass through the stages; it happens in wait(). A Work.
+
+    It counts as done once all have begun it: wait() then returns as soon as all wait. Who has joined finds out by this
+    that the others have begun something.
+    """
+
+    def __init__(self, run: Callable[[], torch.Tensor], have_begun: Callable[[], bool]) -> None:
+        self._run: Callable[[], torch.Tensor] | None = run
+        self._have_begun = have_begun
+        self._result: torch.Tensor
+
+    def done(self) -> bool:
+        return self._run is None or self._have_begun()
+
+    def wait(self) -> torch.Tensor:
+        if self._run is not None:
+            self._result = self._run()
+            self._run = None
+        return self._result

@@ -1,0 +1,1 @@
+"""dualdist compare: contenders, launches, statistics, report."""

@@ -1,0 +1,171 @@
+"""The contenders of a comparison: a cell is (launcher, backend, transport); references run beside; some cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dualdist.bench.jobs import Place, Setting, program_command
+from dualdist.doctor import Availability
+from dualdist.errors import DualdistError
+from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
+from dualdist.launch.launchers import Site, known
+from dualdist.launch.option_conflicts import CARRIERS, Choice, impossible
+from dualdist.utils.suggest import one_of
+
+OURS = "dualdist"
+# What a reference is, and what it is called.
+REFERENCES = {
+    "ddp": "DDP",
+    "ddp_view": "DDP, gradient_as_bucket_view",
+    "hvd": "raw Horovod",
+    "none": "no communication",
+    "one": "one rank",
+}
+DEFAULT_REFERENCES = ("ddp", "hvd", "none", "one")
+# They train, or nobody averages: their parameters and losses cannot agree with the others'.
+APART = ("none", "one")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender, launched as a job of its own. `slow` stretches its steps; `copy` tells equal ones apart."""
+
+    kind: str
+    place: Place
+    slow: float = 1.0
+    copy: int = 0
+
+    @property
+    def is_reference(self) -> bool:
+        return self.kind != OURS
+
+    @property
+    def is_contender(self) -> bool:
+        """Whether it may win: no reference, and no check of the tool itself."""
+        return not self.is_reference and not self.copy
+
+    @property
+    def label(self) -> str:
+        """As a sentence names it."""
+        place = self.place
+        over = f" over {place.transport}" if place.transport not in (None, place.backend) else ""
+        if self.kind in APART:
+            return REFERENCES[self.kind]
+        if self.kind != OURS:
+            return f"{REFERENCES[self.kind]}{over} ({place.launcher})"
+        again = f", slowed by {100 * (self.slow - 1):.3g}%" if self.slow > 1 else ", again" if self.copy else ""
+        return f"{place.backend}{over} ({place.launcher}{again})"
+
+    @property
+    def key(self) -> str:
+        """As files name it."""
+        place = self.place
+        words = [self.kind, place.backend, place.transport or "own", place.launcher]
+        return "-".join([*words, *([f"copy{self.copy}"] if self.copy else [])])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides which cells can run here, beside the launchers."""
+
+    gpus: int
+    device: str  # "auto", "cpu" or "cuda"
+    backends: Mapping[str, Availability]
+    is_in_slurm: bool
+    is_script: bool = False
+
+    @property
+    def uses_gpus(self) -> bool:
+        return self.gpus > 0 and self.device != "cpu"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A cell that cannot run here, and why."""
+
+    cell: Cell
+    reason: str
+
+
+def places_of(
+    launchers: Sequence[str] | None,
+    backends: Sequence[str],
+    transports: Sequence[str] | None,
+    environ: Mapping[str, str],
+) -> list[Place]:
+    """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
+    for backend in backends:
+        one_of(backend, CARRIERS, "backend")
+    valid = list(dict.fromkeys(name for carriers in CARRIERS.values() for name in carriers))
+    for transport in transports or ():
+        one_of(transport, valid, "transport")
+    found = [
+        Place(backend, transport, known(launcher))
+        for backend in backends
+        for transport in transports or CARRIERS[backend]
+        for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def refusal(place: Place, setting: Setting, site: Site, facts: Facts) -> str | None:
+    """Why this place cannot be had here; None where nothing is known against it."""
+    return next(_against(place, setting, site, facts), None)
+
+
+def _against(place: Place, setting: Setting, site: Site, facts: Facts) -> Iterator[str]:
+    # What no launcher can mend comes first.
+    for launcher in (None, place.launcher):
+        choice = Choice(launcher, place.backend, place.transport, setting.ranks)
+        yield from (found.message for found in impossible(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
+    installed = facts.backends[place.backend]
+    if not installed.available:
+        yield installed.reason
+    if facts.is_script and place.launcher == "spawn":
+        yield "spawn is one command a rank, and a comparison of scripts starts one for all: choose another launcher"
+    try:
+        program_command(place, ("-c", "pass"), setting, site)
+    except DualdistError as error:
+        yield str(error)
+    if place.launcher == "srun" and not facts.is_in_slurm:
+        yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
+    if place.transport == "nccl":
+        yield from _against_nccl(place, setting, facts)
+    elif place.backend == "native" and place.transport is not None and facts.uses_gpus:
+        yield "on GPUs the backend native moves tensors by nccl: add --device cpu"
+    if place.backend == "horovod" and place.transport == "gloo" and installed.gloo is False:
+        yield "the installed Horovod was built without Gloo"
+
+
+def _against_nccl(place: Place, setting: Setting, facts: Facts) -> Iterator[str]:
+    if not facts.uses_gpus:
+        yield "nccl moves GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
+    elif facts.gpus < setting.ranks:
+        yield f"nccl wants a GPU for each rank: torch sees {facts.gpus}, and there are {setting.ranks} ranks"
+    if place.backend == "horovod" and facts.backends["horovod"].nccl is None:
+        yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
+
+
+def sorted_out(places: Sequence[Place], setting: Setting, site: Site, facts: Facts) -> tuple[list[Cell], list[Refused]]:
+    """The cells that can run here as far as is known, and the others."""
+    cells = [Cell(OURS, place) for place in places]
+    reasons = {cell: refusal(cell.place, setting, site, facts) for cell in cells}
+    refused = [Refused(cell, reason) for cell, reason in reasons.items() if reason is not None]
+    return [cell for cell in cells if reasons[cell] is None], refused
+
+
+def references(names: Sequence[str], cells: Sequence[Cell], facts: Facts) -> Iterator[Cell | Refused]:
+    """The references that go with these cells; the names are those of REFERENCES."""
+    own = None if facts.uses_gpus else "gloo"
+    for name in names:
+        cell = Cell(name, Place("native", own, "torchrun"))
+        if name == "one":
+            cell = Cell(name, Place("auto", None, "python"))
+        if name == "hvd":
+            on_horovod = [each for each in cells if each.place.backend == "horovod"]
+            cell = Cell(name, on_horovod[0].place if on_horovod else Place("horovod", None, "torchrun"))
+            if not on_horovod:
+                yield Refused(cell, "it needs a cell of the backend horovod that can run")
+                continue
+        yield cell

@@ -1,0 +1,1 @@
+"""Collective operations on groups of ranks, independent of the backend."""

@@ -1,0 +1,135 @@
+"""The quick way of a reduction that its caller waits for, once its kind has been seen.
+
+Note [riders]: before a reduction moves anything, the ranks tell each other what they are ready for: Note [agreement].
+Few values ride along in that message, after a zero byte, which JSON never holds: when all ranks have said the same,
+every rank has everybody's values already, and reduces them by itself. A rank that goes the usual way sends no riders,
+and then all go the usual way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dualdist.backends.base import Backend
+from dualdist.collectives import collectives, reductions
+from dualdist.collectives.arguments import name_of
+from dualdist.collectives.negotiation import ENCODE, RIDERS, Offer, Row
+from dualdist.collectives.reductions import Op, check_op, reduce_rows, settle_, wire_op
+from dualdist.collectives.tensor_utils import spec
+from dualdist.collectives.work import Handle, Operation
+
+if TYPE_CHECKING:
+    from dualdist.collectives.group import Group
+
+KIND = "allreduce"
+# Bytes of values that ride along; with the rest of the message they fit the first sheet of every kind of exchange.
+RIDERS_BYTES = 128
+# What NumPy hands out as bytes, and torch calculates with as it is.
+PLAIN = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+ANY_NAME = "?"
+
+
+def allreduce(
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    *,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """What collectives.allreduce gives, or allreduce_ in place, waited for."""
+    if prescale == 1.0 == postscale and fits(tensor, op):
+        express = Express(group, tensor, op, name, in_place=in_place)
+        found = group.at_once(express)
+        if found is not None:
+            return found.wait() if isinstance(found, Handle) else found
+        name = express.name
+    usual = collectives.allreduce_ if in_place else collectives.allreduce
+    return usual(group, tensor, op, name, prescale, postscale).wait()
+
+
+def fits(tensor: torch.Tensor, op: object) -> bool:
+    """Whether the quick way is open to an allreduce of this tensor."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+        and type(op) is str
+        and op != "adasum"
+    )
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What all calls with the same kind of tensor have in common: the message is the name between two texts."""
+
+    terms: dict[str, Any]
+    before_name: str
+    after_name: str
+    values_ride: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> Signature:
+    """UsageError where numbers of this dtype cannot be reduced by `op`."""
+    check_op(op, dtype)
+    terms = {"tensors": [spec(dtype, shape)], **collectives.reduction_terms("cpu", op)}
+    message = Row((Offer(KIND, ANY_NAME, terms),)).dumps().decode()
+    before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
+    return Signature(terms, before_name, after_name, shape.numel() * dtype.itemsize <= RIDERS_BYTES)
+
+
+class Express:
+    """An allreduce of a tensor that fits, whose caller waits for it."""
+
+    def __init__(self, group: Group, tensor: torch.Tensor, op: Op, name: str | None, *, in_place: bool) -> None:
+        known = signature(op, tensor.dtype, tensor.shape)
+        self.name = name_of(group, KIND, name)
+        self.agreed = f"{known.before_name}{ENCODE(self.name)}{known.after_name}".encode() + RIDERS
+        self.message = self.agreed + tensor.detach().numpy().tobytes() if known.values_ride else self.agreed
+        self._known = known
+        self._tensor = tensor
+        self._op = op
+        self._in_place = in_place
+
+    def __str__(self) -> str:
+        return self._offer.what
+
+    @property
+    def _offer(self) -> Offer:
+        return Offer(KIND, self.name, self._known.terms)
+
+    def operation(self) -> Operation[torch.Tensor]:
+        """The same, for the usual way."""
+        return Operation(self._offer, lambda backend, own: self._reduced(backend), self._tensor.device)
+
+    def perform(self, backend: Backend, riders: Sequence[bytes]) -> torch.Tensor:
+        """The reduction, given what has come along with every rank's message."""
+        if not self._known.values_ride:
+            return self._reduced(backend)
+        rows = torch.frombuffer(bytearray(b"".join(riders)), dtype=self._tensor.dtype)
+        found = reduce_rows(rows.view(len(riders), *self._tensor.shape), wire_op(self._op))
+        settle_(found, self._op, backend.size, 1.0)
+        if not self._in_place:
+            return found
+        self._tensor.detach().copy_(found)
+        return self._tensor
+
+    def _reduced(self, backend: Backend) -> torch.Tensor:
+        """The reduction by the backend."""
+        target = self._tensor if self._in_place else self._tensor.detach().clone()
+        flat = target.detach().view(-1)
+        reductions.allreduce_(backend, flat, wire_op(self._op), f"op.{self.name}.0").wait()
+        settle_(flat, self._op, backend.size, 1.0)
+        return target

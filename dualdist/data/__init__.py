@@ -1,0 +1,1 @@
+"""Sampling and loading of data sets on several ranks."""

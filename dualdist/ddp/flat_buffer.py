@@ -1,0 +1,118 @@
+"""The memory in which gradients travel, and which become the parameters' gradients."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dualdist.backends.base import Buffer
+from dualdist.backends.holders import referred_to, uses
+from dualdist.ddp.bucket_plan import BucketPlan
+from dualdist.errors import CollectiveError
+
+# Note [gradients in the bucket]: the parameters' gradients become views of the row in which what has been reduced lies;
+# a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at
+# gradients (a parameter that was not set to None, or a program that has kept one) is not written to again: another
+# takes its place until then. Of rows in memory that ranks share there are few, and one must be free when the next
+# round begins: where none would be, what has been reduced is copied to a row of this rank's own. A program may move a
+# gradient to other memory (`param.grad.data = x`), or all that lies beside it too (share_memory_()): then the row is no
+# row any more, and another is made in its place.
+
+# Makes the row of that number.
+Make = Callable[[int], "Flat | None"]
+
+
+class Flat:
+    """A row of elements, and in it a view of each gradient and the tail of flags."""
+
+    def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
+        counts = plan.counts
+        alone = uses(values) - 1
+        self.number = number  # among the rows of its bucket
+        self.values = values
+        self.buffer = buffer  # whose values these are
+        self.gradients, self.tail = values[: sum(counts)], values[sum(counts) :]
+        pieces = self.gradients.split(counts)
+        self.views = {
+            number: piece.as_strided(plan.shapes[number], plan.strides[number], piece.storage_offset())
+            for number, piece in enumerate(pieces)
+            if number not in plan.apart
+        }
+        del pieces  # which would count as kept
+        self.all_views = list(self.views.values())
+        self._references = referred_to(self.all_views)
+        self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.all_views))
+        # Counted, not measured: what others drop meanwhile must not matter.
+        self._uses = len((values, self.gradients, self.tail)) + len(self.views)
+        # The rows in this memory: buckets that take each other's place may lie there at the same time.
+        self._rows: weakref.WeakSet[Flat] = weakref.WeakSet() if buffer is None else buffer.rows
+        self._uses_without_rows = alone if buffer is None else buffer.uses_without_rows
+        self._rows.add(self)
+
+    def is_kept(self) -> bool:
+        """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
+        rows = list(self._rows)  # none of which is collected while they are counted
+        ours = self._uses_without_rows + sum(row._uses for row in rows)
+        return uses(self.values) > ours or any(row._is_referred_to() for row in rows)
+
+    def has_moved(self) -> bool:
+        """Whether a program has moved something that lay here to other memory: Note [gradients in the bucket]."""
+        addresses = list(map(torch.Tensor.data_ptr, self.all_views))
+        return self.values.data_ptr() != self._address or addresses != self._addresses
+
+    def _is_referred_to(self) -> bool:
+        return any(map(operator.gt, referred_to(self.all_views), self._references))
+
+
+class Rows:
+    """Rows of one bucket that take turns, made where they are needed: `make(number)`, None where there is no other."""
+
+    def __init__(self) -> None:
+        self._rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
+
+    def free(self, make: Make) -> Flat:
+        """A row to write to, in which nobody looks."""
+        row = self._find(self._rows) or self._new(make)
+        if row is None:
+            gc.collect()  # what looks at them may be garbage already
+            row = self._find(self._rows)
+        if row is None:
+            raise CollectiveError("the program looks at gradients in all the memory that ranks share for them")
+        others = [other for other in self._rows if other is not row]
+        self._rows = [*others[-1:], row]
+        return row
+
+    def has_another(self, make: Make) -> bool:
+        """Whether one would be free if somebody looked at the one that was used last."""
+        last = self._rows[-1]
+        has_one = self._find(self._rows[:-1]) is not None or self._new(make) is not None
+        self._rows.sort(key=lambda row: row is last)
+        return has_one
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def _find(self, rows: Sequence[Flat]) -> Flat | None:
+        for row in rows[::-1]:
+            if not row.is_kept():
+                if not row.has_moved():
+                    return row
+                self._rows.remove(row)
+        return None
+
+    def _new(self, make: Make) -> Flat | None:
+        while (row := make(self._lowest_number())) is not None:
+            self._rows = [*self._rows, row][-2:]
+            if not row.is_kept():  # else an earlier bucket's gradients lie there
+                return row
+        return None
+
+    def _lowest_number(self) -> int:
+        """Of a row that is not there."""
+        taken = {row.number for row in self._rows}
+        return next(number for number in itertools.count() if number not in taken)

@@ -1,0 +1,201 @@
+"""What a training was, step by step: one file a rank, from which `dualdist compare` judges speed and sameness.
+
+A program of a user's is recorded without its knowledge, where the variables of session.py say so; see Recorder.watch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualdist.diagnostics.wire import tcp_bytes_sent
+from dualdist.topology import Topology
+from dualdist.utils.fingerprint import digest
+from dualdist.utils.machine import CpuUse, peak_kib, read_cpu
+
+SAMPLE = 1024  # elements that stand for all parameters where these need not agree to the bit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where to write, and which steps are timed: `steps` after the first `warmup`, which are training steps too."""
+
+    path: Path
+    warmup: int
+    steps: int
+
+
+@dataclass
+class Recorder:
+    """Collects the steps of one rank and writes them once, after the last planned one or where the program ends.
+
+    `began` and `ready` are times of day, at which this rank began and had found the others.
+    """
+
+    plan: Plan
+    place: Mapping[str, Any]
+    device: torch.device
+    began: float
+    ready: float = field(default_factory=time.time)
+    _ends: list[float] = field(default_factory=list)
+    _losses: list[torch.Tensor | None] = field(default_factory=list)
+    _pending: list[torch.Tensor] = field(default_factory=list)  # what backward() was called on since the last step
+    _first_step: float = math.nan
+    _start: list[float] = field(default_factory=list)
+    _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    _depth: int = 0  # of steps that call each other
+    _at_warm: tuple[int | None, Any] = (None, None)
+    _is_written: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._ends) >= self.plan.warmup + self.plan.steps
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The first step is about to change these; the first call counts."""
+        self._start = self._start or sample(parameters)
+
+    def step(self, loss: torch.Tensor | None) -> None:
+        """A training step has ended, of this loss."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._ends.append(time.perf_counter())
+        self._losses.append(None if loss is None else loss.detach().clone())
+        if len(self._ends) == 1:
+            self._first_step = time.time()
+        if len(self._ends) == self.plan.warmup:
+            self._at_warm = (tcp_bytes_sent(), read_cpu())
+
+    def write(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The record is in its file; the first call counts."""
+        if self._is_written or not self._ends:
+            return
+        self._is_written = True
+        sent_before, cpu_before = self._at_warm
+        sent, timed = tcp_bytes_sent(), max(0, len(self._ends) - self.plan.warmup)
+        cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
+        is_known = sent is not None and sent_before is not None and timed > 0
+        parameters = list(parameters)
+        kept = {
+            **self.place,
+            "began": self.began,
+            "ready": self.ready,
+            "first_step": self._first_step,
+            "warmup": self.plan.warmup,
+            "ends": [end - self._ends[0] for end in self._ends],
+            "losses": [None if loss is None else float(loss) for loss in self._losses],
+            "digest": digest(parameters),
+            "start": self._start,
+            "sample": sample(parameters),
+            "rounding": rounding(parameters),
+            "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
+            "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
+            "cpu_s": cpu.own_s / timed if cpu is not None and timed else None,
+            "window_s": None if cpu is None else cpu.window_s,
+            "machine_s": None if cpu is None else cpu.machine_s,
+            "own_s": None if cpu is None else cpu.own_s,
+        }
+        draft = self.plan.path.with_suffix(f".{os.getpid()}")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(kept))
+        draft.replace(self.plan.path)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the program by this optimizer's steps; the first one's, where it wraps several.
+
+        After the last planned step the program ends, on every rank alike: SystemExit leaves the optimizer's step().
+        Torch calls the hooks for the step of a base class too; only the outermost is a step of the training.
+        """
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) > 1:
+            return
+        self._listen()
+        atexit.register(self._write_own, os.getpid())
+        optimizer.register_step_pre_hook(lambda *_: self._steps())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _listen(self) -> None:
+        """Hear of every loss: Tensor.backward() calls torch.autograd.backward, whoever calls it."""
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def heard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._pending.extend(tensor.detach().clone() for tensor in found if tensor.numel() == 1)
+            return backward(tensors, *args, **kwargs)
+
+        torch.autograd.backward = heard
+
+    def _steps(self) -> None:
+        self._depth += 1
+        if not self._ends:
+            self.start(self._parameters())
+
+    def _stepped(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        total = sum((loss.float().reshape(()) for loss in self._pending), torch.zeros((), device=self.device))
+        self.step(total if self._pending else None)
+        self._pending.clear()
+        if self.is_complete:
+            self.finish()
+            raise SystemExit(0)
+
+    def finish(self) -> None:
+        """The program has come to its end, as far as it is recorded."""
+        self._write_own(os.getpid())
+
+    def _write_own(self, pid: int) -> None:
+        if pid == os.getpid():  # no process that the program has forked
+            self.write(self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def place_of(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
+    """What a figure was measured on."""
+    cuda = device.type == "cuda"
+    return {
+        "ranks": topology.size,
+        "node": topology.node,
+        "nodes": topology.nodes,
+        "backend": backend,
+        "transport": transport,
+        "launcher": topology.launcher,
+        "mpi": topology.mpi,
+        "device": name_of(device),
+        "cuda": torch.version.cuda if cuda else None,
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda else None,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def name_of(device: torch.device) -> str:
+    """ "cpu", or what the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def sample(parameters: Iterable[torch.Tensor]) -> list[float]:
+    """About SAMPLE elements, at the same places of each tensor every time."""
+    tensors = [parameter.detach().reshape(-1) for parameter in parameters]
+    stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
+    return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
+
+
+def rounding(parameters: Iterable[torch.Tensor]) -> float:
+    """The coarsest of their types: a number is kept as itself times 1 plus or minus half of this."""
+    return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

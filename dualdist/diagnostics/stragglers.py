@@ -1,0 +1,79 @@
+"""Who waited for whom, on request: between all ranks, or by rank 0 when the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dualdist.backends.base import Backend, Store
+from dualdist.collectives.collectives import in_step
+from dualdist.collectives.control_plane import Exchange
+from dualdist.collectives.group import Group
+from dualdist.collectives.negotiation import listed
+from dualdist.errors import RendezvousError
+from dualdist.monitoring.wait_times import SlowRanks, Waits, summed_up
+from dualdist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    from dualdist.rendezvous.open_session import Session
+
+# Seconds that rank 0 waits for what the others have counted.
+COLLECT_S = 5.0
+POLL_S = 0.05
+
+
+def slow_ranks(group: Group) -> SlowRanks:
+    """Who waited for whom since the last call; all ranks of the group call this, and count anew from there."""
+    name = group.next_name("slow_ranks")
+
+    def perform(line: Backend) -> SlowRanks:
+        counted = group.waits or Waits()
+        group.waits = Waits()
+        return summed_up(group.ranks, Exchange(line, counted.dumps(), name).wait())
+
+    return in_step(group, "slow_ranks", name, {}, perform)
+
+
+class Report:
+    """What rank 0 prints when the program ends, once; through the store, so that nobody waits for a rank that is not
+    there any more.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session: Session | None = session if session.store is not None else None
+        session.world.waits = Waits()
+
+    def __call__(self) -> None:
+        atexit.unregister(self)
+        session, self._session = self._session, None
+        if session is None or not session.world.is_usable:
+            return
+        world, store, key = session.world, session.store, f"{session.key}/waits"
+        assert store is not None, "looked at above"
+        counted = (world.waits or Waits()).dumps()
+        try:
+            if world.rank:
+                store.set(f"{key}/{world.rank}", base64.b64encode(counted).decode())
+                return
+            said = {0: counted, **_collected(store, key, world.ranks[1:])}
+        except (RendezvousError, TimeoutError):
+            return  # rank 0 has ended before
+        silent = [rank for rank in world.ranks if rank not in said]
+        without = f" (nothing from {listed(silent)})" if silent else ""
+        found = summed_up(sorted(said), [said[rank] for rank in sorted(said)])
+        print(f"dualdist: {found}{without}", file=sys.stderr, flush=True)
+
+
+def _collected(store: Store, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    """What those have counted that come to the end in time, too; without keeping the store from others meanwhile."""
+    deadline = Deadline(COLLECT_S)
+    found: dict[int, bytes] = {}
+    while len(found) < len(ranks) and not deadline.passed():
+        for rank in [rank for rank in ranks if rank not in found and store.has(f"{key}/{rank}")]:
+            found[rank] = base64.b64decode(store.get(f"{key}/{rank}", 1.0))
+        if len(found) < len(ranks):
+            deadline.sleep(POLL_S)
+    return found

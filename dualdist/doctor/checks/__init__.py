@@ -1,0 +1,1 @@
+"""Checks of the doctor: one module per subject, from facts to findings."""

@@ -1,1 +1,0 @@
-"""Jobs as people write them: a YAML file, read and checked."""

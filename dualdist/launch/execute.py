@@ -1,0 +1,115 @@
+"""The edge to the machine: looks at what it offers, and runs a Command so that nothing outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dualdist.errors import LaunchError
+from dualdist.launch import processes
+from dualdist.launch.interrupts import held, termination_raises
+from dualdist.launch.job import INSTALL, Command, Mpi, Site
+from dualdist.launch.launchers.mpirun import AGENT
+from dualdist.utils.redaction import hidden_in
+
+# Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended. `output` is stdout and stderr together, "" where it was not captured."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def look() -> Site:
+    """What this machine offers, as if the environment of the running interpreter were activated."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    tools = {name: found for name in INSTALL if (found := shutil.which(name, path=path))}
+    mpi: Mpi = "unknown"
+    if "mpirun" in tools:
+        mpi = mpi_of(run(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output)
+    has_ssh = AGENT in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
+    is_root, folder = os.geteuid() == 0, str(Path.cwd())
+    return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
+
+
+def mpi_of(version: str) -> Mpi:
+    """Whose mpirun printed this version."""
+    if "(Open MPI)" in version or "(OpenRTE)" in version:
+        words = version.partition(")")[2].split()
+        return "openmpi5" if words and words[0].partition(".")[0] not in ("1", "2", "3", "4") else "openmpi4"
+    return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else "unknown"
+
+
+def run(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> Result:
+    """Run the command to its end, and return when it and all processes that it started are gone.
+
+    `what` names the job in errors. Without `capture` the output goes where ours goes. LaunchError where the command
+    cannot be started, is not done after `timeout_s`, or leaves processes behind. Ctrl-C and SIGTERM end the job, too.
+    """
+    mark, marking = processes.marked(os.environ)
+    started = time.monotonic()
+    with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
+        process = None
+        try:
+            with held():
+                process = subprocess.Popen(
+                    command.argv,
+                    env={**command.environment(os.environ), **marking},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if capture else None,
+                    start_new_session=True,
+                )
+            code = process.wait(timeout_s)
+        except OSError as error:
+            raise LaunchError(
+                f"{what} could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            alive = processes.describe(processes.members(mark))
+            _end(process, mark)
+            raise LaunchError(
+                f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
+                f"command: {shlex.join(hidden_in(command.argv))}\n{_read(output)}"
+            ) from error
+        finally:
+            left = _end(process, mark)
+        if left and code == 0:
+            raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{_read(output)}")
+        return Result(code, _read(output), time.monotonic() - started)
+
+
+def _read(output: IO[bytes] | None) -> str:
+    if output is None:
+        return ""
+    output.seek(0)
+    return output.read().decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
+    """End what is left of the job, first the launcher, and return when it is gone; say what the launcher had left."""
+    if process is None:
+        return ""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        processes.send(processes.members(mark), signal.SIGTERM)
+    left = processes.killed(mark, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
+    return processes.describe(left) if left else ""

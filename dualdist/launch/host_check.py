@@ -1,0 +1,156 @@
+"""Looks at the hosts of a job before it starts: each is reached, has what the job needs, and reaches the first."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from dualdist.errors import LaunchError
+from dualdist.launch import host_probe, ssh
+from dualdist.launch.host_probe import Facts
+from dualdist.launch.interrupts import held
+from dualdist.launch.job import Host, Meeting, Site
+from dualdist.version import __version__
+
+PROBE_S = 30.0
+AT_ONCE = 32
+
+# Runs the probe on hosts that are not this one, with its last arguments; LaunchError where one cannot take part.
+Ask = Callable[[Sequence[str], Sequence[str]], list[Facts]]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores.
+
+    `networks` are the interfaces by which all reach the first, where some host has others, too; else none are named.
+    """
+
+    hosts: tuple[Host, ...]
+    meeting: Meeting
+    back: tuple[str, ...]
+    cores: tuple[int, ...]
+    networks: tuple[str, ...]
+
+
+def is_here(name: str) -> bool:
+    """Whether the name is one of this host: an address to which one can bind is its own."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probed:
+                probed.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def look(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> Reached:
+    """What the hosts say. LaunchError names the first that cannot take part, and why."""
+    known = [replace(host, is_here=is_here(host.name)) for host in hosts]
+    return judge(known, interface, host_probe.look(), lambda names, target: _asked(names, target, site, env))
+
+
+def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -> Reached:
+    """The first host is asked first, as the others have to reach it."""
+    first = here if hosts[0].is_here else ask([hosts[0].name], ())[0]
+    facts = {hosts[0].name: first}
+    address = first.interfaces.get(interface, "") if interface is not None else first.server
+    tried = first.networks().values() if interface is None else [address] * bool(address)
+    target = (str(first.port), *tried)
+    others = [host.name for host in hosts[1:] if not host.is_here]
+    facts.update(zip(others, ask(others, target), strict=True))
+    facts.update({host.name: here for host in hosts if host.is_here})
+    _check(facts, interface, hosts[0].name, address)
+    if not address:  # the first host is this one: as the others see it
+        address = next((found.client for found in facts.values() if found.client), "127.0.0.1")
+    seen = [found.client for found in facts.values() if found.client]
+    back = tuple(dict.fromkeys([*seen, *here.networks().values()]))
+    cores = tuple(facts[host.name].cores for host in hosts)
+    return Reached(tuple(hosts), Meeting(address, first.port), back, cores, _networks(first, list(facts.values())))
+
+
+def _networks(first: Facts, all_of_them: Sequence[Facts]) -> tuple[str, ...]:
+    known = {name for found in all_of_them for name in found.networks()}
+    shared = tuple(
+        name
+        for name, address in first.networks().items()
+        if all(name in found.interfaces and address not in found.unreachable for found in all_of_them)
+    )
+    return () if known == set(shared) else shared
+
+
+def check_interface(host: str, facts: Facts, interface: str | None) -> None:
+    """LaunchError where the host lacks the interface that was named."""
+    if interface is not None and interface not in facts.interfaces:
+        raise LaunchError(
+            f"host {host!r} has no network interface {interface!r} with an address; it has {_listed(facts)}"
+        )
+
+
+def _listed(facts: Facts) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
+
+
+def _check(facts: Mapping[str, Facts], interface: str | None, first: str, address: str) -> None:
+    for name, found in facts.items():
+        check_interface(name, found, interface)
+        if found.version != __version__:
+            raise LaunchError(
+                f"host {name!r} has dualdist {found.version}, and this one {__version__}: install the same"
+            )
+    for name, found in facts.items():
+        if why := found.unreachable.get(address):
+            named = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
+            raise LaunchError(
+                f"host {name!r} cannot reach host {first!r} at {address} ({named}): {why}; "
+                f"{first} has {_listed(facts[first])}: name the one that they share by --network-interface"
+            )
+
+
+def _asked(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[Facts]:
+    """Some at a time. Whatever ends this, Ctrl-C too, leaves no ssh behind."""
+    found: list[Facts] = []
+    for start in range(0, len(hosts), AT_ONCE):
+        some = hosts[start : start + AT_ONCE]
+        deadline = time.monotonic() + PROBE_S
+        with ExitStack() as stack:
+            asking = [stack.enter_context(_ssh(host, ssh.probe(host, site, env, target))) for host in some]
+            found += [_told(host, each, site, deadline) for host, each in zip(some, asking, strict=True)]
+    return found
+
+
+@contextmanager
+def _ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        try:
+            with held():
+                process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+                stack.enter_context(process)
+                stack.callback(process.kill)
+        except OSError as error:
+            raise LaunchError(f"ssh cannot be started ({error}): it is needed to reach host {host!r}") from error
+        yield process
+
+
+def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float) -> Facts:
+    try:
+        said, error_said = asking.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"host {host!r} did not say within {PROBE_S:g} s what it has: is it up?") from error
+    if asking.returncode != 0:
+        raise LaunchError(ssh.failure(host, asking.returncode, error_said, site))
+    try:
+        return Facts(**json.loads(said.strip().splitlines()[-1]))
+    except (ValueError, TypeError, IndexError) as error:
+        raise LaunchError(f"host {host!r} answers by {said[-200:]!r}, which this dualdist did not write") from error

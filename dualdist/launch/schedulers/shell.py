@@ -1,0 +1,163 @@
+"""What the job scripts have in common: one block to edit at the top, and below it lines that need no change."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from dualdist.errors import UsageError
+from dualdist.launch.env_defaults import FORWARDED, FORWARDED_PREFIXES, OWN_NAMES, OWN_PREFIXES
+from dualdist.launch.schedulers.request import Request
+from dualdist.utils.redaction import SECRET
+
+FROM = "# ==== edit from here ===="
+TO = "# ==== to here; what follows needs no change ===="
+# On the host where it runs: prints a port that is free there.
+FREE_PORT = "python3 -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])'"
+# What may go to other hosts of the variables of a shell.
+_PATTERNS = [*OWN_NAMES, *FORWARDED, *(f"{prefix}*" for prefix in (*OWN_PREFIXES, *FORWARDED_PREFIXES))]
+_WRAPPED = textwrap.wrap(" | ".join(_PATTERNS), 100)
+KEPT = [
+    "# The launcher hands all variables that it has to all hosts: it gets those that concern a job.",
+    f"secret={shlex.quote(SECRET)}",
+    "kept=()",
+    "for name in $(compgen -e); do",
+    '    if [[ "${name^^}" =~ $secret ]]; then continue; fi',
+    '    case "$name" in',
+    *(f"        {line} \\" for line in _WRAPPED[:-1]),
+    f"        {_WRAPPED[-1]})",
+    '            kept+=("$name=${!name}")',
+    "            ;;",
+    "    esac",
+    "done",
+]
+ALONE = 'env -i "${kept[@]}" "${variables[@]}"'
+# What every shell does before a program.
+START = ["setup", 'export "${variables[@]}"']
+NOTE_SSH = "# horovodrun reaches the other nodes by ssh, which must not ask for a password."
+NOTE_PORT = "# This script runs on the first node: a port that is free here is free where the ranks meet."
+
+
+def script(request: Request, where: str, directives: Sequence[str], block: Sequence[str], body: Sequence[str]) -> str:
+    """The whole text; `where` names scheduler and launcher, `block` are variables beside program and setup."""
+    lines = [
+        "#!/bin/bash",
+        f"# {where}: {sizes(request)}. Made by `dualdist run --scheduler`, see launch/README.md.",
+        "",
+        FROM,
+        *directives,
+        *block,
+        f"program=({shlex.join(request.program)})",
+        *_container(request),
+        f"variables=({' '.join(_variables(request))}) # of every rank",
+        "setup() { # makes python the one that has dualdist",
+        *(f"    {line}" for line in request.setup or (":",)),
+        "}",
+        TO,
+        "",
+        "set -eo pipefail",
+        *body,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _variables(request: Request) -> Iterator[str]:
+    yield from (shlex.quote(f"{name}={value}") for name, value in request.variables().items())
+    yield from (f'"{name}=${{{name}?is not set where this was submitted}}"' for name in request.handed_on)
+
+
+def sizes(request: Request) -> str:
+    """How many nodes and ranks, in words."""
+    nodes = "1 node" if request.nodes == 1 else f"{request.nodes} nodes"
+    ranks = "1 rank" if request.tasks_per_node == 1 else f"{request.tasks_per_node} ranks"
+    return f"{nodes}, {ranks} on each"
+
+
+def _container(request: Request) -> list[str]:
+    """The words before a program that Apptainer runs; --nv brings the GPUs and their driver in."""
+    if request.container is None:
+        return []
+    nv = ["--nv"] if request.node_gpus else []
+    return [f"container=({shlex.join(['apptainer', 'exec', *nv, request.container])})"]
+
+
+def inside(request: Request) -> str:
+    """What stands before the program in commands: the container, or nothing."""
+    return '"${container[@]}" ' if request.container else ""
+
+
+def python(request: Request) -> str:
+    """The program on one rank."""
+    return f'{inside(request)}python "${{program[@]}}"'
+
+
+def standalone(request: Request) -> str:
+    """torchrun on one node: it takes a free port of its own."""
+    return f'{inside(request)}torchrun --standalone --nproc-per-node="$ranks_per_node" "${{program[@]}}"'
+
+
+def agents(request: Request, nodes: str, job: str) -> list[str]:
+    """torchrun's agent on one of several nodes, which meet at $head:$port."""
+    return [
+        f'{inside(request)}torchrun --nnodes="{nodes}" --nproc-per-node="$ranks_per_node"',
+        f'--rdzv-backend=c10d --rdzv-id="{job}" --rdzv-endpoint="$head:$port"',
+        '"${program[@]}"',
+    ]
+
+
+def agent_function(request: Request, job: str) -> list[str]:
+    """torchrun's agent as a function, and $told, the text by which a shell elsewhere knows it and what it needs."""
+    first, *rest = agents(request, "$nodes", job)
+    names = ["folder", "program", "variables", "nodes", "ranks_per_node", "head", "port"]
+    names += ["container"] if request.container else []
+    return [
+        "# shellcheck disable=SC2329 # a shell on another host calls it",
+        "agent() {",
+        '    cd "$folder" || return',
+        *(f"    {line}" for line in START),
+        *(f"    {line}" for line in continued([f"exec {first}", *rest])),
+        "}",
+        "# Another host's shell sees no variables of this one: it is told what it needs.",
+        f"told=\"$(declare -f setup agent; declare -p {' '.join(names)})\"'\n'agent".replace("'\n'", "$'\\n'"),
+    ]
+
+
+def awaited(start: Sequence[str]) -> list[str]:
+    """Runs all that `start`, the lines of a loop, put into $pids to its end; the exit code is of one that failed."""
+    return [
+        "pids=()",
+        *start,
+        "code=0",
+        'for pid in "${pids[@]}"; do',
+        '    wait "$pid" || code=$?',
+        "done",
+        'exit "$code"',
+    ]
+
+
+def mpirun(request: Request, ranks: str, *options: str) -> list[str]:
+    """mpirun of Open MPI or MPICH. By env, as they have no option in common that hands variables over.
+
+    Open MPI that is called by its full path finds its daemon on other hosts, whatever their PATH is. Without
+    --bind-to none a rank may have one core for all its threads.
+    """
+    words = [f'"$(command -v mpirun)" -n "{ranks}" --bind-to none', *options]
+    given = 'env PATH="$PATH" LD_LIBRARY_PATH="$LD_LIBRARY_PATH" "${variables[@]}"'
+    return continued([" ".join(words), given, python(request)])
+
+
+def horovodrun(request: Request, ranks: str, *hosts: str) -> list[str]:
+    """horovodrun over Gloo, which reaches other hosts by ssh."""
+    if request.transport == "mpi":
+        raise UsageError("horovodrun with the transport mpi runs mpirun: choose the launcher mpirun itself")
+    alone = [*KEPT, f"{ALONE} \\"] if hosts else []
+    indent = "    " * bool(hosts)
+    lines = continued([" ".join([f'horovodrun --gloo -np "{ranks}"', *hosts]), python(request)])
+    return [*alone, *(f"{indent}{line}" for line in lines)]
+
+
+def continued(lines: Sequence[str]) -> list[str]:
+    """One command on several lines."""
+    last = len(lines) - 1
+    return [f"{'    ' * bool(n)}{line}{' ' + chr(92) if n < last else ''}" for n, line in enumerate(lines)]

@@ -1,0 +1,171 @@
+"""Ranks started by a program, as processes of this host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launch.stderr_summary import is_consequence
+from dualdist.utils import tracebacks
+from dualdist.utils.pickling import dumped_exception
+
+T = TypeVar("T")
+
+# Seconds that the other ranks get to end by themselves after one has failed, before they are killed.
+GRACE_S = 5.0
+# Seconds in which the rank that failed first says so, after one that failed because of it.
+SOON_S = 1.0
+
+
+def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
+    """Run fn(*args) in `nprocs` new processes of this host, the ranks of a job, and return their results in rank order.
+
+    `fn` calls dd.init() itself, as under any launcher; `backend`, if given, is what init() takes by default. fn, args
+    and results are pickled: define fn at the top of a module, and guard the caller with `if __name__ == "__main__"`.
+    Blocks until all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and
+    traceback.
+    """
+    return _spawn(fn, nprocs, args, _chosen(backend), nullcontext)
+
+
+def spawn_apart(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    backend: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """spawn() for an fn of a package: the ranks do not import the caller's main module, which thus needs no guard."""
+    return _spawn(fn, nprocs, args, {**(env or {}), **_chosen(backend)}, _without_main)
+
+
+def _chosen(backend: str | None) -> dict[str, str]:
+    return {} if backend is None else {"DUALDIST_BACKEND": backend}
+
+
+def _spawn(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any],
+    env: Mapping[str, str],
+    start_in: Callable[[], AbstractContextManager[None]],
+) -> list[T]:
+    tracebacks.install(os.environ)
+    if nprocs < 1:
+        raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="dualdist-") as folder:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(nprocs):
+                receiver, sender = context.Pipe(duplex=False)
+                variables = {**env, **_variables(rank, nprocs, Path(folder))}
+                process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
+                with start_in():
+                    process.start()
+                sender.close()
+                ranks.append((process, receiver))
+            return _results(ranks)
+        finally:
+            for process, receiver in ranks:
+                _end(process)
+                receiver.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """multiprocessing looks in sys.modules for the main module that the new process shall import: it finds none."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
+    return {
+        "DUALDIST_LAUNCHER": "spawn",
+        "DUALDIST_RANK": str(rank),
+        "DUALDIST_SIZE": str(size),
+        "DUALDIST_LOCAL_RANK": str(rank),
+        "DUALDIST_LOCAL_SIZE": str(size),
+        "DUALDIST_NODE": "0",
+        "DUALDIST_NODES": "1",
+        "DUALDIST_RENDEZVOUS": (folder / "rank0").as_uri(),
+    }
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:
+    """What a rank runs: sends (True, result), or (False, its traceback and exception)."""
+    os.environ.update(variables)
+    try:
+        result = (True, fn(*args))
+        payload = pickle.dumps(result)
+    except BaseException as error:
+        sender.send((False, (tracebacks.shown(error, os.environ), dumped_exception(error))))
+        raise SystemExit(1) from error
+    sender.send_bytes(payload)
+
+
+def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[LaunchError] = []
+    receivers = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while receivers:
+        # A failure that follows from another one's may arrive first: that one gets a moment.
+        ready = wait(list(receivers), SOON_S if failures else None)
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = receivers.pop(receiver)
+            try:
+                succeeded, value = receiver.recv()
+            except EOFError:
+                failures.append(_lost(rank, ranks[rank][0]))
+                continue
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append(_failed(rank, *value))
+        if failures and not (ready and all(is_consequence(str(failure)) for failure in failures)):
+            break
+    if failures:
+        raise min(failures, key=lambda failure: is_consequence(str(failure)))
+    for process, _ in ranks:
+        process.join()
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _lost(rank: int, process: BaseProcess) -> LaunchError:
+    process.join(GRACE_S)
+    code = process.exitcode
+    return LaunchError(f"rank {rank} ended without a result (exit code {code}; a negative one is a signal)")
+
+
+def _failed(rank: int, text: str, exception: bytes | None) -> LaunchError:
+    failure = LaunchError(f"rank {rank} failed:\n{text}")
+    failure.exception = exception
+    return failure
+
+
+def _end(process: BaseProcess) -> None:
+    """Make sure that the process has ended."""
+    if process.is_alive():
+        process.terminate()
+        process.join(GRACE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()

@@ -1,0 +1,154 @@
+"""What the process of another rank of this host does, where it does not answer: by the kernel, and its Python stack.
+
+Note [dumps]: whose interpreter is locked, by C code that never lets go of it, answers nothing. But a signal handler
+in C runs: faulthandler writes the stacks of all threads to a file in memory, which other processes of the same user
+read under /proc. A process that is stopped runs no handler, so that its stack cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from dualdist.monitoring.stacks import Line
+
+# Real-time signals have no meaning of their own; where the program has given this one a meaning, it keeps it.
+DUMP_BY = "SIGRTMIN"
+DUMP_OFFSET = 11
+NO_DUMP = -1
+# Seconds in which a dump begins, and after whose last byte it is over.
+BEGIN_S = 0.5
+QUIET_S = 0.05
+ENDED = "has ended"
+STATES = {
+    "T": "is stopped by a signal, so that its stack cannot be had",
+    "t": "is held by a debugger",
+    "D": "waits for a disk or another device",
+    "Z": ENDED,
+    "X": ENDED,
+}
+# Of a process that will not come by itself.
+AMISS = (STATES["T"], STATES["t"], ENDED)
+BUSY = "runs but does not answer, as where C code keeps Python's lock"
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process, as others on its host find it again."""
+
+    pid: int
+    started: int  # at which of the kernel's ticks: another process that gets the number later differs
+    namespace: str  # in which the number counts
+    main_thread: int
+    dump: int  # the file there to which it writes its stacks, by its number; NO_DUMP where it does not
+
+    def dumps(self) -> str:
+        return json.dumps(astuple(self))
+
+    @staticmethod
+    def loads(text: str) -> Process:
+        return Process(*json.loads(text))
+
+    def state(self) -> str:
+        """What it does, in words; nothing where that cannot be told from here."""
+        if not self.namespace or self.namespace != _namespace("self"):
+            return ""
+        seen = _seen(self.pid)
+        if seen is None or seen[1] != self.started:
+            return ENDED
+        return STATES.get(seen[0], BUSY)
+
+    def stack(self) -> list[Line]:
+        """Where its main thread is in the program: Note [dumps]. Nothing where that cannot be had."""
+        if self.dump == NO_DUMP or self.state() != BUSY:
+            return []
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/fd/{self.dump}", "rb") as file:
+            start = file.seek(0, os.SEEK_END)
+            handle = os.pidfd_open(self.pid)
+            try:
+                if self.state() == BUSY:  # of the process that the handle is for
+                    signal.pidfd_send_signal(handle, _signal())
+            finally:
+                os.close(handle)
+            return parsed(_written(file.fileno(), start), self.main_thread)
+        return []
+
+
+def own() -> Process:
+    """This process, which writes dumps from now on where it can."""
+    return _own(os.getpid())  # a child that was forked is another one
+
+
+@functools.cache
+def _own(pid: int) -> Process:
+    seen, main = _seen(pid), threading.main_thread().ident
+    return Process(pid, seen[1] if seen else 0, _namespace("self"), main or 0, _dump())
+
+
+def _dump() -> int:
+    """The number of a new file to which the stacks go."""
+    if sys.platform != "linux" or signal.getsignal(_signal()) is not signal.SIG_DFL:
+        return NO_DUMP
+    try:
+        file = os.memfd_create("dualdist-stacks")
+        faulthandler.register(_signal(), file=file, all_threads=True, chain=False)
+    except (OSError, RuntimeError):
+        return NO_DUMP
+    return file
+
+
+def _signal() -> int:
+    return int(getattr(signal, DUMP_BY)) + DUMP_OFFSET
+
+
+def _seen(pid: int) -> tuple[str, int] | None:
+    """The state of a process, and when it started (proc(5): fields 3 and 22 of stat); None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
+
+
+def _namespace(process: str) -> str:
+    try:
+        return os.readlink(f"/proc/{process}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _written(file: int, start: int) -> str:
+    """What is written from there on, until nothing more comes."""
+    size, until = start, time.monotonic() + BEGIN_S
+    while time.monotonic() < until:
+        time.sleep(QUIET_S / 5)
+        now = os.fstat(file).st_size
+        if now != size:
+            size, until = now, time.monotonic() + QUIET_S
+    return os.pread(file, size - start, start).decode(errors="replace")
+
+
+def parsed(dump: str, thread: int) -> list[Line]:
+    """The stack of a thread in what faulthandler has written, the most recent call last."""
+    lines: list[Line] = []
+    is_wanted = False
+    for line in dump.splitlines():
+        if found := THREAD.match(line):
+            if is_wanted:
+                break
+            is_wanted = int(found[1], 16) == thread
+        elif is_wanted and (found := FRAME.match(line)):
+            lines.append((found[1], int(found[2]), found[3]))
+    return lines[::-1]

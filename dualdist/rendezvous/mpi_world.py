@@ -1,0 +1,183 @@
+"""The one place that imports mpi4py, starts MPI and ends it: used only where a launcher has started it.
+
+MPI lives once in a process. Started for one broadcast it ends right after it; started for a backend, with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError, UnsupportedError
+from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.output import STDERR, await_reader
+from dualdist.utils.temporary_env import variables_set
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+# Under another MPI's mpirun, Open MPI is a job of one: it shall show so, not look for its daemon and abort.
+ISOLATED = {"OMPI_MCA_ess_singleton_isolated": "1"}
+# For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
+BRIEFLY = {"OMPI_MCA_btl": "^ofi", **ISOLATED}
+# What follows it in /proc/self/maps is "(deleted)", where the name is gone.
+MPICH_MEMORY = re.compile(r"/dev/shm/mpich_shm_\w+$", re.MULTILINE)
+
+OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
+
+
+def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> str:
+    """Rank 0's text, on every rank; all ranks of MPI_COMM_WORLD call it.
+
+    TopologyError where MPI counts other ranks than the launcher's variables do. MPI is left as it was found: started
+    here, it is also finished here, so that a rank that dies later cannot leave the others in MPI_Finalize.
+    """
+
+    def broadcast() -> str:
+        with _world(topology, environ) as world:
+            check_world(world.Get_rank(), world.Get_size(), topology)
+            received: str = world.bcast(text, root=0)
+        return received
+
+    def late() -> DualdistError:
+        return RendezvousError(
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s in MPI for all {topology.size} ranks: "
+            "did one of them end, or never call dd.init()?"
+        )
+
+    return call_within(deadline.left_s(), broadcast, late)
+
+
+def check_world(rank: int, size: int, topology: Topology) -> None:
+    """TopologyError where MPI's rank and size are not the launcher's."""
+    if (rank, size) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), "
+            f"but MPI says rank {rank} of {size}: "
+            "this mpi4py uses another MPI than the mpirun that started it; put that MPI's mpirun first on PATH, "
+            f"or install mpi4py for this MPI (that of PyPI takes the one that MPI4PY_LIBMPI names), {OTHERWISE}"
+        )
+
+
+def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
+    """mpi4py.MPI, with MPI running until the process ends, by whoever started it first."""
+    api = _load(f"the backend mpi needs mpi4py ({{}}): pip install mpi4py, where {topology.launcher}'s MPI is on PATH")
+    if api.Is_finalized():
+        raise UnsupportedError(
+            "MPI was finished in this process, by a session on another backend, and cannot start again: start a new job"
+        )
+    if not api.Is_initialized():
+        _init(api, environ, ISOLATED)
+        atexit.register(_end, api)
+        if "MPICH" in api.Get_library_version():
+            _forget_memory(api.COMM_WORLD)
+    check_world(api.COMM_WORLD.Get_rank(), api.COMM_WORLD.Get_size(), topology)
+    return api
+
+
+def _forget_memory(world: Intracomm) -> None:
+    """MPICH 5 names its shared memory until MPI_Finalize: without a name it goes with the ranks, even if killed."""
+    world.Barrier()  # which maps it
+    world.Barrier()  # so that all ranks have
+    for name in set(MPICH_MEMORY.findall(Path("/proc/self/maps").read_text())):
+        with contextlib.suppress(OSError):  # another rank of this host was first
+            os.unlink(name)
+
+
+def end_within(timeout_s: float, api: Any) -> None:
+    """For atexit, in a process that has left nothing in order: it ends in this time, whatever the others do."""
+    _abort_if_failed(api)
+
+    def give_up() -> None:
+        time.sleep(timeout_s)
+        print(f"dualdist: no answer for {timeout_s:g} s; this process ends without MPI", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=give_up, name="dualdist-exit", daemon=True).start()
+
+
+def _end(api: Any) -> None:
+    """MPI waits here until every rank has come so far: mpirun ends the job where one cannot."""
+    if not api.Is_finalized():
+        _abort_if_failed(api)
+        api.Finalize()
+
+
+def _abort_if_failed(api: Any) -> None:
+    """End the job where an error ends this process, for the others may wait for it, and it for them in MPI_Finalize."""
+    if getattr(sys, "last_value", None) is not None and not api.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        await_reader(STDERR)  # MPICH's MPI_Abort kills it, too
+        api.COMM_WORLD.Abort(1)
+
+
+@contextlib.contextmanager
+def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[Intracomm]:
+    """MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
+    api = _load(
+        f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({{}}): "
+        f"pip install mpi4py, {OTHERWISE}"
+    )
+    if api.Is_finalized():
+        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {OTHERWISE}")
+    if api.Is_initialized():
+        yield api.COMM_WORLD
+        return
+    _init(api, environ, BRIEFLY)
+    try:
+        yield api.COMM_WORLD
+    finally:
+        api.Finalize()
+
+
+def _load(message: str) -> Any:
+    """mpi4py.MPI, without starting MPI; BackendUnavailableError with the message, in which the reason stands for {}."""
+    try:
+        import mpi4py
+
+        with _started_by_hand(mpi4py.rc):
+            from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(message.format(error)) from error
+    return MPI
+
+
+def _init(api: Any, environ: MutableMapping[str, str], settings: Mapping[str, str]) -> None:
+    """Start MPI, and ask it to take calls from several threads at once; what the user has set stays."""
+    with variables_set(environ, {name: value for name, value in settings.items() if name not in environ}):
+        api.Init_thread(api.THREAD_MULTIPLE)
+
+
+@contextlib.contextmanager
+def _started_by_hand(rc: Any) -> Iterator[None]:
+    """While mpi4py is imported here, importing it does not start MPI."""
+    before = rc.initialize, rc.finalize
+    rc.initialize = rc.finalize = False
+    try:
+        yield
+    finally:
+        rc.initialize, rc.finalize = before
+
+
+def ranks_in_world(comm: Any) -> list[int]:
+    """The ranks in MPI_COMM_WORLD of an mpi4py communicator's processes, in its order."""
+    from mpi4py import MPI
+
+    group = comm.Get_group()
+    return list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group()))
+
+
+def has_ended() -> bool:
+    """Whether MPI ran in this process and was finished, so that it cannot start again."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_finalized())

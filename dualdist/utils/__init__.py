@@ -1,0 +1,1 @@
+"""Helpers with users in several packages."""
