@@ -16,6 +16,7 @@ from dualdist.api import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    check_consistency,
     device,
     init,
     is_initialized,
@@ -32,10 +33,10 @@ from dualdist.api import (
     save_checkpoint,
     shutdown,
     size,
+    slow_ranks,
     transport,
     wrap_optimizer,
 )
-from dualdist.diagnosis import check_consistency, slow_ranks
 from dualdist.errors import CheckpointError, DualdistError, TrainingError
 from dualdist.operations import (
     allgather,
@@ -44,13 +45,14 @@ from dualdist.operations import (
     alltoall,
     broadcast,
     broadcast_,
+    gather,
     grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_reducescatter,
     reducescatter,
+    scatter,
 )
-from dualdist.rooted_operations import gather, scatter
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
@@ -58,8 +60,7 @@ if TYPE_CHECKING:
     from dualdist.data.loader import loader
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
-    from dualdist.launch.running import run
-    from dualdist.launch.spawn import spawn
+    from dualdist.launch.spawn import run, spawn
     from dualdist.logging import info, print, setup_logging
     from dualdist.metric import Metric
     from dualdist.progress_bar import progress
@@ -73,7 +74,7 @@ LATER = {
     "loader": "data.loader",
     "print": "logging",
     "progress": "progress_bar",
-    "run": "launch.running",
+    "run": "launch.spawn",
     "setup_logging": "logging",
     "spawn": "launch.spawn",
 }

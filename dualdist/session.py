@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dualdist.backends.horovod.driver import is_elastic, next_place
 from dualdist.collectives.arguments import whole
-from dualdist.diagnostics.places import TIMELINE
+from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError

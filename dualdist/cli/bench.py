@@ -20,9 +20,7 @@ from dualdist.bench.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOption
 from dualdist.bench.compare.matrix import Facts, refusal
 from dualdist.bench.jobs import CHOICES, Place, Planned, Setting, launched, places
 from dualdist.bench.report import Table, check_file, last_words, record, show, typed, write_json
-from dualdist.bench.scale import ScaleOptions
-from dualdist.bench.scaling import Link
-from dualdist.cli.bench_help import HELP, WHATS
+from dualdist.bench.scale import Link, ScaleOptions
 from dualdist.cli.compare_request import gpus_of
 from dualdist.cli.help_formatter import add_help, add_list, completes
 from dualdist.doctor import installed_backends
@@ -33,6 +31,43 @@ from dualdist.launch.interrupts import termination_raises
 from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.utils.redaction import hidden_in
 from dualdist.utils.suggest import one_of
+
+WHATS = {
+    "step": "one training step beside DDP and raw Horovod",
+    "allreduce": "latency and bandwidth beside the raw library",
+    "startup": "from import to a first collective",
+    "scale": "a fitted model, and what it predicts for many ranks",
+}
+EVERY = {
+    "ranks": "how many ranks, on this host",
+    "backend": "as native,horovod:mpi (default: all usable)",
+    "rounds": "how often the contenders take turns",
+    "env": "a variable for every rank; again for more",
+    "json": "write JSON to FILE as well, or - for stdout alone",
+    "dry_run": "print the command lines and do nothing",
+}
+# Of each part, the usual options and examples.
+HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "step": (
+        {"model": "resnet18, mlp, ...; again for more", "launches": "start the whole job so often", **EVERY},
+        (
+            "dualdist bench step --model resnet18 --launches 5",
+            "dualdist bench step --backend native:shm,native:gloo,mpi",
+        ),
+    ),
+    "allreduce": (
+        {"sizes": "these sizes in bytes alone, as 8,64K,25M", "max_bytes": "the largest tensor", **EVERY},
+        ("dualdist bench allreduce --backend native,horovod:mpi",),
+    ),
+    "startup": (EVERY, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
+    "scale": (
+        {"model": "whose step is measured on one rank", "measure_up_to": "launch no more ranks than these"}
+        | EVERY
+        | {"backend": "one, as horovod:mpi (default: native)"},
+        ("dualdist bench scale --ranks 2,4,8,64,512",),
+    ),
+}
+
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 INTERRUPTED = 130

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.bench.cases import IMAGE_SIZE, MODELS
-from dualdist.bench.compare.folder import RUNNING, claimed, looked_at
 from dualdist.bench.compare.matrix import DEFAULT_REFERENCES, REFERENCES, Cell
+from dualdist.bench.compare.runner import RUNNING, claimed, looked_at
 from dualdist.bench.jobs import Setting
 from dualdist.bench.report import last_words, record, show, typed, write_json
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch]) -> tuple[list[Launch], int]:
     """All launches, also where they were interrupted, and the exit code that says so."""
-    from dualdist.bench.compare.progress import progress
+    from dualdist.bench.compare.schedule import progress
 
     launches, labels = list(kept), {cell.key: cell.label for cell in cells}
     try:
@@ -193,8 +193,8 @@ def _report(
 
 def _save(found: Result, launches: list[Launch], at: str) -> None:
     """The user's configuration has the choices that follow from this, and standard error says which."""
-    from dualdist.bench.compare.choosing import chosen
     from dualdist.bench.compare.launches import by_cell
+    from dualdist.bench.compare.verdict import chosen
     from dualdist.rendezvous import saved_choice
 
     by_key, path = by_cell(launches), saved_choice.path_of(os.environ)

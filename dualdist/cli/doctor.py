@@ -6,22 +6,112 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from dualdist.cli.colour import Paint
-from dualdist.cli.doctor_lines import explained, lines, tried_lines
 from dualdist.cli.help_formatter import completes
+from dualdist.doctor import Availability
 from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
-from dualdist.doctor.explain import explain
+from dualdist.doctor.explain import Explanation, explain
+from dualdist.doctor.findings import Level
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import STARTERS
 from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.topology import Topology
 from dualdist.utils.redaction import redacted_in, redactor
+
+STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}
+VERDICTS = {0: "nothing is wrong here", 1: "something may fail", 2: "something will fail"}
+
+
+def lines(diagnosis: Diagnosis, paint: Paint) -> Iterator[str]:
+    """Where this process is and what it can use, in three lines; the findings, the worst first; what they amount to."""
+    topology = diagnosis.topology
+    yield f"{'place':<10}{'unknown: the variables are broken, see below' if topology is None else _place(topology)}"
+    usable = [f"{name}{_built(backend)}" for name, backend in diagnosis.backends.items() if backend.available]
+    lacking = [f"{name}: {backend.reason}" for name, backend in diagnosis.backends.items() if not backend.available]
+    yield f"{'backends':<10}{', '.join(usable) or 'none'}{''.join(f'; not {each}' for each in lacking)}"
+    versions = ", ".join(f"{name} {version or 'none'}" for name, version in diagnosis.versions.items())
+    yield f"{'versions':<10}{versions}"
+    for finding in diagnosis.findings:
+        yield ""
+        yield f"{paint(finding.level, *STYLES[finding.level])}: {finding.seen}  {paint(f'[{finding.name}]', 'dim')}"
+        yield f"  why: {finding.why}"
+        yield f"  do:  {finding.do}"
+    counts = Counter(finding.level for finding in diagnosis.findings)
+    told = ", ".join(f"{counts[level]} {level}{'s' if counts[level] > 1 else ''}" for level in STYLES if counts[level])
+    yield ""
+    yield f"{VERDICTS[diagnosis.exit_code]}{f' ({told})' if told else ''}"
+
+
+def tried_lines(cells: Mapping[str, Any] | None, paint: Paint) -> Iterator[str]:
+    """Which cells were started, and which were not."""
+    if cells is None:
+        return
+    failed = sum(bool(each["problem"]) for each in cells["tried"])
+    yield f"{len(cells['tried'])} ways to run were tried, {failed} failed"
+    for each in cells["tried"]:
+        state = paint("FAILED", "red", "bold") if each["problem"] else paint("works", "green")
+        yield f"  {state:<6}  {each['launcher']}, {each['backend']} over {each['transport']}, {each['seconds']:.1f} s"
+    reasons = Counter(each["reason"] for each in cells["left_out"])
+    if reasons:
+        yield f"{len(cells['left_out'])} were left out:"
+        yield from (f"  {count:>2} as {reason}" for reason, count in reasons.most_common())
+
+
+def explained(explanation: Explanation, paint: Paint) -> Iterator[str]:
+    """Every part of the place with its source, and what did not count."""
+    if explanation.error:
+        yield f"{paint('error', *STYLES['error'])}: {explanation.error}"
+    width = max((len(part.value) for part in explanation.parts), default=0)
+    for part in explanation.parts:
+        yield f"{part.name.replace('_', ' '):<12}{part.value:<{width}}  {paint(part.source, 'dim')}"
+    if explanation.ignored:
+        yield "ignored:" if explanation.parts else "set, too:"
+        yield from (f"  {each.name}={each.value}  {paint(each.why, 'dim')}" for each in explanation.ignored)
+
+
+def _place(topology: Topology) -> str:
+    def told(name: str) -> str:
+        return f"{getattr(topology, name)}{' (inferred)' if name in topology.inferred else ''}"
+
+    if topology.launcher == "none":
+        return "no launcher started this process: a job of one rank"
+    return (
+        f"rank {topology.rank} of {topology.size}, local rank {told('local_rank')} of {told('local_size')}, "
+        f"node {told('node')} of {told('nodes')}, by {topology.launcher} ({topology.source})"
+    )
+
+
+def _built(backend: Availability) -> str:
+    built = [word for word, has in (("gloo", backend.gloo), ("mpi", backend.mpi), ("nccl", backend.nccl)) if has]
+    return f" (built with {', '.join(built)})" if built else ""
+
+
+NO_COLOR = "NO_COLOR"
+TERMINAL = "TERM"
+CODES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "bold": 1, "dim": 2}
+
+
+def is_coloured(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether what is written there may have colours."""
+    return stream.isatty() and not environ.get(NO_COLOR) and environ.get(TERMINAL, "dumb") != "dumb"
+
+
+class Paint:
+    """Colours words for a stream, or leaves them as they are."""
+
+    def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
+        self._is_on = is_coloured(stream, environ)
+
+    def __call__(self, text: str, *styles: str) -> str:
+        codes = ";".join(str(CODES[style]) for style in styles)
+        return f"\x1b[{codes}m{text}\x1b[0m" if self._is_on and codes else text
+
 
 # Of an error: 1 says that there are warnings.
 ERROR_CODE = 2
@@ -115,7 +205,7 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
 
 def _fixed(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis after what the user agreed to."""
-    from dualdist.doctor.fixing import apply, fixes
+    from dualdist.doctor.findings import apply, fixes
 
     todo = fixes(diagnosis.findings)
     if not todo:
@@ -153,7 +243,7 @@ def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnos
 
 
 def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
-    from dualdist.doctor import cells
+    from dualdist.doctor import smoke_test as cells
     from dualdist.launch.execute import look
     from dualdist.launch.interrupts import termination_raises
 

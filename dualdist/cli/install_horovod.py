@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from dualdist.horovod_build.options import HOROVOD_VERSION, Options
+from dualdist.horovod_build.machine import HOROVOD_VERSION, Options
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
 COMMON = {

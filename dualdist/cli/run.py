@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dualdist.cli import schedule
 from dualdist.cli.help_formatter import completes
-from dualdist.cli.run_request import Request, from_arguments
+from dualdist.cli.run_request import RunRequest, from_arguments
 from dualdist.errors import UsageError
 from dualdist.launch.env_defaults import allocated, default_launcher
 from dualdist.launch.exit_status import describe
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.outcome is None else report.outcome.code
 
 
-def _decided(asked: Request) -> tuple[Request, str]:
+def _decided(asked: RunRequest) -> tuple[RunRequest, str]:
     """The request with the number of its ranks, and its launcher; one line tells what nobody had said."""
     request, launcher, reason = asked.here(), asked.launcher, "no -np was given"
     if launcher is None:

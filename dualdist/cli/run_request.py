@@ -26,7 +26,7 @@ CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit i
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A job as it was asked for. `words` is the program and its arguments.
 
     `ranks_asked` is None where nobody said how many; `resources` are for a scheduler. Of the variables in `env`,
@@ -65,7 +65,7 @@ class Request:
         for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
             raise UsageError(found.message)
 
-    def here(self) -> Request:
+    def here(self) -> RunRequest:
         """The same without hosts, where all that were named are this one."""
         return replace(self, hosts=()) if all(is_here(host.name) for host in self.hosts) else self
 
@@ -93,7 +93,7 @@ class Request:
         )
 
 
-def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
+def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
     """The request of a command line; what it leaves open, the job file may say."""
     asked = _of_file(Path(args.config)) if args.config is not None else {}
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
@@ -123,7 +123,7 @@ def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> Requ
     asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
     if args.scheduler not in CHOOSING and (why := too_few_slots(asked["ranks"], hosts)):
         raise UsageError(why)
-    return Request(**{"words": (), **asked})
+    return RunRequest(**{"words": (), **asked})
 
 
 def _of_file(path: Path) -> dict[str, Any]:

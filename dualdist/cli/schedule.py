@@ -4,26 +4,125 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualdist.cli.run_request import Request
-from dualdist.errors import UsageError
+from dualdist.cli.run_request import RunRequest
+from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import interface_variables
-from dualdist.launch.option_conflicts import RIVALS
-from dualdist.launch.schedulers import SCHEDULERS, script
-from dualdist.launch.schedulers.asking import requested
-from dualdist.launch.schedulers.submit import submit
+from dualdist.launch.option_conflicts import RIVALS, WITHOUT_MPI, Choice, impossible, unfit
+from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find, script
+from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.redaction import hidden
+
+
+def requested(
+    scheduler: str,
+    program: tuple[str, ...],
+    *,
+    launcher: str | None = None,
+    ranks: int | None = None,
+    hosts: Sequence[str] = (),
+    resources: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    transport: str | None = None,
+    env: Mapping[str, str] | None = None,
+    handed_on: Sequence[str] = (),
+) -> ScriptRequest:
+    """The ScriptRequest; `hosts` are names, or host:slots, and `resources` what a job file says under that key."""
+    asked = {name: value for name, value in (resources or {}).items() if value is not None}
+    if "partition" in asked:
+        asked["queue"] = asked.pop("partition")
+    if hosts and scheduler != "ssh":
+        raise UsageError(
+            f"hosts {','.join(hosts)}: {scheduler} chooses the nodes itself; leave them out, --nodes says how many"
+        )
+    names, slots = _hosts(hosts)
+    nodes = asked.pop("nodes", len(names) or 1)
+    tasks = asked.pop("tasks_per_node", slots)
+    if tasks is None and ranks is None:
+        tasks = asked.get("gpus_per_node") or 1
+    return ScriptRequest(
+        program,
+        _launcher(find(scheduler), Choice(launcher, backend, transport)),
+        nodes=nodes,
+        tasks_per_node=_tasks(tasks, ranks, nodes),
+        hosts=names,
+        setup=tuple(asked.pop("setup", ())),
+        backend=backend,
+        transport=transport,
+        env={name: value for name, value in (env or {}).items() if name not in handed_on},
+        handed_on=tuple(handed_on),
+        **asked,
+    )
+
+
+def _launcher(scheduler: Scheduler, choice: Choice) -> str:
+    """The one that was named, else the scheduler's first that starts what the job needs.
+
+    UsageError where what was asked for cannot go together; which Horovod the job will find is not known here.
+    """
+    starts_mpi = [name for name in scheduler.launchers if name not in WITHOUT_MPI]
+    wants_mpi = "mpi" in (choice.backend, choice.transport)
+    launcher = choice.launcher or (starts_mpi if wants_mpi else scheduler.launchers)[0]
+    instead = f"choose {' or '.join(starts_mpi)}"
+    for found in impossible(replace(choice, launcher=launcher), horovod_has_mpi=None, instead=instead):
+        raise UsageError(found.message)
+    return launcher
+
+
+def _tasks(tasks: int | None, ranks: int | None, nodes: int) -> int:
+    """Ranks on each node: as said, or as the number of all ranks gives them."""
+    if ranks is None or nodes < 1:
+        return 1 if tasks is None else tasks
+    if why := unfit(ranks, nodes, tasks):
+        raise UsageError(why)
+    return ranks // nodes
+
+
+def _hosts(hosts: Sequence[str]) -> tuple[tuple[str, ...], int | None]:
+    """The names of the hosts, and the slots that each has."""
+    pairs = [host.partition(":")[::2] for host in hosts]
+    counts = {slots for _, slots in pairs}
+    if len(counts) > 1 or any(slots and not slots.isdecimal() for slots in counts):
+        raise UsageError(
+            f"hosts {','.join(hosts)}: a script wants the same number of slots on each, as host1:4,host2:4"
+        )
+    slots = counts.pop() if counts else ""
+    return tuple(name for name, _ in pairs), int(slots) if slots else None
+
+
+TIMEOUT_S = 120.0
+ELSEWHERE = "log in to a host of the cluster, or take the text there by --write FILE"
+
+
+def submit(name: str, text: str) -> str:
+    """What the scheduler printed when it took the job; LaunchError where it refused."""
+    argv = find(name).submit
+    if argv is None:
+        raise UsageError(f"--submit with the scheduler {name}: there is none to submit to; --write FILE, and run that")
+    if shutil.which(argv[0]) is None:
+        raise LaunchError(f"{argv[0]} was not found on PATH: {ELSEWHERE}")
+    try:
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{shlex.join(argv)} took no job: {error}") from error
+    if done.returncode != 0:
+        said = (done.stderr + done.stdout).strip() or "nothing"
+        raise LaunchError(f"{shlex.join(argv)} refused the job with exit code {done.returncode}, and said: {said}")
+    return done.stdout + done.stderr
+
 
 # Words of `resources:` in a job file, which are the options' names too.
 COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "requeue")
 WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup")
 ONLY_WITH = (*COUNTS, *WORDS, "write", "submit")
-# What only `dualdist run` itself can do for ranks: as options and job files call it, and as a Request does.
+# What only `dualdist run` itself can do for ranks: as options and job files call it, and as a RunRequest does.
 OURS = {
     **{name: name for name in ("max_restarts", "min_ranks", "log_dir", "tag_output")},
     "timeout": "timeout_s",
@@ -60,7 +159,7 @@ def refuse_stray(args: argparse.Namespace) -> None:
         raise UsageError(f"--{stray[0].replace('_', '-')} describes a job to a scheduler: add --scheduler NAME")
 
 
-def run(args: argparse.Namespace, request: Request, program: Sequence[str]) -> int:
+def run(args: argparse.Namespace, request: RunRequest, program: Sequence[str]) -> int:
     """Print, write or submit the script of a job. Options go before what the job file says under `resources`."""
     passed_over, hosts, ranks = _passed_over(args, request), request.hosts, request.ranks_asked
     if args.scheduler == "workstation" and not request.here().hosts:  # where its own names say how many ranks it takes
@@ -101,7 +200,7 @@ def _next(args: argparse.Namespace, text: str) -> str:
     return ("see that its setup() loads what a node needs, then " if has_setup else "next: ") + start
 
 
-def _passed_over(args: argparse.Namespace, request: Request) -> list[str]:
+def _passed_over(args: argparse.Namespace, request: RunRequest) -> list[str]:
     """What the job file says, and a script cannot do; UsageError where an option asks for it."""
     for name in (*OURS, "json"):
         if getattr(args, name):

@@ -24,7 +24,7 @@ def uncompiled(function: F, unless: Callable[..., Any] | None = None) -> F:
             return function(*args, **kwargs)
         import torch
 
-        from dualdist.collectives.outside import outside
+        from dualdist.collectives.traced_allreduce import outside
 
         if unless is not None and torch.compiler.is_compiling():
             result = unless(*args, **kwargs)

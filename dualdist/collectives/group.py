@@ -36,7 +36,7 @@ from dualdist.errors import (
 )
 from dualdist.monitoring.failed_exit import Refusals
 from dualdist.monitoring.monitored import Watch, WatchedBackend
-from dualdist.monitoring.stacks import OUR_THREADS
+from dualdist.monitoring.process_state import OUR_THREADS
 from dualdist.monitoring.wait_times import Waits
 
 if TYPE_CHECKING:

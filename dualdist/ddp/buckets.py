@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend, Buffer, Settling, Work
-from dualdist.backends.holders import is_kept
+from dualdist.backends.buffers import is_kept
 from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, TAKES_PART, BucketPlan, Recipe, name_of, wire_dtype
 from dualdist.ddp.compression import Cast, Compressor
-from dualdist.ddp.flat_buffer import Flat, Rows
+from dualdist.ddp.flat_buffer import Flat, Rows, Streams
 from dualdist.ddp.nonfinite import kinds_of
-from dualdist.ddp.streams import Streams
 from dualdist.errors import UsageError
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualdist.backends.base import Buffer
-from dualdist.backends.holders import referred_to, uses
+from dualdist.backends.buffers import referred_to, uses
 from dualdist.ddp.bucket_plan import BucketPlan
-from dualdist.errors import CollectiveError
+from dualdist.errors import CollectiveError, UnsupportedError
 
 # Note [gradients in the bucket]: the parameters' gradients become views of the row in which what has been reduced lies;
 # a copy is made only where a program keeps the tensor that autograd made. A row in which somebody still looks at
@@ -116,3 +116,38 @@ class Rows:
         """Of a row that is not there."""
         taken = {row.number for row in self._rows}
         return next(number for number in itertools.count() if number not in taken)
+
+
+class Streams:
+    """Those on which the gradients of one bucket were finished. The host waits for none of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """A gradient has been finished on the current stream."""
+        self._seen.add(torch.cuda.current_stream(self._device))
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The current stream goes on when all have come so far; it reads the tensors, which may be freed before."""
+        current = torch.cuda.current_stream(self._device)
+        others = self._seen - {current}
+        for other in others:
+            current.wait_stream(other)
+        for tensor in tensors if others else ():
+            tensor.record_stream(current)
+
+    def forget(self) -> None:
+        """They are those of a round that is over."""
+        self._seen.clear()
+
+
+def refuse_capture() -> None:
+    """UnsupportedError where the current stream is being captured into a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "backward() of a wrapped optimizer's parameters cannot be captured in a CUDA graph: before gradients are "
+            "reduced the ranks tell each other what they have, which a replay would leave out. "
+            "torch.cuda.make_graphed_callables captures a model's own work, and leaves the reduction outside"
+        )

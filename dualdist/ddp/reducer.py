@@ -29,10 +29,10 @@ from dualdist.ddp.bucket_plan import (
     wire_dtype,
 )
 from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.flat_buffer import refuse_capture
 from dualdist.ddp.grad_hooks import Hook, nobody, owner_of, remove_hooks
 from dualdist.ddp.nonfinite import Blame, kinds_of
 from dualdist.ddp.reduction_plan import Rounds, end_unused, launch_due, running
-from dualdist.ddp.streams import refuse_capture
 from dualdist.errors import CollectiveError, NotInitializedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ import os
 import pickle
 import socket
 import sys
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,49 @@ import torch
 from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
-from dualdist.diagnostics import clocks
-from dualdist.diagnostics.places import TIMELINE, part_of, problem_of
 from dualdist.diagnostics.timeline_events import Listener
-from dualdist.diagnostics.trace_format import Clock, Event, document, rank_events
+from dualdist.diagnostics.trace_format import TIMELINE, Clock, Event, document, part_of, problem_of, rank_events
 from dualdist.errors import DualdistError, UsageError
 from dualdist.version import __version__
+
+EXCHANGES = 8
+
+Gather = Callable[[Any], list[Any]]  # everybody's object, in rank order
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A rank's clock was `ns` ahead of rank 0's at `at_ns` of its own, give or take `error_ns`."""
+
+    ns: float
+    error_ns: float
+    at_ns: int
+
+
+def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[Ahead], int]:
+    """How far everybody is ahead of rank 0, and what rank 0's clock said last; every rank calls this."""
+    most: list[int] = []  # by how much this rank is ahead of each at most
+    for _ in range(EXCHANGES):
+        sent = gather(now())
+        received = now()
+        bounds = [received - at for at in sent]
+        most = bounds if not most else [min(pair) for pair in zip(most, bounds, strict=True)]
+    everybodys = gather((most, now()))
+    of_rank_0, zero_ns = everybodys[0]
+    told = [between(-of_rank_0[other], row[0], at) for other, (row, at) in enumerate(everybodys)]
+    return told, int(zero_ns)
+
+
+def between(least_ns: int, most_ns: int, at_ns: int) -> Ahead:
+    """The middle of the bounds, or 0 where that is within them."""
+    if least_ns <= 0 <= most_ns:
+        return Ahead(0.0, float(max(-least_ns, most_ns)), at_ns)
+    return Ahead((least_ns + most_ns) / 2, (most_ns - least_ns) / 2, at_ns)
+
+
+def worst_ns(ahead: Sequence[Ahead]) -> float:
+    """By how much times of two ranks may be apart wrongly."""
+    return max((each.error_ns for each in ahead), default=0.0)
 
 
 class Timeline:
@@ -43,7 +82,7 @@ class Timeline:
         problems = allgather_object(world, problem_of(path) if world.rank == 0 else "")
         if problems[0]:
             raise _cannot(path, problems[0])
-        self._ahead, self._zero_ns = clocks.measure(lambda each: allgather_object(world, each))
+        self._ahead, self._zero_ns = measure(lambda each: allgather_object(world, each))
         self._is_over = False
         self.listener.observe(world)
         self.listener.start()
@@ -56,20 +95,20 @@ class Timeline:
         self.listener.stop()
         self._world.observer = self._world.watch.observer = None
         try:
-            later, _ = clocks.measure(lambda each: allgather_object(self._world, each))
+            later, _ = measure(lambda each: allgather_object(self._world, each))
             parts = self._gathered(self._events(later[self._world.rank]))
         except DualdistError:
             return  # the ranks are out of step: at exit each leaves what it has seen
         self._is_over = True
         atexit.unregister(self._leave_part)
         if self._world.rank == 0:
-            error_ns = max(clocks.worst_ns(self._ahead), clocks.worst_ns(later))
+            error_ns = max(worst_ns(self._ahead), worst_ns(later))
             try:
                 self._write(self._path, [event for part in parts for event in part], error_ns)
             except OSError as error:
                 raise _cannot(self._path, error.strerror or str(error)) from error
 
-    def _events(self, later: clocks.Ahead | None = None) -> list[Event]:
+    def _events(self, later: Ahead | None = None) -> list[Event]:
         own = self._ahead[self._world.rank]
         clock = Clock(self._zero_ns, own.at_ns, own.ns)
         if later is not None:
@@ -115,7 +154,7 @@ class Timeline:
         self.listener.stop()
         own = part_of(self._path, self._world.rank)
         try:
-            self._write(own, self._events(), clocks.worst_ns(self._ahead))
+            self._write(own, self._events(), worst_ns(self._ahead))
             left = f"it has what this rank did; the last rank to leave makes {self._path} of all"
             said = "" if self._joined() else left
         except OSError as error:
@@ -134,7 +173,7 @@ class Timeline:
             return True  # another rank is at it
         try:
             events = [event for part in parts for event in json.loads(part.read_text())["traceEvents"]]
-            self._write(self._path, events, clocks.worst_ns(self._ahead))
+            self._write(self._path, events, worst_ns(self._ahead))
             for part in parts:
                 part.unlink(missing_ok=True)
         finally:

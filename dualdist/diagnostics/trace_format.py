@@ -5,8 +5,10 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -116,3 +118,20 @@ class Clock:
             share = min(1.0, max(0.0, (at_ns - self.at_ns) / (self.later_ns - self.at_ns)))
             ahead += share * (self.ahead_later_ns - self.ahead_ns)
         return round((at_ns - self.zero_ns - ahead) / 1e3, 3)
+
+
+TIMELINE = "DUALDIST_TIMELINE"
+
+
+def problem_of(path: Path) -> str:
+    """Why rank 0, on this host, cannot write the file; "" where it can."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
+
+
+def part_of(path: Path, rank: int) -> Path:
+    """The file of one rank alone."""
+    return path.with_stem(f"{path.stem}.rank-{rank}")

@@ -4,7 +4,7 @@ Facts are gathered in host.py and look.py; findings are pure functions of them, 
 kin); explain.py tells where a topology came from; cells.py starts ranks and hosts.py asks other hosts when told to.
 """
 
-from dualdist.doctor.backends import Availability
+from dualdist.doctor.context import Availability
 from dualdist.doctor.diagnosis import Diagnosis, diagnose, installed_backends, judge, to_json
 from dualdist.doctor.findings import Finding
 

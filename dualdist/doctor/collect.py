@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from dualdist.diagnostics.places import TIMELINE, problem_of
+from dualdist.diagnostics.trace_format import TIMELINE, problem_of
 from dualdist.doctor import host
 from dualdist.doctor.facts import Facts, Starter
 from dualdist.environments.env_values import text

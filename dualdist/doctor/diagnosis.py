@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualdist.doctor import collect, host
-from dualdist.doctor.backends import Availability, available
 from dualdist.doctor.checks import choices, horovod, mpi, network, slurm, torch
 from dualdist.doctor.checks import gpus as of_gpus
 from dualdist.doctor.checks import host as of_host
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import Availability, Case, available
 from dualdist.doctor.facts import Facts
 from dualdist.doctor.findings import Finding, by_weight, exit_code
 from dualdist.environments import detect

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dualdist.doctor.backends import Availability
+from dualdist.doctor.context import Availability
 from dualdist.environments.env_values import RENDEZVOUS, text
 from dualdist.environments.unused import Unused, set_places, unused
 from dualdist.errors import TopologyError, UsageError
@@ -115,7 +115,7 @@ def _meeting(environ: Mapping[str, str], found: Topology) -> Part:
 def backend_of(
     environ: Mapping[str, str], found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
 ) -> tuple[str, str]:
-    """The backend that dd.init() would take for this place, and why: as rendezvous.backend_selection decides it, without torch."""
+    """The backend that dd.init() would take for this place, and why: as rendezvous.backend_selection decides."""
     asked = text(environ, BACKEND)
     if asked not in (None, "auto"):
         return asked or "", BACKEND

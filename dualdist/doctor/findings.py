@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,3 +36,44 @@ def exit_code(findings: Iterable[Finding]) -> int:
 def by_weight(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The worst first; those of one level in the order in which they came."""
     return tuple(sorted(findings, key=lambda finding: -EXIT_CODES[finding.level]))
+
+
+STDERR = 2
+Ask = Callable[[str], bool]  # whether the user says yes
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One command line, and the findings that it is for."""
+
+    argv: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def line(self) -> str:
+        return shlex.join(self.argv)
+
+
+def fixes(findings: Sequence[Finding]) -> list[Fix]:
+    """Each command once, for all findings that ask for it, in the order of the worst of them."""
+    by_argv: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        if finding.fix:
+            by_argv.setdefault(finding.fix, []).append(finding)
+    return [Fix(argv, tuple(found)) for argv, found in by_argv.items()]
+
+
+def apply(todo: Sequence[Fix], environ: Mapping[str, str], ask: Ask, tell: Tell) -> int:
+    """Run those to which the user says yes; how many ended well. What they print goes to standard error."""
+    done = 0
+    for fix in todo:
+        for finding in fix.findings:
+            tell(f"{finding.level}: {finding.seen}")
+        if not ask(f"run {fix.line} ?"):
+            tell("  left as it is")
+            continue
+        code = subprocess.run(fix.argv, env=dict(environ), stdout=STDERR, check=False).returncode
+        done += code == 0
+        tell(f"  {'done' if code == 0 else f'it failed (exit code {code})'}: {fix.line}")
+    return done

@@ -23,7 +23,7 @@ from dualdist.environments import (
     slurm,
     torchrun,
 )
-from dualdist.environments.agreement import require_agreement
+from dualdist.environments.env_values import require_agreement
 from dualdist.topology import Topology
 
 Detect = Callable[[Mapping[str, str]], Topology | None]

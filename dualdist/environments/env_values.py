@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dualdist.errors import TopologyError
+from dualdist.topology import Topology
 
 RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 OVERRIDE = "DUALDIST_RANK and DUALDIST_SIZE"
@@ -129,4 +130,16 @@ def check(told: Told, names: Names) -> None:
             raise TopologyError(
                 f"{name}={value} but {names.size}={told.size}: {law}; was this started with `{names.command}`? "
                 f"Unset what is left over, or set {OVERRIDE}"
+            )
+
+
+def require_agreement(environ: Mapping[str, str], found: Topology, other: Names) -> None:
+    """Raise a TopologyError where the other variables are set and say another rank or size than the topology."""
+    names = (other.rank, other.size)
+    for name, value in zip(names, (found.rank, found.size), strict=True):
+        said = integer(environ, name)
+        if said is not None and said != value:
+            raise TopologyError(
+                f"{shown(environ, names)}, but {found.source} says rank {found.rank} of {found.size}: which is true? "
+                f"`unset {' '.join(present(environ, names))}` if {found.launcher} starts the ranks, or set {OVERRIDE}"
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments.env_values import present, read, require
-from dualdist.environments.infer_topology import topology
-from dualdist.environments.master import require_master
+from dualdist.environments.infer_topology import require_master, topology
 from dualdist.environments.torchrun import NAMES
 from dualdist.topology import Topology
 

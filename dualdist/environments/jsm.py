@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import openmpi
-from dualdist.environments.agreement import require_agreement
-from dualdist.environments.env_values import Names, present, require
+from dualdist.environments.env_values import Names, present, require, require_agreement
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from dualdist.environments import slurm
 from dualdist.environments.env_values import Names, present, read, require
-from dualdist.environments.infer_topology import topology
-from dualdist.environments.master import read_master
+from dualdist.environments.infer_topology import read_master, topology
 from dualdist.topology import Topology
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dualdist.environments.env_values import OVERRIDE, SHOWN, Names, check, integer, present, read, require, shown, text
-from dualdist.environments.infer_topology import topology
-from dualdist.environments.master import read_master
+from dualdist.environments.infer_topology import read_master, topology
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 

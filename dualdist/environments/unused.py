@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dualdist.environments import flux, horovodrun, hydra, jsm, mvapich, openmpi, override, pals, pbs, slurm, torchrun
 from dualdist.environments.env_values import present, text
-from dualdist.environments.master import MASTER
+from dualdist.environments.infer_topology import MASTER
 from dualdist.topology import Topology
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
-from dualdist.horovod_build.options import CACHE_GB, WORK_GB, Options
+from dualdist.horovod_build.machine import CACHE_GB, WORK_GB, Cuda, Machine, Mpi, Nccl, Options, Torch
 
 # Horovod 0.28.1 against an older torch builds by plain pip; nothing here was tried with one.
 OLDEST_TORCH = (2, 1)

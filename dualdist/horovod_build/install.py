@@ -2,17 +2,109 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import re
+import shutil
 import tempfile
+import time
+import zipfile
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build import cache, effects, patches, plan, probe
-from dualdist.horovod_build.options import Options
-from dualdist.horovod_build.progress import Progress
-from dualdist.horovod_build.record import RECORD_NAME, read_record, to_json
+from dualdist.horovod_build import effects, patches, plan, probe
+from dualdist.horovod_build.machine import Options
+from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
+
+# make's "[ 42%] Building CXX object ..." as CMake writes it.
+PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s+(.*)")
+STEP_PERCENT = 10
+
+
+def percent_of(line: str) -> tuple[int, str] | None:
+    """How far the build is and what it does, if the line says so."""
+    found = PERCENT.match(line)
+    return (int(found[1]), found[2]) if found else None
+
+
+@dataclass
+class Progress:
+    """Writes to `stream`; call `line` for each line of output and `done` at the end of a step."""
+
+    stream: TextIO
+    started: float = field(default_factory=time.monotonic)
+    _shown: int = -STEP_PERCENT
+    _open: bool = False
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.done()
+        print(text, file=self.stream, flush=True)
+
+    def line(self, text: str) -> None:
+        """One line of a command's output; shown if it tells how far the build is."""
+        found = percent_of(text)
+        if found is None:
+            return
+        percent, doing = found
+        if self.stream.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            shown = f"  {percent:3d}%  {self._elapsed()}  {doing.rsplit('/', 1)[-1]}"[:width]
+            print(f"\r{shown:<{width}}", end="", file=self.stream, flush=True)
+            self._open = True
+        elif percent >= self._shown + STEP_PERCENT:
+            self._shown = percent - percent % STEP_PERCENT
+            print(f"  {percent:3d}%  {self._elapsed()}", file=self.stream, flush=True)
+
+    def done(self) -> None:
+        """The changing line, if there is one, is ended."""
+        if self._open:
+            print(file=self.stream, flush=True)
+        self._open, self._shown = False, -STEP_PERCENT
+
+    def _elapsed(self) -> str:
+        seconds = int(time.monotonic() - self.started)
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def find(folder: Path, key: str) -> Path | None:
+    """The whole wheel in the folder that was built under the key; damaged ones are passed over."""
+    return next((wheel for wheel in sorted(folder.glob("*.whl")) if is_whole(wheel, key)), None)
+
+
+def is_whole(wheel: Path, key: str) -> bool:
+    """Every byte of the wheel fits its checksum, and its record names the key."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = from_json(archive.read(f"horovod/{RECORD_NAME}").decode())
+            return archive.testzip() is None and record.key == key
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
+
+
+def keep(wheel: Path, folder: Path) -> Path:
+    """The wheel stands in the folder, instead of one of its name; a reader sees the old one or the new one, whole."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+            copy = Path(shutil.copyfile(wheel, Path(part) / wheel.name))
+            return copy.replace(folder / wheel.name)
+    except OSError as error:
+        raise BuildError(
+            f"the wheel could not be kept in {folder}: {error}; make room there, or set XDG_CACHE_HOME"
+        ) from error
+
+
+def forget(folder: Path) -> None:
+    """No wheel lies in the folder."""
+    for wheel in folder.glob("*.whl"):
+        with contextlib.suppress(FileNotFoundError):
+            wheel.unlink()
+
 
 DEBUG = "HOROVOD_DEBUG"
 # Two ranks need seconds; a machine that is busy with other builds needs more.
@@ -33,7 +125,7 @@ def _install(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
     progress = Progress(out)
     machine = probe.look(environ)
     todo = plan.make_plan(options, machine, probe.search_path(environ), debug=environ.get(DEBUG) == "1")
-    kept = None if options.force else cache.find(todo.wheel_folder, todo.key)
+    kept = None if options.force else find(todo.wheel_folder, todo.key)
     if options.dry_run:
         work = Path(machine.work_dir) / plan.UNNAMED_WORK
         print("\n".join(plan.describe(todo, work, kept is not None)), file=out)
@@ -56,7 +148,7 @@ def _install(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
             return
         except BuildError as error:
             progress.say(f"the wheel in the cache does not work here and is built anew: {error}")
-            cache.forget(todo.wheel_folder)
+            forget(todo.wheel_folder)
     _put(todo, _built(todo, environ, progress), environ, progress)
 
 
@@ -79,9 +171,9 @@ def _built(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> P
         effects.run(plan.build(todo, work), environ, what=what, log=todo.log, see=progress.line)
         progress.done()
         wheels = sorted((work / "wheel").glob("*.whl"))
-        if len(wheels) != 1 or not cache.is_whole(wheels[0], todo.key):
+        if len(wheels) != 1 or not is_whole(wheels[0], todo.key):
             raise BuildError(f"{what} ended well, but left no usable wheel ({len(wheels)} found); see {todo.log}")
-        return cache.keep(wheels[0], todo.wheel_folder)
+        return keep(wheels[0], todo.wheel_folder)
 
 
 def _put(todo: plan.Plan, wheel: Path, environ: Mapping[str, str], progress: Progress) -> None:

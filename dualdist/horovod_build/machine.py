@@ -73,3 +73,21 @@ class Machine:
     cache_dir: str
     cache_free_gb: float
     jobs: int
+
+
+HOROVOD_VERSION = "0.28.1"
+# Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
+WORK_GB = 3.0
+CACHE_GB = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line; `jobs` is None for as many as the machine carries."""
+
+    version: str = HOROVOD_VERSION
+    gpu: bool = False
+    mpi: bool = True
+    force: bool = False
+    dry_run: bool = False
+    jobs: int | None = None

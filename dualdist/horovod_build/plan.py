@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.horovod_build import checks
-from dualdist.horovod_build.machine import Machine
-from dualdist.horovod_build.options import Options
+from dualdist.horovod_build.machine import Machine, Options
 from dualdist.horovod_build.patches import Patch, digest, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dualdist import session
 from dualdist.collectives.group import Group
 from dualdist.collectives.work import Handle
-from dualdist.errors import NotInitializedError
+from dualdist.errors import NotInitializedError, UsageError
+from dualdist.hvd.exceptions import horovods_errors
 
 if TYPE_CHECKING:
     from dualdist.hvd.process_sets import ProcessSet
@@ -63,3 +64,28 @@ def current() -> Face:
         raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
     found: Face = face
     return found
+
+
+def started(handle: Handle[Any], result: Callable[[Any], Any] = lambda value: value) -> int:
+    """The number by which poll() and synchronize() know the operation."""
+    face = current()
+    number = next(face.numbers)
+    face.pending[number] = handle.begin(), result
+    return number
+
+
+def poll(handle: int) -> bool:
+    """Whether synchronize() would return at once; ValueError where there is no such operation, or no more."""
+    pending = current().pending
+    if handle not in pending:
+        raise UsageError(f"handle {handle} is of no operation under way: was it synchronized already?")
+    return pending[handle][0].done()
+
+
+def synchronize(handle: int) -> Any:
+    """The operation's result, once it is there; None where there is no such operation, or no more."""
+    found = current().pending.pop(handle, None)
+    if found is None:
+        return None
+    with horovods_errors():
+        return found[1](found[0].wait())

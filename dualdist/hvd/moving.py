@@ -10,8 +10,7 @@ import torch
 from dualdist.collectives import autograd, collectives
 from dualdist.collectives.join import join as join_group
 from dualdist.hvd.exceptions import horovods_errors
-from dualdist.hvd.face import current
-from dualdist.hvd.handles import started, synchronize
+from dualdist.hvd.face import current, started, synchronize
 from dualdist.hvd.ops import Tensors
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, joined_group
 

@@ -28,7 +28,7 @@ from dualdist.hvd.basics import (
     stop_timeline,
 )
 from dualdist.hvd.exceptions import HorovodInternalError, horovods_errors
-from dualdist.hvd.handles import poll, synchronize
+from dualdist.hvd.face import poll, synchronize
 from dualdist.hvd.moving import (
     allgather,
     allgather_async,

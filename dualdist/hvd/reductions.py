@@ -10,7 +10,7 @@ import torch
 from dualdist.collectives import autograd, collectives, fast_allreduce
 from dualdist.hvd.compression import Compression, Compressor
 from dualdist.hvd.exceptions import HorovodInternalError, horovods_errors
-from dualdist.hvd.handles import started, synchronize
+from dualdist.hvd.face import started, synchronize
 from dualdist.hvd.ops import Adasum, Average, Tensors, handle_average_backwards_compatibility, reduction_of
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, joined_group
 

@@ -2,20 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ValidationError
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_lists
-from dualdist.launch import yaml_lines
+from dualdist.launch import units
 from dualdist.launch.job import Host, cannot_keep, too_few_slots
 from dualdist.launch.option_conflicts import Choice, impossible, impossible_resources, unfit
-from dualdist.launch.schema import ALIASES, WORDS, JobFile
-from dualdist.launch.yaml_lines import Document, YamlError
 from dualdist.utils.suggest import meant
+
+# The keys and indices that lead from the top of the file to a value.
+KeyPath: TypeAlias = tuple[str | int, ...]
+
+# Plain words as YAML 1.2 reads them: in 1.1, which PyYAML speaks, `on` is a boolean and 2:00:00 the number 7200.
+PLAIN: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(r"(?:~|null|Null|NULL|)$"), lambda text: None),
+    (re.compile(r"(?:true|True|TRUE)$"), lambda text: True),
+    (re.compile(r"(?:false|False|FALSE)$"), lambda text: False),
+    (re.compile(r"[-+]?[0-9]{1,18}$"), int),
+    (re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"), float),
+)
+
+
+class YamlError(Exception):
+    """The text is no YAML, or says one thing twice; `line` counts from 1."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a YAML file says. `words` has the scalars as they are written, for those who want no numbers."""
+
+    value: Any
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    words: dict[KeyPath, str] = field(default_factory=dict)
+
+    def line(self, path: KeyPath) -> int:
+        """The line of the value, or of the nearest that holds it."""
+        return next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
+
+
+def read(text: str) -> Document:
+    """The only document of the text; None where it is empty. Raises YamlError."""
+    document = Document(None)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        value = None if node is None else _value(node, (), document)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
+    except yaml.YAMLError as error:
+        raise YamlError(f"not YAML: {' '.join(str(error).split())}", 1) from error
+    except RecursionError as error:
+        raise YamlError("lists and mappings stand too deep in one another, or one is an alias of itself", 1) from error
+    return replace(document, value=value)
+
+
+def _value(node: yaml.Node, path: KeyPath, into: Document) -> Any:
+    into.lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        return dict(_items(node, path, into))
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(child, (*path, index), into) for index, child in enumerate(node.value)]
+    assert isinstance(node, yaml.ScalarNode)
+    if "\0" in node.value:
+        raise YamlError("a text with a zero byte: no program can be told it", node.start_mark.line + 1)
+    into.words[path] = node.value
+    if node.style is not None:  # quoted, or a block
+        return node.value
+    return next((parse(node.value) for pattern, parse in PLAIN if pattern.match(node.value)), node.value)
+
+
+def _items(node: yaml.MappingNode, path: KeyPath, into: Document) -> Iterator[tuple[str, Any]]:
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise YamlError("a key is a word, not a list or a mapping", line)
+        name = str(key.value)
+        if name in seen:
+            raise YamlError(f"{name!r} is given twice, first on line {seen[name]}", line)
+        seen[name] = line
+        here = (*path, name)
+        into.lines[here] = line
+        yield name, _value(value, here, into)
+
+
+LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "jsrun", "spawn", "python"]
+BackendName = Literal["native", "horovod", "mpi", "auto"]
+TransportName = Literal["gloo", "shm", "mpi", "nccl"]
+
+
+def _as(read: Callable[[str], object]) -> AfterValidator:
+    """A text that can be read so, as it is written."""
+
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Word = Annotated[str, _as(units.word)]
+Memory = Annotated[str, _as(units.mebibytes)]
+
+
+def _listed(value: Any) -> Any:
+    """A single word stands for a list of one; "a:2,b:2" for two."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
+def _block(value: Any) -> Any:
+    """The lines of a block of text."""
+    return value.splitlines() if isinstance(value, str) else value
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Resources(_Part):
+    """What a scheduler is asked for; each is left to the scheduler where it is None.
+
+    `memory` is one node's, as "64G"; GPUs and memory can be asked for per task instead. `time` is
+    "[days-]hours:minutes:seconds", and `requeue` how many seconds before it is up the job is told to stop, to be queued
+    again; `setup` are lines of shell before the job, such as `module load openmpi`;
+    `container` is an image.
+    """
+
+    nodes: Count | None = None
+    tasks_per_node: Count | None = None
+    gpus_per_node: Natural | None = None
+    gpus_per_task: Natural | None = None
+    cpus_per_task: Count | None = None
+    memory: Memory | None = None
+    memory_per_task: Memory | None = None
+    time: Annotated[str, _as(units.duration)] | None = None
+    partition: Word | None = None
+    queue: Word | None = None
+    account: Word | None = None
+    job_name: Annotated[str, _as(units.job_name)] | None = None
+    requeue: Count | None = None
+    setup: Annotated[tuple[str, ...], BeforeValidator(_block), Field(strict=False)] = ()
+    container: Word | None = None
+
+
+class JobFile(_Part):
+    """A job file that has passed its checks.
+
+    `program` is a script and `module` a module, one of which runs with `args`; `ranks`, also written `np`, is the
+    number of ranks, None for one a slot of the hosts. `timeout`, `max_restarts` and `min_ranks` are as for
+    `dualdist run`.
+    """
+
+    program: Text | None = None
+    module: Text | None = None
+    args: tuple[str, ...] = Field(default=(), strict=False)
+    as_horovod: bool = False
+    ranks: Count | None = None
+    min_ranks: Count | None = None
+    launcher: LauncherName | None = None
+    backend: BackendName | None = None
+    transport: TransportName | None = None
+    hosts: Annotated[tuple[Text, ...], BeforeValidator(_listed), Field(strict=False)] = ()
+    hostfile: Text | None = None
+    network_interface: Text | None = None
+    env: dict[Annotated[str, _as(units.variable)], str] = Field(default_factory=dict)
+    max_restarts: Natural = 0
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    log_dir: Text | None = None
+    tag_output: bool = False
+    resources: Resources = Field(default_factory=Resources)
+
+
+# Other spellings of keys.
+ALIASES = {"np": "ranks", "script": "program"}
+# Where values, and what lists and mappings hold, stay as they are written, such as 010 or 1e-3.
+RESOURCES_WORDS = ("memory", "memory_per_task", "time", "partition", "queue", "account", "job_name")
+WORDS = (("args",), ("env",), *(("resources", key) for key in RESOURCES_WORDS))
+
 
 # What each kind of wrong value should have been, by pydantic's name for the mistake.
 EXPECTED = {
@@ -45,7 +223,7 @@ def load(path: Path, *, horovod_has_mpi: bool | None = None) -> JobFile:
 def loads(text: str, name: str, *, horovod_has_mpi: bool | None = None) -> JobFile:
     """As load(), from a text; `name` is the file in errors."""
     try:
-        document = yaml_lines.read(text)
+        document = read(text)
         values = _settings(document)
     except YamlError as error:
         raise UsageError(f"{name}:{error.line}: {error}") from error
@@ -76,7 +254,7 @@ def _settings(document: Document) -> dict[str, Any]:
     return _as_written(values, document, ())
 
 
-def _as_written(values: dict[str, Any], document: Document, at: yaml_lines.Path) -> dict[str, Any]:
+def _as_written(values: dict[str, Any], document: Document, at: KeyPath) -> dict[str, Any]:
     """The mapping at this path, with words where numbers would lose how they were written."""
     found = dict(values)
     for key, inside in values.items():
@@ -91,7 +269,7 @@ def _as_written(values: dict[str, Any], document: Document, at: yaml_lines.Path)
     return found
 
 
-def _sentences(error: ValidationError) -> Iterator[tuple[yaml_lines.Path, str]]:
+def _sentences(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
     for mistake in error.errors():
         path, kind, seen = mistake["loc"], mistake["type"], mistake["input"]
         key = ".".join(str(part) for part in path)
@@ -150,7 +328,7 @@ def _shown(seen: Any) -> str:
     return "a list" if isinstance(seen, (list, tuple)) else repr(seen)
 
 
-def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[yaml_lines.Path, str]]:
+def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[KeyPath, str]]:
     if job.program is not None and job.module is not None:
         yield ("module",), "program and module both say what to run: give one of them"
     if job.hosts and job.hostfile is not None:

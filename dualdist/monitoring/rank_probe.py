@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from dualdist.backends.base import Store
 from dualdist.errors import RendezvousError
-from dualdist.monitoring.process_state import Process
-from dualdist.monitoring.stacks import OUR_THREADS, Line, program_thread, stack_of
+from dualdist.monitoring.process_state import OUR_THREADS, Line, Process, program_thread, stack_of
 from dualdist.utils.deadline import Deadline
 
 # Seconds between two looks whether somebody asks, and while an answer is to be heard.

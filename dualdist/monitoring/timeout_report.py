@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from dualdist.collectives.negotiation import SHOWN, listed
 from dualdist.errors import RendezvousError
-from dualdist.monitoring import stacks
-from dualdist.monitoring.process_state import AMISS, ENDED, Process
+from dualdist.monitoring import process_state as stacks
+from dualdist.monitoring.process_state import AMISS, ENDED, Line, Process
 from dualdist.monitoring.rank_probe import ANSWER_S, Roll, RollCall, Where
-from dualdist.monitoring.stacks import Line
 from dualdist.utils.deadline import call_within
 
 STORE_GONE = "the store of the job, which rank 0 or its launcher serves, does not answer"

@@ -6,13 +6,37 @@ from collections.abc import Callable, Mapping, MutableMapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dualdist.errors import BackendUnavailableError, UnsupportedError, UsageError
-from dualdist.rendezvous.devices import device_of
+from dualdist.errors import BackendUnavailableError, TopologyError, UnsupportedError, UsageError
 from dualdist.topology import Topology
 from dualdist.utils.suggest import one_of
 
 if TYPE_CHECKING:
+    import torch
+
     from dualdist.rendezvous.saved_choice import Saved
+
+
+def device_of(topology: Topology | None) -> torch.device:
+    """This rank's GPU, made the current one, or the CPU; without a topology only the kind of device counts.
+
+    A launcher that shows each rank one GPU of its own makes that GPU number 0 on every rank.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if topology is None:
+        return torch.device("cuda")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else topology.local_rank
+    if index >= count:
+        raise TopologyError(
+            f"local rank {topology.local_rank} of {topology.local_size} sees {count} GPUs: start at most one rank "
+            "a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
 
 BACKEND = "DUALDIST_BACKEND"
 TRANSPORT = "DUALDIST_TRANSPORT"

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from dualdist.errors import BackendUnavailableError, DualdistError, TopologyError, UnsupportedError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous.backend_selection import TRANSPORT, Tell, chosen_backend, controller, saved_choice, told
-from dualdist.rendezvous.devices import device_of
+from dualdist.rendezvous.backend_selection import (
+    TRANSPORT,
+    Tell,
+    chosen_backend,
+    controller,
+    device_of,
+    saved_choice,
+    told,
+)
 from dualdist.rendezvous.network_interfaces import host_identity
 from dualdist.rendezvous.rank_assignment import Place, Report, placed, processes_on_host, report_of, settle
 from dualdist.topology import Topology

@@ -18,17 +18,16 @@ from harness.base_env import ROOT
 from harness.effort import Effort
 from hypothesis import strategies as st
 
-from dualdist.bench.compare import folder as comparison
 from dualdist.bench.compare import launches
+from dualdist.bench.compare import runner as comparison
 from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, Progress, read_newest
 from dualdist.checkpoint.writer import write
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
 from dualdist.horovod_build.record import BuildRecord, from_json
 from dualdist.launch import control_channel, hosts
-from dualdist.launch.job_file import loads
+from dualdist.launch.job_file import JobFile, Resources, loads
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.launch.schema import JobFile, Resources
 from dualdist.rendezvous import saved_choice
 from dualdist.rendezvous.network_interfaces import Invitation
 from dualdist.rendezvous.saved_choice import Conditions, Saved

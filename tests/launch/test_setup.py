@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness.jobs import Launch
 
-from dualdist.horovod_build import cache
+from dualdist.horovod_build import install as cache
 from dualdist.horovod_build.probe import cache_folder
 from dualdist.horovod_build.record import BuildRecord, read_record
 

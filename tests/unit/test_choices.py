@@ -13,8 +13,8 @@ import pytest
 import torch
 from comparisons import launch, launches
 
-from dualdist.bench.compare.choosing import chosen
 from dualdist.bench.compare.launches import Launch
+from dualdist.bench.compare.verdict import chosen
 from dualdist.bench.paired import least_launches
 from dualdist.errors import UsageError
 from dualdist.rendezvous import saved_choice as choices

@@ -20,8 +20,7 @@ from dualdist.bench.jobs import FOREIGN, Place, Planned, Setting, launched, plac
 from dualdist.bench.ranks.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
 from dualdist.bench.ranks.models import case_of
 from dualdist.bench.report import Table, check_file, dumps, plain, record, size_words, typed
-from dualdist.bench.scale import ScaleOptions
-from dualdist.bench.scaling import Link
+from dualdist.bench.scale import Link, ScaleOptions
 from dualdist.bench.startup import where_raw_starts
 from dualdist.bench.step import check
 from dualdist.cli.bench import _numbers, _size

@@ -13,10 +13,10 @@ import pytest
 from comparisons import launch
 
 from dualdist.bench.compare.figures import result
-from dualdist.bench.compare.folder import CONDITIONS, claimed, looked_at
 from dualdist.bench.compare.launches import Launch, read, write
 from dualdist.bench.compare.matrix import OURS, Cell
-from dualdist.bench.compare.progress import duration
+from dualdist.bench.compare.runner import CONDITIONS, claimed, looked_at
+from dualdist.bench.compare.schedule import duration
 from dualdist.bench.compare.tables import tables, write_csv
 from dualdist.bench.jobs import Place
 from dualdist.bench.report import last_words

@@ -17,7 +17,7 @@ from doctor_facts import RECORDS, recorded
 
 from dualdist.cli import doctor as command
 from dualdist.doctor import Finding, host
-from dualdist.doctor.fixing import apply, fixes
+from dualdist.doctor.findings import apply, fixes
 
 DOCTOR = ("-m", "dualdist", "doctor")
 IMPORTED = """

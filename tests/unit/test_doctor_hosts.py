@@ -13,10 +13,10 @@ import pytest
 from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor import peer
-from dualdist.doctor.cells import last_words
 from dualdist.doctor.checks.hosts import Reported, find
 from dualdist.doctor.facts import Host
 from dualdist.doctor.hosts import address_of, known, told_by
+from dualdist.doctor.smoke_test import last_words
 from dualdist.errors import LaunchError
 from dualdist.version import __version__
 

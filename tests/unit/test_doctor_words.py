@@ -27,12 +27,11 @@ from doctor_facts import (
     with_versions,
 )
 
-from dualdist.cli.colour import Paint
-from dualdist.cli.doctor_lines import lines
+from dualdist.cli.doctor import Paint, lines
 from dualdist.doctor import to_json
 from dualdist.doctor.collect import kinds_of_mpi
 from dualdist.doctor.facts import Facts, Starter, family_of
-from dualdist.doctor.fixing import fixes
+from dualdist.doctor.findings import fixes
 from dualdist.environments import detect
 from dualdist.utils.package_probe import SaidMpi4py
 

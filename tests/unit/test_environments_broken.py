@@ -23,7 +23,7 @@ from dualdist.environments import (
     slurm,
     torchrun,
 )
-from dualdist.environments.master import AGENT_STORE
+from dualdist.environments.infer_topology import AGENT_STORE
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doctor_facts import HOROVOD, MPIRUN, RECORDS, VERSIONS, recorded
 
-from dualdist.doctor.backends import available
+from dualdist.doctor.context import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import Explanation, explain
 from dualdist.environments import detect

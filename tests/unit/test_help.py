@@ -17,8 +17,8 @@ from harness.base_env import ROOT
 from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
-from dualdist.cli.bench_help import WHATS
-from dualdist.cli.colour import Paint, is_coloured
+from dualdist.cli.bench import WHATS
+from dualdist.cli.doctor import Paint, is_coloured
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
 
 HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in WHATS)]

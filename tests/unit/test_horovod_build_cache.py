@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build import cache
+from dualdist.horovod_build import install as cache
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord, from_json, to_json
 
 NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

@@ -9,8 +9,7 @@ from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, NCCL, TORCH
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build.checks import checked
-from dualdist.horovod_build.machine import Machine
-from dualdist.horovod_build.options import Options
+from dualdist.horovod_build.machine import Machine, Options
 
 CPU, GLOO, GPU = Options(), Options(mpi=False), Options(gpu=True)
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)

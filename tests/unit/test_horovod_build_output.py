@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.effects import environment, run, unpack
-from dualdist.horovod_build.failure import explain, telling_lines
+from dualdist.horovod_build.effects import environment, explain, run, telling_lines, unpack
+from dualdist.horovod_build.install import Progress, percent_of
 from dualdist.horovod_build.plan import Command
 from dualdist.horovod_build.probe import cache_folder, demanded_standard, library_dirs, mpi_identity, search_path
-from dualdist.horovod_build.progress import Progress, percent_of
 
 FAILURES = [
     ("index down", "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: [Errno -3] "

@@ -10,8 +10,7 @@ import pytest
 from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, MPI, NCCL, TORCH
 
 from dualdist.horovod_build import plan
-from dualdist.horovod_build.machine import Machine
-from dualdist.horovod_build.options import Options
+from dualdist.horovod_build.machine import Machine, Options
 
 PATH = "/venv/bin:/usr/bin"
 WORK = Path("/tmp/work")

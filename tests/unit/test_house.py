@@ -31,7 +31,7 @@ WITHOUT_TORCH = (
     "dualdist.launch.launchers",
     "dualdist.utils.package_probe",
     "dualdist.doctor",
-    "dualdist.doctor.cells",
+    "dualdist.doctor.smoke_test",
     "dualdist.doctor.peer",
     "dualdist.doctor.hosts",
     "dualdist.cli",

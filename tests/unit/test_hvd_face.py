@@ -13,7 +13,7 @@ import torch
 from dualdist import hvd
 from dualdist.collectives import collectives
 from dualdist.collectives.work import Handle
-from dualdist.hvd import handles
+from dualdist.hvd import face as handles
 from dualdist.hvd.face import current
 
 

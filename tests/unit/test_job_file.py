@@ -8,11 +8,10 @@ from typing import get_args
 import pytest
 
 from dualdist.errors import UsageError
-from dualdist.launch.job_file import load, loads
+from dualdist.launch.job_file import BackendName, JobFile, LauncherName, Resources, TransportName, load, loads
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.launch.schema import BackendName, JobFile, LauncherName, Resources, TransportName
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 
 WHOLE = """\

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import dualdist
-from dualdist.monitoring.process_state import BUSY, STATES, parsed
+from dualdist.monitoring.process_state import BUSY, SHOWN, STATES, parsed, program_thread, shown, stack_of, trimmed
 from dualdist.monitoring.rank_probe import IN_PROGRAM, Where
-from dualdist.monitoring.stacks import SHOWN, program_thread, shown, stack_of, trimmed
 from dualdist.monitoring.timeout_report import Silent, in_words
 
 OURS = str(Path(dualdist.__file__).with_name("operations.py"))

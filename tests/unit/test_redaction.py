@@ -7,10 +7,9 @@ import json
 import pytest
 from doctor_facts import RECORDS, diagnosis
 
-from dualdist.cli.colour import Paint
-from dualdist.cli.doctor_lines import explained, lines
+from dualdist.cli.doctor import Paint, explained, lines
 from dualdist.doctor import to_json
-from dualdist.doctor.backends import available
+from dualdist.doctor.context import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import explain
 from dualdist.utils.redaction import HIDDEN, redacted_in, redactor

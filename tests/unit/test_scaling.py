@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.bench.allreduce import algorithm_bandwidth, bus_bandwidth
 from dualdist.bench.cases import sizes_up_to
-from dualdist.bench.scaling import ALGORITHMS, Link, fit, outlook, predicted
+from dualdist.bench.scale import ALGORITHMS, Link, fit, outlook, predicted
 
 LINK = Link(25e-6, 1 / 2e9)
 SIZES = sizes_up_to(16 << 20)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from dualdist.cli import main
+from dualdist.cli.schedule import requested, submit
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.schedulers import SCHEDULERS, Request, script
-from dualdist.launch.schedulers.asking import requested
+from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, script
 from dualdist.launch.schedulers.request import clock
 from dualdist.launch.schedulers.shell import TO
-from dualdist.launch.schedulers.submit import submit
 from dualdist.launch.units import duration, mebibytes
 
 GOLDEN = """\
@@ -82,15 +81,15 @@ EVERYTHING: dict[str, Any] = {
 KINDS = [(name, launcher) for name, one in SCHEDULERS.items() for launcher in one.launchers if name != "kubernetes"]
 
 
-def everything(name: str, launcher: str, requeue: int | None = None) -> Request:
+def everything(name: str, launcher: str, requeue: int | None = None) -> ScriptRequest:
     given: dict[str, Any] = {key: value for key, value in EVERYTHING.items() if (launcher, key) != ("jsrun", "memory")}
     given |= {"nodes": 1} if name == "workstation" else {}
     hosts = ("a", "b") if name == "ssh" else ()
-    return Request(("train.py",), launcher, **given, hosts=hosts, requeue=requeue, handed_on=("HF_TOKEN", "A"))
+    return ScriptRequest(("train.py",), launcher, **given, hosts=hosts, requeue=requeue, handed_on=("HF_TOKEN", "A"))
 
 
 def test_a_script_is_what_a_person_would_write() -> None:
-    request = Request(
+    request = ScriptRequest(
         ("train.py", "--name", "a b"),
         "torchrun",
         **EVERYTHING,
@@ -121,7 +120,7 @@ def test_a_script_is_bash_and_uses_documented_options_alone(name: str, launcher:
 @pytest.mark.parametrize(("name", "launcher"), [kind for kind in KINDS if kind[1] != "horovodrun"])
 def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
     given = {"nodes": 1} if name == "workstation" else {"nodes": 2}
-    request = Request(
+    request = ScriptRequest(
         ("train.py",), launcher, **given, hosts=("a", "b")[: given["nodes"] * (name == "ssh")], container="i"
     )
     body = script(name, request).partition(TO)[2]
@@ -158,7 +157,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
 )
 def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        script("slurm", Request(("train.py",), **{"launcher": "torchrun", **given}))
+        script("slurm", ScriptRequest(("train.py",), **{"launcher": "torchrun", **given}))
 
 
 @pytest.mark.parametrize(
@@ -173,19 +172,19 @@ def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
 )
 def test_a_job_that_cannot_be_queued_again_is_refused(name: str, given: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        script(name, Request(("train.py",), "torchrun", **given))
+        script(name, ScriptRequest(("train.py",), "torchrun", **given))
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"scheduler 'slrum'.*did you mean 'slurm'\?"):
-        script("slrum", Request(("train.py",), "srun"))
+        script("slrum", ScriptRequest(("train.py",), "srun"))
 
 
 def test_jsrun_gives_every_rank_the_same_and_whole_nodes() -> None:
     with pytest.raises(UsageError, match="3 GPUs for 2 tasks"):
-        script("lsf", Request(("train.py",), "jsrun", gpus_per_node=3, tasks_per_node=2))
+        script("lsf", ScriptRequest(("train.py",), "jsrun", gpus_per_node=3, tasks_per_node=2))
     with pytest.raises(UsageError, match="whole nodes"):
-        script("lsf", Request(("train.py",), "jsrun", memory="4G"))
+        script("lsf", ScriptRequest(("train.py",), "jsrun", memory="4G"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
 
 
 def test_lsfs_minutes_are_rounded_up() -> None:
-    assert "#BSUB -W 0:02\n" in script("lsf", Request(("train.py",), "jsrun", time="0:01:01"))
+    assert "#BSUB -W 0:02\n" in script("lsf", ScriptRequest(("train.py",), "jsrun", time="0:01:01"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +279,7 @@ def test_a_script_for_what_cannot_go_together_is_refused(
     ],
 )
 def test_a_job_is_called_as_its_program(program: tuple[str, ...], title: str) -> None:
-    assert Request(program, "srun").title == title
+    assert ScriptRequest(program, "srun").title == title
 
 
 def test_submit_says_where_the_scheduler_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

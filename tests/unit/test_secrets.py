@@ -12,7 +12,7 @@ from dualdist.cli.run import line
 from dualdist.launch import env_defaults
 from dualdist.launch.control_channel import LINK
 from dualdist.launch.launchers import Command, Host, Job, Site, command
-from dualdist.launch.schedulers import Request, script
+from dualdist.launch.schedulers import ScriptRequest, script
 from dualdist.launch.schedulers.shell import KEPT
 from dualdist.launch.ssh import over, probe
 from dualdist.utils.redaction import hidden, hidden_in, is_secret
@@ -72,7 +72,7 @@ def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named
 
 
 def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submitted() -> None:
-    request = Request(("x.py",), "mpirun", env={"A": "b"}, handed_on=("HF_TOKEN", "B"))
+    request = ScriptRequest(("x.py",), "mpirun", env={"A": "b"}, handed_on=("HF_TOKEN", "B"))
     own = '"HF_TOKEN=${HF_TOKEN?is not set where this was submitted}" "B=${B?is not set where this was submitted}"'
     for scheduler in ("slurm", "pbs", "lsf"):
         text = script(scheduler, request)
@@ -81,7 +81,7 @@ def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submi
 
 
 def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start() -> None:
-    text = script("workstation", Request(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",)))
+    text = script("workstation", ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",)))
     for given, told in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
         done = subprocess.run(
             ["bash"],

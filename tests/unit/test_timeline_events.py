@@ -17,8 +17,8 @@ import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.clocks import Ahead, between, measure, worst_ns
 from dualdist.diagnostics.timeline_events import Listener
+from dualdist.diagnostics.timeline_writer import Ahead, between, measure, worst_ns
 from dualdist.diagnostics.trace_format import STEPS, Clock, Event, Span, document, rank_events
 
 COMPUTE, COMMUNICATION = "compute", "communication"

@@ -13,8 +13,17 @@ from types import ModuleType
 import torch
 
 from dualdist.backends.base import Store, World
-from dualdist.backends.horovod.backend import INSTALL, HorovodBackend, ProcessSets, load
-from dualdist.backends.horovod.settings import ALONE, Controller, Settings, settings_for, slots_of
+from dualdist.backends.horovod.backend import (
+    ALONE,
+    INSTALL,
+    Controller,
+    HorovodBackend,
+    ProcessSets,
+    Settings,
+    load,
+    settings_for,
+    slots_of,
+)
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import BackendUnavailableError, DualdistError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.horovod_build.record import read_record

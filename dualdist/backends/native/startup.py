@@ -16,7 +16,7 @@ from dualdist.backends.base import World
 from dualdist.backends.native.backend import NativeBackend, ProcessGroup
 from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.errors import BackendUnavailableError, RendezvousError, UnsupportedError
-from dualdist.utils.needs import open_files
+from dualdist.utils.resource_limits import open_files
 from dualdist.utils.temporary_env import variables_set
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

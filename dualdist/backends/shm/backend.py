@@ -19,9 +19,21 @@ import torch
 from dualdist.backends.base import Backend, ReduceOp, Work
 from dualdist.backends.shm.exchange import Mailbox
 from dualdist.backends.shm.exchange import nbytes as mailbox_bytes
-from dualdist.backends.shm.reduction import PIECE_BYTES, REDUCE, OnHost, Passing, Posted, Reduction, SharedBuffer, Whole
+from dualdist.backends.shm.reduction import (
+    BEGUN,
+    PIECE_BYTES,
+    POSTED,
+    REDUCE,
+    OnHost,
+    Passing,
+    Posted,
+    Reduction,
+    Shared,
+    SharedBuffer,
+    Whole,
+    shared_bytes,
+)
 from dualdist.backends.shm.segment import Neighbours, Segment, pages
-from dualdist.backends.shm.slots import BEGUN, POSTED, Shared, shared_bytes
 from dualdist.collectives.control_plane import as_bytes
 from dualdist.errors import BackendUnavailableError
 

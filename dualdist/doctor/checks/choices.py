@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.diagnostics.places import TIMELINE
+from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.doctor.context import Case
 from dualdist.doctor.explain import backend_of, wrong_choices
 from dualdist.doctor.findings import Finding

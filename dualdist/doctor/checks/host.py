@@ -10,7 +10,7 @@ from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import INTEGER, text
 from dualdist.launch.env_defaults import THREADS
 from dualdist.launch.env_defaults import threads as threads_of
-from dualdist.utils.needs import ROOM_BYTES, open_files
+from dualdist.utils.resource_limits import ROOM_BYTES, open_files
 
 MIB = 2**20
 # What InfiniBand's libraries lock at the least is a few hundred MiB; sites that know it set no limit.

@@ -151,8 +151,8 @@ def _of_vision(said: SaidTorch, case: Case) -> Iterator[Finding]:
             "warning",
             f"the compiled part of torchvision {vision} does not load beside torch {said.version}",
             "`import torchvision` ends in `operator torchvision::nms does not exist`",
-            f"{do}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and data sets need "
-            "no compiled part",
+            f"{do}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and data "
+            "sets need no compiled part",
             case.pip(*words),
         )
 

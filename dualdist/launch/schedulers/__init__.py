@@ -1,4 +1,4 @@
-"""Job scripts: for each scheduler a pure function from a Request to the text that a person submits."""
+"""Job scripts: for each scheduler a pure function from a ScriptRequest to the text that a person submits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 
 from dualdist.errors import UsageError
-from dualdist.launch.schedulers.request import Request
+from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.suggest import one_of
 
 
@@ -37,7 +37,7 @@ def find(name: str) -> Scheduler:
     return SCHEDULERS[one_of(name, SCHEDULERS, "scheduler")]
 
 
-def script(name: str, request: Request) -> str:
+def script(name: str, request: ScriptRequest) -> str:
     """The job script by which this scheduler runs what is requested; UsageError where it cannot."""
     scheduler = find(name)
     one_of(request.launcher, scheduler.launchers, "launcher", f" under {name}")
@@ -48,4 +48,4 @@ def script(name: str, request: Request) -> str:
     return text
 
 
-__all__ = ["SCHEDULERS", "Request", "Scheduler", "find", "script"]
+__all__ = ["SCHEDULERS", "Scheduler", "ScriptRequest", "find", "script"]

@@ -6,7 +6,7 @@ import json
 import re
 
 from dualdist.errors import UsageError
-from dualdist.launch.schedulers.request import Request, amount
+from dualdist.launch.schedulers.request import ScriptRequest, amount
 from dualdist.launch.schedulers.shell import FROM, TO, sizes
 
 GPU = "nvidia.com/gpu"
@@ -16,7 +16,7 @@ SHARED = "/dev/shm"
 RESTARTS = 10
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """The YAML for kubectl."""
     if request.container is None:
         raise UsageError("Kubernetes runs images: name one that has dualdist, --container registry/name:tag")
@@ -34,7 +34,7 @@ def script(request: Request) -> str:
     return _pytorch_job(request)
 
 
-def _pytorch_job(request: Request) -> str:
+def _pytorch_job(request: ScriptRequest) -> str:
     """The operator tells torchrun in each pod of the others, by PET_ variables."""
     replicas = [f"    Worker:\n      replicas: {request.nodes - 1} # and one more, the master"] * (request.nodes > 1)
     first = "Worker" if request.nodes > 1 else "Master"
@@ -61,7 +61,7 @@ def _pytorch_job(request: Request) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mpi_job(request: Request) -> str:
+def _mpi_job(request: ScriptRequest) -> str:
     """The launcher's mpirun reaches the workers by ssh, with keys that the operator makes; the image has an sshd."""
     given = [word for name in request.variables() for word in ("-x", name)]
     root = ["--allow-run-as-root", "--bind-to", "none"]
@@ -97,25 +97,25 @@ def _mpi_job(request: Request) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _metadata(request: Request) -> list[str]:
+def _metadata(request: ScriptRequest) -> list[str]:
     name = re.sub(r"[^a-z0-9-]+", "-", request.title.lower()).strip("-") or "train"
     queue = ["  labels:", f"    kueue.x-k8s.io/queue-name: {json.dumps(request.queue)}"] if request.queue else []
     return ["metadata:", f"  generateName: {name[:50]}-", *queue]
 
 
-def _policy(request: Request) -> list[str]:
+def _policy(request: ScriptRequest) -> list[str]:
     seconds = request.seconds()
     limit = [f"    activeDeadlineSeconds: {seconds}"] if seconds is not None else []
     limit += [f"    backoffLimit: {RESTARTS}"] * (request.requeue is not None)
     return ["  runPolicy:", "    cleanPodPolicy: Running", *limit]
 
 
-def _restarts(request: Request) -> str:
+def _restarts(request: ScriptRequest) -> str:
     """OnFailure: what stops, or is lost, starts again in its place, and the ranks go on from their checkpoint."""
     return "Never" if request.requeue is None else "OnFailure"
 
 
-def _env(request: Request, indent: int) -> list[str]:
+def _env(request: ScriptRequest, indent: int) -> list[str]:
     given = request.variables()
     if request.requeue is not None and request.launcher == "torchrun":  # it gives its ranks 30 seconds if left alone
         given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(request.requeue)
@@ -124,7 +124,7 @@ def _env(request: Request, indent: int) -> list[str]:
 
 
 def _pod(
-    request: Request, name: str, command: list[str], *, indent: int, anchor: str = "", image: str | None = None
+    request: ScriptRequest, name: str, command: list[str], *, indent: int, anchor: str = "", image: str | None = None
 ) -> list[str]:
     memory = request.node_memory_mib()
     limits = {"cpu": str(request.cpus_per_task * request.tasks_per_node)}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dualdist.errors import UsageError
-from dualdist.launch.schedulers import notice, shell
-from dualdist.launch.schedulers.request import Request, amount
+from dualdist.launch.schedulers import shell
+from dualdist.launch.schedulers import shell as notice
+from dualdist.launch.schedulers.request import ScriptRequest, amount
 from dualdist.utils.exit_codes import REQUEUE
 
 # The ranks meet by a file in a folder that all nodes share: the script runs on another node than rank 0.
 MEETING = 'export DUALDIST_RENDEZVOUS="file://$LS_SUBCWD/.dualdist-$LSB_JOBID"'
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """The text for bsub's standard input."""
     build = {"jsrun": _jsrun, "mpirun": _mpirun}[request.launcher]
     block = _resource_sets(request) if request.launcher == "jsrun" else []
@@ -19,7 +20,7 @@ def script(request: Request) -> str:
     return shell.script(request, f"LSF, {request.launcher}", _directives(request), block, body)
 
 
-def _directives(request: Request) -> list[str]:
+def _directives(request: ScriptRequest) -> list[str]:
     seconds, memory = request.seconds(), request.node_memory_mib()
     asked = [f"-J {request.title}", "-o %J.out"]
     if request.launcher == "jsrun":  # whole nodes, by the Cluster System Manager's option
@@ -42,7 +43,7 @@ def _directives(request: Request) -> list[str]:
     return [f"#BSUB {words}" for words in asked]
 
 
-def _resource_sets(request: Request) -> list[str]:
+def _resource_sets(request: ScriptRequest) -> list[str]:
     """One resource set for each rank, as jsrun's options -n, -r, -c and -g have them."""
     if request.node_gpus % request.tasks_per_node:
         raise UsageError(
@@ -56,11 +57,11 @@ def _resource_sets(request: Request) -> list[str]:
     ]
 
 
-def _jsrun(request: Request) -> list[str]:
+def _jsrun(request: ScriptRequest) -> list[str]:
     sets = 'jsrun --nrs "$ranks" --rs_per_host "$ranks_per_node" --tasks_per_rs 1'
     room = '--cpu_per_rs "$cpus_per_rank" --gpu_per_rs "$gpus_per_rank" --bind "packed:$cpus_per_rank"'
     return [*shell.START, MEETING, *shell.continued([sets, room, shell.python(request)])]
 
 
-def _mpirun(request: Request) -> list[str]:
+def _mpirun(request: ScriptRequest) -> list[str]:
     return [*shell.START, *shell.mpirun(request, "$LSB_DJOB_NUMPROC")]

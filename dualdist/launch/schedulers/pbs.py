@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dualdist.errors import UsageError
-from dualdist.launch.schedulers import notice, shell
-from dualdist.launch.schedulers.request import Request, amount, clock
+from dualdist.launch.schedulers import shell
+from dualdist.launch.schedulers import shell as notice
+from dualdist.launch.schedulers.request import ScriptRequest, amount, clock
 
 # mpiprocs, the lines of a node in $PBS_NODEFILE, is how often pbsdsh starts a program there.
 NODES = '$(sort -u "$PBS_NODEFILE" | wc -l)'
@@ -12,7 +13,7 @@ RANKS = '$(wc -l < "$PBS_NODEFILE")'
 START = ['cd "$PBS_O_WORKDIR"', *shell.START]
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """The text for qsub."""
     build = {"torchrun": _torchrun, "mpirun": _mpirun, "horovodrun": _horovodrun}[request.launcher]
     ranks = [f"ranks_per_node={request.tasks_per_node}"] if request.launcher == "torchrun" else []
@@ -20,7 +21,7 @@ def script(request: Request) -> str:
     return shell.script(request, f"PBS, {request.launcher}", _directives(request), [*ranks, *_clock(request)], body)
 
 
-def _clock(request: Request) -> list[str]:
+def _clock(request: ScriptRequest) -> list[str]:
     """When the ranks are told to stop: PBS has no signal for that."""
     if request.requeue is None:
         return []
@@ -30,7 +31,7 @@ def _clock(request: Request) -> list[str]:
     return [f"notice_after={seconds - request.requeue} # seconds; the rest of the walltime is for the checkpoint"]
 
 
-def _directives(request: Request) -> list[str]:
+def _directives(request: ScriptRequest) -> list[str]:
     tasks = 1 if request.launcher == "torchrun" else request.tasks_per_node
     cpus = request.cpus_per_task * request.tasks_per_node
     seconds, memory, gpus = request.seconds(), request.node_memory_mib(), request.node_gpus
@@ -54,7 +55,7 @@ def _directives(request: Request) -> list[str]:
     ]
 
 
-def _torchrun(request: Request) -> list[str]:
+def _torchrun(request: ScriptRequest) -> list[str]:
     if request.nodes == 1:
         return [*START, shell.standalone(request)]
     return [
@@ -73,11 +74,11 @@ def _torchrun(request: Request) -> list[str]:
     ]
 
 
-def _mpirun(request: Request) -> list[str]:
+def _mpirun(request: ScriptRequest) -> list[str]:
     return [*START, *shell.mpirun(request, RANKS, '--machinefile "$PBS_NODEFILE"')]
 
 
-def _horovodrun(request: Request) -> list[str]:
+def _horovodrun(request: ScriptRequest) -> list[str]:
     if request.nodes == 1:
         return [*START, *shell.horovodrun(request, RANKS)]
     return [

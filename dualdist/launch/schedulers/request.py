@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Request:
+class ScriptRequest:
     """A Python program on `nodes` times `tasks_per_node` ranks, and what they need.
 
     `program` is what follows `python`. A rank has `cpus_per_task`; GPUs are asked for per node or per task. `memory` is

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dualdist.launch.schedulers import notice, shell
-from dualdist.launch.schedulers.request import Request, amount, clock
+from dualdist.launch.schedulers import shell
+from dualdist.launch.schedulers import shell as notice
+from dualdist.launch.schedulers.request import ScriptRequest, amount, clock
 
 # Since 22.05 srun no longer takes --cpus-per-task from sbatch.
 CPUS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
@@ -11,7 +12,7 @@ CPUS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
 SRUN = "srun --kill-on-bad-exit=1"
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """The text for sbatch."""
     build = {"srun": _srun, "torchrun": _torchrun, "mpirun": _mpirun, "horovodrun": _horovodrun}[request.launcher]
     ranks = [f"ranks_per_node={request.tasks_per_node}"] if request.launcher == "torchrun" else []
@@ -20,7 +21,7 @@ def script(request: Request) -> str:
     return shell.script(request, f"Slurm, {request.launcher}", _directives(request), ranks, body)
 
 
-def _directives(request: Request) -> list[str]:
+def _directives(request: ScriptRequest) -> list[str]:
     agent = request.launcher == "torchrun"  # one task on each node, which starts the ranks
     tasks = 1 if agent else request.tasks_per_node
     cpus = request.cpus_per_task * (request.tasks_per_node if agent else 1)
@@ -45,12 +46,12 @@ def _directives(request: Request) -> list[str]:
     return [*lines, *["#SBATCH --requeue"] * (request.requeue is not None)]
 
 
-def _srun(request: Request) -> list[str]:
+def _srun(request: ScriptRequest) -> list[str]:
     mpi = " --mpi=pmix" if "mpi" in (request.backend, request.transport) else ""
     return [*shell.START, CPUS, f"{SRUN}{mpi} {shell.python(request)}"]
 
 
-def _torchrun(request: Request) -> list[str]:
+def _torchrun(request: ScriptRequest) -> list[str]:
     if request.nodes == 1:
         return [*shell.START, shell.standalone(request)]
     return [
@@ -63,11 +64,11 @@ def _torchrun(request: Request) -> list[str]:
     ]
 
 
-def _mpirun(request: Request) -> list[str]:
+def _mpirun(request: ScriptRequest) -> list[str]:
     return [*shell.START, *shell.mpirun(request, "$SLURM_NTASKS")]
 
 
-def _horovodrun(request: Request) -> list[str]:
+def _horovodrun(request: ScriptRequest) -> list[str]:
     if request.nodes == 1:
         return [*shell.START, *shell.horovodrun(request, "$SLURM_NTASKS")]
     return [

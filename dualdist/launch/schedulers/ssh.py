@@ -6,14 +6,14 @@ import shlex
 
 from dualdist.errors import UsageError
 from dualdist.launch.schedulers import shell
-from dualdist.launch.schedulers.request import Request
+from dualdist.launch.schedulers.request import ScriptRequest
 
 # "host1:4,host2:4,", and how many that is.
 SLOTS = 'slots="$(printf "%s:$ranks_per_node," "${hosts[@]}")"'
 RANKS = "$((${#hosts[@]} * ranks_per_node))"
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """A script to run by hand, on the first of the hosts."""
     if len(request.hosts) != request.nodes:
         raise UsageError(f"{len(request.hosts)} hosts for {request.nodes} nodes: name each by -H host1:4,host2:4")
@@ -22,7 +22,7 @@ def script(request: Request) -> str:
     return shell.script(request, f"Hosts by ssh, {request.launcher}", [], block, [*shell.START, *start(request)])
 
 
-def _torchrun(request: Request) -> list[str]:
+def _torchrun(request: ScriptRequest) -> list[str]:
     return [
         'nodes="${#hosts[@]}"',
         'head="${hosts[0]}"',
@@ -41,10 +41,10 @@ def _torchrun(request: Request) -> list[str]:
     ]
 
 
-def _mpirun(request: Request) -> list[str]:
+def _mpirun(request: ScriptRequest) -> list[str]:
     first, *rest = shell.mpirun(request, RANKS, '--host "${slots%,}"')
     return [SLOTS, *shell.KEPT, f"{shell.ALONE} \\", f"    {first}", *(f"    {line}" for line in rest)]
 
 
-def _horovodrun(request: Request) -> list[str]:
+def _horovodrun(request: ScriptRequest) -> list[str]:
     return [SLOTS, *shell.horovodrun(request, RANKS, '-H "${slots%,}"')]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dualdist.errors import UsageError
 from dualdist.launch.schedulers import shell
-from dualdist.launch.schedulers.request import Request
+from dualdist.launch.schedulers.request import ScriptRequest
 
 
-def script(request: Request) -> str:
+def script(request: ScriptRequest) -> str:
     """A script to run by hand."""
     if request.nodes != 1:
         raise UsageError(f"--nodes {request.nodes}: a workstation is one node; --scheduler ssh for several hosts")
