@@ -13,11 +13,11 @@ from dualdist.collectives.compile import uncompiled
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.checkpoint.save import Saver, Saving
+    from dualdist.checkpoint.save import CheckpointSaver, PendingSave
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.bucket_plan import GradientOp
-    from dualdist.ddp.compression import Compressor
+    from dualdist.ddp.compression import GradientCompressor
     from dualdist.monitoring.wait_times import SlowRanks
     from dualdist.rendezvous.open_session import Session
 
@@ -284,7 +284,7 @@ def wrap_optimizer(
     *,
     op: GradientOp = "mean",
     accumulate: int = 1,
-    compression: Literal["fp16", "bf16"] | Compressor | None = None,
+    compression: Literal["fp16", "bf16"] | GradientCompressor | None = None,
     predivide: float = 1.0,
     sparse_as_dense: bool = False,
     bucket_mb: float = 25,
@@ -330,12 +330,14 @@ def wrap_optimizer(
     True
     """
     from dualdist.ddp import optimizer as gradients
-    from dualdist.ddp.bucket_plan import Recipe, bucket_bytes
+    from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import compressor_of
     from dualdist.ddp.step_checks import checked_every
 
     sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
-    recipe = Recipe(op, compressor_of(compression), predivide, sparse_as_dense, *sizes, checked_every(check_every))
+    recipe = ReducerConfig(
+        op, compressor_of(compression), predivide, sparse_as_dense, *sizes, checked_every(check_every)
+    )
     gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
     session.recorded(optimizer)
     return optimizer
@@ -366,7 +368,7 @@ def save_checkpoint(
     keep: int | None = 3,
     async_op: Literal[True],
     **extra: Any,
-) -> Saving: ...
+) -> PendingSave: ...
 
 
 @uncompiled
@@ -381,7 +383,7 @@ def save_checkpoint(
     keep: int | None = 3,
     async_op: bool = False,
     **extra: Any,
-) -> str | Saving:
+) -> str | PendingSave:
     """A new file in the folder `path` holds rank 0's state of the objects, and every rank's random state.
 
     Every rank calls this, between two steps; only rank 0 touches the disk, and only its `path` counts. The folder is
@@ -456,13 +458,13 @@ def load_checkpoint(
     )
 
 
-def _saver(here: Session) -> Saver:
+def _saver(here: Session) -> CheckpointSaver:
     """The checkpoints of this session."""
     from dualdist.checkpoint import save as checkpoint
 
-    saver: Saver | None = here.extras.get(SAVER)
+    saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:
-        saver = here.extras[SAVER] = checkpoint.Saver(here.world, here.device, here.timeout_s)
+        saver = here.extras[SAVER] = checkpoint.CheckpointSaver(here.world, here.device, here.timeout_s)
         here.endings.append(saver.settle)
     return saver
 

@@ -29,7 +29,7 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
         return
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
-    bar = _Bar(description, total, sys.stderr, time.monotonic)
+    bar = _ProgressBar(description, total, sys.stderr, time.monotonic)
     try:
         for item in items:
             yield item
@@ -38,7 +38,7 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
         bar.close()
 
 
-class _Bar:
+class _ProgressBar:
     """Draws how many of `total` are done."""
 
     def __init__(self, description: str, total: int | None, out: TextIO, now: Callable[[], float]) -> None:

@@ -21,16 +21,16 @@ from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError
 from dualdist.monitoring import failed_exit
 from dualdist.rendezvous.backend_selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, checked_choice
-from dualdist.rendezvous.open_session import Meeting, Session, Start, open_mailbox, open_session
+from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_mailbox, open_session
 from dualdist.utils import tracebacks
 
 if TYPE_CHECKING:
     import torch
 
     from dualdist.collectives.group import Group
-    from dualdist.collectives.negotiation import Offer
+    from dualdist.collectives.negotiation import CollectiveRequest
     from dualdist.diagnostics.recording import Recorder
-    from dualdist.diagnostics.timeline_writer import Timeline
+    from dualdist.diagnostics.timeline_writer import TimelineWriter
 
 # Set by `dualdist compare` for a program that it times: a folder, and how many steps to leave out and to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
@@ -39,21 +39,21 @@ SLOW_RANKS = "DUALDIST_SLOW_RANKS"
 
 
 @dataclass
-class _Process:
+class _ProcessState:
     """What this process remembers between sessions."""
 
     session: Session | None = None
     was_shut_down: bool = False
     sessions: int = 0
     exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: RendezvousStore = field(default_factory=RendezvousStore)
     recorder: Recorder | None = None
-    timeline: Timeline | None = None
+    timeline: TimelineWriter | None = None
     has_told_choice: bool = False
     unheeded: str = ""  # why the last session failed, where the program went on in it regardless
 
 
-_process = _Process()
+_process = _ProcessState()
 
 
 def current() -> Session:
@@ -108,7 +108,7 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         atexit.register(_end)  # before what the backend registers: goes after that
     plan = _recording_plan(environ)
     session = open_session(
-        requested, Start(detect(environ), environ, transport, name, timeout_s, _process.meeting), _tell_choice
+        requested, SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.meeting), _tell_choice
     )
     has_nobody_to_share_with = session.topology.size == 1 and (requested, transport) == ("native", "shm")
     if (
@@ -133,7 +133,7 @@ def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
         return f"dualdist/{_process.sessions}"
     if _process.sessions:
         environ.update(next_place(environ, timeout_s))
-        _process.meeting = Meeting()  # at a new store, where nobody has been: rank 0 may be another
+        _process.meeting = RendezvousStore()  # at a new store, where nobody has been: rank 0 may be another
     return f"dualdist/{ELASTIC}"  # a rank that was started later has had fewer sessions
 
 
@@ -146,9 +146,9 @@ def _attend(session: Session, environ: Mapping[str, str]) -> None:
 
 
 def _report_slow_ranks(session: Session) -> None:
-    from dualdist.diagnostics.stragglers import Report
+    from dualdist.diagnostics.stragglers import StragglerReport
 
-    report = Report(session)
+    report = StragglerReport(session)
     session.endings.append(report)
     atexit.register(report)  # for programs that end without shutdown()
 
@@ -183,7 +183,7 @@ def _trace(session: Session, path: str) -> None:
 
 def observe(
     group: Group,
-    operations: Callable[[str, Offer | None], None] | None = None,
+    operations: Callable[[str, CollectiveRequest | None], None] | None = None,
     moves: Callable[[str, str, str, int], None] | None = None,
 ) -> None:
     """These hear of what happens in the group, besides the timeline where there is one, and nobody else."""
@@ -197,7 +197,7 @@ def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: fl
     from dualdist.diagnostics import recording
 
     topology, backend = session.topology, session.backend
-    plan = recording.Plan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
+    plan = recording.RecordingPlan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
     place = recording.place_of(topology, backend.name, backend.transport, session.device)
     return recording.Recorder(plan, {"rank": topology.rank, **place}, session.device, began)
 
@@ -255,7 +255,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     """See dualdist.api.new_group."""
     from dualdist.collectives.collectives import in_step
     from dualdist.collectives.group import Group
-    from dualdist.monitoring.monitored import Watch
+    from dualdist.monitoring.monitored import Monitor
 
     session = current()
     members = sorted(whole(ranks, "ranks"))
@@ -266,7 +266,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
     place, timeout_s = backend.rank, backend.timeout_s
     mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, place, timeout_s)
-    group = Group(backend, Watch(world.watch.roll, members), mailbox=mailbox)
+    group = Group(backend, Monitor(world.watch.roll, members), mailbox=mailbox)
     session.groups.append(group)
     observe(group)
     return group

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dualdist.rendezvous.rank_assignment import Place
+    from dualdist.rendezvous.rank_assignment import RankLocation
     from dualdist.topology import Topology
 
 ReduceOp = Literal["sum", "min", "max", "product"]
@@ -42,11 +42,11 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class World:
+class InitContext:
     """The ranks once they have met: what a backend between them is started from."""
 
     topology: Topology
-    places: Sequence[Place]
+    places: Sequence[RankLocation]
     store: Store | None  # at which they met; None where there is one rank
     key: str  # of what the session keeps in the store
     interface: str | None  # towards the other nodes, where there are any and the user has not named one
@@ -66,7 +66,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Settling:
+class Epilogue:
     """What is to be done, in place, with the first `count` elements of a result, piece by piece."""
 
     count: int
@@ -81,13 +81,13 @@ class Buffer(Protocol):
     rows: weakref.WeakSet[Any]  # for the caller, of whatever lies in the memory of the values
     uses_without_rows: int  # of that memory, by tensors that are neither `values` nor the caller's
 
-    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> Work:
+    def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> Work:
         """Begin to reduce the values. The result lies in `values`, or where ranks share it: nobody may change it then,
         and it lasts until the next reduction begins.
         """
 
 
-class Described:
+class LazyDescription:
     """An operation in the words of an error, which are found when somebody asks."""
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import ReduceOp, Settling, Work
+    from dualdist.backends.base import Epilogue, ReduceOp, Work
 
 
 def referred_to(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -63,7 +63,7 @@ class PlainBuffer:
         self.uses_without_rows = uses(values) - 1
         self._allreduce_ = allreduce_
 
-    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> Work:
+    def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> Work:
         return self._allreduce_(self.values, op, name)
 
 

@@ -13,7 +13,7 @@ from dualdist.backends.buffers import PlainBuffers
 EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
-class Finished:
+class CompletedWork:
     """Work that was done when it began."""
 
     def __init__(self, result: torch.Tensor) -> None:
@@ -42,17 +42,17 @@ class SingleBackend(PlainBuffers):
     def __init__(self) -> None:
         self.is_open = True
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Finished:
-        return Finished(buffer)
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
+        return CompletedWork(buffer)
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> Finished:
-        return Finished(tensor.clone())
+    def allgather(self, tensor: torch.Tensor, name: str) -> CompletedWork:
+        return CompletedWork(tensor.clone())
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Finished:
-        return Finished(buffer)
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> CompletedWork:
+        return CompletedWork(buffer)
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Finished:
-        return Finished(tensor.clone())
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> CompletedWork:
+        return CompletedWork(tensor.clone())
 
     def channel(self, key: str) -> Backend:
         return self

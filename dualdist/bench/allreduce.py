@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.bench.cases import AllreduceOptions
-from dualdist.bench.jobs import Place, Planned, Setting, worker_command
-from dualdist.bench.report import Table, size_words
+from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob, worker_command
+from dualdist.bench.report import FigureTable, size_words
 from dualdist.bench.statistics import estimate, is_loaded, noise, pooled, ratio, subtracted
 from dualdist.launch.launchers import Site
 
@@ -35,14 +35,14 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
 
 
 def plan(
-    where: Sequence[Place],
+    where: Sequence[Contestant],
     options: AllreduceOptions,
-    setting: Setting,
+    setting: MeasurementSettings,
     site: Site,
     folder: Path,
     *,
     launches: int,
-) -> Iterator[Planned]:
+) -> Iterator[PlannedJob]:
     """One job for every place and launch; every launch visits all places before the next one does."""
     for launch in range(launches):
         for place in where:
@@ -57,12 +57,12 @@ def plan(
             )
             tags = {"place": place, "launch": launch, "ranks": setting.ranks}
             built = worker_command(place, words, setting, site)
-            yield Planned(f"allreduce on {setting.ranks} ranks, {place}", built, (file,), tags)
+            yield PlannedJob(f"allreduce on {setting.ranks} ranks, {place}", built, (file,), tags)
 
 
-def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every place and number of ranks."""
-    groups: dict[tuple[Place, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Contestant, int], list[dict[str, Any]]] = {}
     for planned, reports in done:
         groups.setdefault((planned.tags["place"], planned.tags["ranks"]), []).extend(reports)
     return [_result(reports) for reports in groups.values()]
@@ -112,11 +112,11 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     }
 
 
-def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def tables(results: Sequence[dict[str, Any]]) -> Iterator[FigureTable]:
     """One table for a result and a kind of call."""
     for result in results:
         for name, raw in PAIRS.items():
-            yield Table(
+            yield FigureTable(
                 f"allreduce {KINDS[name]}, float32 sum, {result['ranks']} ranks, {result['backend']} over "
                 f"{result['transport']}, {result['launcher']}, {result['device']}, {result['threads']} thread(s) "
                 f"a rank, {result['launches']} launch(es) of {result['rounds']} rounds",

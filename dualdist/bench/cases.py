@@ -11,7 +11,7 @@ BATCH = 8
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelChoice:
     """A model that a step is measured with; `full` ones are measured only where they are asked for."""
 
     what: str
@@ -21,11 +21,13 @@ class Model:
 
 
 MODELS = {
-    "resnet18": Model("ResNet-18 of torchvision, 11.7 million parameters in 62 tensors", steps=15),
-    "mlp": Model("100 residual linear layers 64 wide, 0.4 million parameters in 200 tensors", batch=32, steps=100),
-    "transformer": Model("5 encoder layers 384 wide on 32 tokens, 9.6 million parameters in 63 tensors", batch=4),
-    "resnet50": Model("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True, steps=8),
-    "transformer100m": Model(
+    "resnet18": ModelChoice("ResNet-18 of torchvision, 11.7 million parameters in 62 tensors", steps=15),
+    "mlp": ModelChoice(
+        "100 residual linear layers 64 wide, 0.4 million parameters in 200 tensors", batch=32, steps=100
+    ),
+    "transformer": ModelChoice("5 encoder layers 384 wide on 32 tokens, 9.6 million parameters in 63 tensors", batch=4),
+    "resnet50": ModelChoice("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True, steps=8),
+    "transformer100m": ModelChoice(
         "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, full=True, steps=5
     ),
 }

@@ -28,7 +28,7 @@ FOREIGN = "foreign_cores_of_job"  # in every report: what others did to the mach
 
 
 @dataclass(frozen=True)
-class Place:
+class Contestant:
     """Where a job runs: a backend, its transport (None for the backend's own choice), and what starts the ranks."""
 
     backend: str
@@ -39,7 +39,7 @@ class Place:
         return f"{self.backend}{f' over {self.transport}' if self.transport else ''}, {self.launcher}"
 
 
-def places(text: str, transport: str | None, launcher: str | None) -> list[Place]:
+def places(text: str, transport: str | None, launcher: str | None) -> list[Contestant]:
     """The places of `native,horovod:mpi`: backends, each with a transport of its own or the one that is given."""
     if launcher is not None:
         one_of(launcher, CHOICES, "launcher")
@@ -55,7 +55,7 @@ def places(text: str, transport: str | None, launcher: str | None) -> list[Place
             )
         if chosen is not None:
             one_of(chosen, TRANSPORTS, "transport")
-        found.append(Place(backend, chosen, launcher or _launcher(backend, chosen)))
+        found.append(Contestant(backend, chosen, launcher or _launcher(backend, chosen)))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
     return found
@@ -66,7 +66,7 @@ def _launcher(backend: str, transport: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MeasurementSettings:
     """What all jobs of a measurement share. `env` is set for every rank; `timeout_s` is a whole job's."""
 
     ranks: int
@@ -89,7 +89,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedJob:
     """A job to be launched, and the files in which it leaves its reports."""
 
     what: str
@@ -104,14 +104,14 @@ class Planned:
         return shlex.join([*(["env", *variables] if variables else []), *hidden_in(self.command.argv)])
 
 
-def worker_command(place: Place, words: Sequence[str], setting: Setting, site: Site) -> Command:
+def worker_command(place: Contestant, words: Sequence[str], setting: MeasurementSettings, site: Site) -> Command:
     """The command that runs the worker with these words on every rank."""
     words = (*words, f"--device={setting.device}", f"--timeout-s={setting.wait_s:g}")
     program = (*SPAWNED, str(setting.ranks), *words) if place.launcher == SPAWN else (*WORKER, *words)
     return program_command(place, program, setting, site)
 
 
-def program_command(place: Place, program: tuple[str, ...], setting: Setting, site: Site) -> Command:
+def program_command(place: Contestant, program: tuple[str, ...], setting: MeasurementSettings, site: Site) -> Command:
     """The command that runs the program on every rank, or once where it spawns them itself."""
     spawns = place.launcher == SPAWN
     ranks = 1 if spawns else setting.ranks
@@ -121,7 +121,7 @@ def program_command(place: Place, program: tuple[str, ...], setting: Setting, si
     return command("python" if spawns else place.launcher, job, site)
 
 
-def launched(planned: Planned, timeout_s: float) -> list[dict[str, Any]]:
+def launched(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
     """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed, in
     which the values of its own secret variables are hidden.
     """

@@ -25,7 +25,7 @@ LEAST_LAUNCHES = least_launches()
 
 
 @dataclass(frozen=True)
-class Centre:
+class MedianInterval:
     """A median over launches, and its 95% interval; with too few launches the range of what was seen instead.
 
     `among` is how many intervals hold at once in 95% of cases.
@@ -46,7 +46,7 @@ class Centre:
         return self.is_sound and not self.low <= value <= self.high
 
 
-def centre(values: Sequence[float], *, among: int = 1, seed: int = 0) -> Centre:
+def centre(values: Sequence[float], *, among: int = 1, seed: int = 0) -> MedianInterval:
     """The median of one value a launch, and its interval by a bootstrap over launches. `among` is how many intervals
     shall hold at once in 95% of cases (Bonferroni), where the one that says most is looked for.
 
@@ -54,22 +54,22 @@ def centre(values: Sequence[float], *, among: int = 1, seed: int = 0) -> Centre:
     widened for few launches as Hesterberg does for means (The American Statistician 69(4), 2015, section 5.3).
     """
     if len(values) < least_launches(among):
-        return Centre(median(values), min(values), max(values), len(values), among)
+        return MedianInterval(median(values), min(values), max(values), len(values), among)
     count = len(values)
     draws = numpy.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     found = sorted(numpy.median(numpy.asarray(values)[draws], axis=1).tolist())
     widened = student(1 - (1 - LEVEL) / 2 / among, count - 1) * math.sqrt(count / (count - 1))
     edge = NormalDist().cdf(-widened)
-    return Centre(median(values), quantile(found, edge), quantile(found, 1 - edge), count, among)
+    return MedianInterval(median(values), quantile(found, edge), quantile(found, 1 - edge), count, among)
 
 
-def ratio_of(over: Sequence[float], under: Sequence[float], *, among: int = 1) -> Centre:
+def ratio_of(over: Sequence[float], under: Sequence[float], *, among: int = 1) -> MedianInterval:
     """over / under, launch by launch: each pair ran in the same round, in an order that was drawn."""
     logs = centre([math.log(a / b) for a, b in zip(over, under, strict=True)], among=among)
-    return Centre(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches, among)
+    return MedianInterval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches, among)
 
 
-def difference_of(minuend: Sequence[float], subtrahend: Sequence[float]) -> Centre:
+def difference_of(minuend: Sequence[float], subtrahend: Sequence[float]) -> MedianInterval:
     """minuend - subtrahend, launch by launch."""
     return centre([a - b for a, b in zip(minuend, subtrahend, strict=True)])
 

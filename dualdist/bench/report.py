@@ -26,7 +26,7 @@ _NOTE = textwrap.TextWrapper(
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A title, `words` columns of words and further ones of figures, and what must be said beside them."""
 
     title: str
@@ -79,7 +79,7 @@ def heading(kept: dict[str, Any]) -> str:
     )
 
 
-def show(kept: dict[str, Any], tables: Sequence[Table], out: TextIO) -> None:
+def show(kept: dict[str, Any], tables: Sequence[FigureTable], out: TextIO) -> None:
     """Print the record's heading and the tables."""
     out.write(heading(kept))
     for table in tables:
@@ -91,7 +91,7 @@ def show(kept: dict[str, Any], tables: Sequence[Table], out: TextIO) -> None:
     out.flush()
 
 
-def plain(table: Table) -> str:
+def plain(table: FigureTable) -> str:
     """The table in letters: words to the left, figures to the right."""
     widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
 
@@ -106,7 +106,7 @@ def plain(table: Table) -> str:
     return f"{table.title}\n{line(table.columns)}{rule}\n{''.join(map(line, table.rows))}"
 
 
-def _by_rich(table: Table, out: TextIO) -> bool:
+def _by_rich(table: FigureTable, out: TextIO) -> bool:
     """Print by rich, on a terminal; False where it is not installed, or nobody looks."""
     if not out.isatty():
         return False

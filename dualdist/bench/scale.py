@@ -11,8 +11,8 @@ from typing import Any
 from dualdist.bench import allreduce
 from dualdist.bench import step as bench_step
 from dualdist.bench.cases import AllreduceOptions, StepOptions
-from dualdist.bench.jobs import Place, Planned, Setting
-from dualdist.bench.report import Table, milliseconds, size_words
+from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob
+from dualdist.bench.report import FigureTable, milliseconds, size_words
 from dualdist.bench.statistics import least_squares
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, Counts] = {"ring": _ring, "tree": _tree, "halving-doubling
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """Seconds to begin a message, and seconds for each of its bytes."""
 
     alpha_s: float
@@ -56,7 +56,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Residual:
+class ModelResidual:
     """One measured size, and what the fitted model says of it; `relative` is model / measured - 1."""
 
     nbytes: int
@@ -69,13 +69,13 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedModel:
     """A model fitted to a sweep over sizes on `ranks` ranks."""
 
     algorithm: str
     ranks: int
-    link: Link
-    residuals: tuple[Residual, ...]
+    link: LinkModel
+    residuals: tuple[ModelResidual, ...]
 
     @property
     def worst(self) -> float:
@@ -88,7 +88,7 @@ class Fit:
         return math.sqrt(sum(residual.relative**2 for residual in self.residuals) / len(self.residuals))
 
 
-def predicted(algorithm: str, link: Link, ranks: int, nbytes: float) -> float:
+def predicted(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
     """Seconds for an allreduce; between one rank it costs nothing."""
     if ranks < 2:
         return 0.0
@@ -96,7 +96,7 @@ def predicted(algorithm: str, link: Link, ranks: int, nbytes: float) -> float:
     return messages * link.alpha_s + parts * nbytes * link.beta_s
 
 
-def fit(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> Fit:
+def fit(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> FittedModel:
     """The link that makes the model nearest to (bytes, seconds), in relative terms, so that small sizes count too.
 
     Neither alpha nor beta comes out negative: where the best one would, it is 0 and the other is fitted alone.
@@ -110,9 +110,9 @@ def fit(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> Fit:
         alpha, beta = 0.0, _alone(second, target)
     elif beta < 0:
         alpha, beta = _alone(first, target), 0.0
-    link = Link(alpha, beta)
-    residuals = [Residual(nbytes, seconds, predicted(algorithm, link, ranks, nbytes)) for nbytes, seconds in sweep]
-    return Fit(algorithm, ranks, link, tuple(residuals))
+    link = LinkModel(alpha, beta)
+    residuals = [ModelResidual(nbytes, seconds, predicted(algorithm, link, ranks, nbytes)) for nbytes, seconds in sweep]
+    return FittedModel(algorithm, ranks, link, tuple(residuals))
 
 
 def _relative(seconds: float) -> float:
@@ -126,7 +126,7 @@ def _alone(counts: Sequence[float], target: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class StepPrediction:
     """A training step on `ranks` ranks: what its allreduces cost one after another, and the step's bounds.
 
     `limit_s` is max(compute, communication), which full overlap reaches at best; `serial_s` is their sum, without any.
@@ -140,12 +140,12 @@ class Outlook:
     efficiency: float  # compute / limit: 1 where communication hides completely
 
 
-def outlook(algorithm: str, link: Link, ranks: int, nbytes: int, compute_s: float, buckets: int) -> Outlook:
+def outlook(algorithm: str, link: LinkModel, ranks: int, nbytes: int, compute_s: float, buckets: int) -> StepPrediction:
     """The step whose gradients of `nbytes` travel in `buckets` equal pieces."""
     each = predicted(algorithm, link, ranks, nbytes / buckets)
     communication = buckets * each
     limit = max(compute_s, communication)
-    return Outlook(ranks, algorithm, communication, limit, compute_s + communication, compute_s / limit)
+    return StepPrediction(ranks, algorithm, communication, limit, compute_s + communication, compute_s / limit)
 
 
 BUCKET_BYTES = 25 << 20
@@ -171,7 +171,7 @@ class ScaleOptions:
     ranks: tuple[int, ...]
     measured_up_to: int
     model: str
-    link: Link | None = None
+    link: LinkModel | None = None
     compute_s: float | None = None
     nbytes: int | None = None
 
@@ -192,19 +192,24 @@ class ScaleOptions:
 
 
 def plan(
-    place: Place, options: ScaleOptions, sweep: AllreduceOptions, setting: Setting, site: Site, folder: Path
-) -> Iterator[Planned]:
+    place: Contestant,
+    options: ScaleOptions,
+    sweep: AllreduceOptions,
+    setting: MeasurementSettings,
+    site: Site,
+    folder: Path,
+) -> Iterator[PlannedJob]:
     """A sweep for every number of ranks that is measured, and one rank's step where its time was not given."""
     for ranks in options.measured:
         yield from allreduce.plan([place], sweep, replace(setting, ranks=ranks), site, folder, launches=1)
     if options.compute_s is None:
         step = [StepOptions(options.model, ("none",), rounds=min(5, sweep.rounds))]
         alone = replace(setting, ranks=1)
-        native = [Place("native", None, "torchrun")]
+        native = [Contestant("native", None, "torchrun")]
         yield from bench_step.plan(native, step, alone, site, folder, launches=1, with_memory=False)
 
 
-def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
+def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
     """The fits, their check against what was measured, and the predictions, where there is all that they need."""
     sweeps = allreduce.judge([each for each in done if "ranks" in each[0].tags])
     steps = bench_step.judge([each for each in done if "model" in each[0].tags])
@@ -267,11 +272,11 @@ def _points(sweep: dict[str, Any]) -> list[tuple[int, float]]:
     return [(size["bytes"], size["calls"][CALL]["seconds"]["value"]) for size in sweep["sizes"]]
 
 
-def _link(link: Link) -> dict[str, float]:
+def _link(link: LinkModel) -> dict[str, float]:
     return {"alpha_us": link.alpha_s * 1e6, "beta_gb_s": link.bandwidth_gb_s}
 
 
-def tables(result: dict[str, Any]) -> Iterator[Table]:
+def tables(result: dict[str, Any]) -> Iterator[FigureTable]:
     """The fits, each with its residuals; the check; the outlook."""
     if result["fits"]:
         yield _fits(result)
@@ -282,9 +287,9 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
         yield _outlook(result)
 
 
-def _fits(result: dict[str, Any]) -> Table:
+def _fits(result: dict[str, Any]) -> FigureTable:
     sweep = result["sweeps"][0]
-    return Table(
+    return FigureTable(
         f"alpha-beta model fitted to dd.allreduce_, {sweep['backend']} over {sweep['transport']}, {sweep['launcher']}",
         ("algorithm", "ranks", "alpha us", "1 / beta GB/s", "typical residual", "worst residual"),
         tuple(
@@ -302,9 +307,9 @@ def _fits(result: dict[str, Any]) -> Table:
     )
 
 
-def _residuals(result: dict[str, Any]) -> Iterator[Table]:
+def _residuals(result: dict[str, Any]) -> Iterator[FigureTable]:
     found = next(each for each in result["fits"] if each["ranks"] == result["fitted_on"])
-    yield Table(
+    yield FigureTable(
         f"residuals of the {found['algorithm']} model on the {found['ranks']} ranks it was fitted to",
         ("size", "measured us", "model us", "model / measured - 1"),
         tuple(
@@ -322,11 +327,11 @@ def _residuals(result: dict[str, Any]) -> Iterator[Table]:
     )
 
 
-def _checks(result: dict[str, Any]) -> Table:
+def _checks(result: dict[str, Any]) -> FigureTable:
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for check in result["checks"]:
         rows.setdefault((check["ranks"], check["bytes"]), {})[check["algorithm"]] = check
-    return Table(
+    return FigureTable(
         f"predicted from {result['fitted_on']} ranks, and measured here",
         ("ranks, size", "measured us", *(f"{name}: predicted / measured" for name in ALGORITHMS)),
         tuple(
@@ -340,13 +345,13 @@ def _checks(result: dict[str, Any]) -> Table:
     )
 
 
-def _outlook(result: dict[str, Any]) -> Table:
+def _outlook(result: dict[str, Any]) -> FigureTable:
     step = result["step"]
     rows: dict[int, dict[str, Any]] = {}
     for each in result["outlook"]:
         rows.setdefault(each["ranks"], {})[each["algorithm"]] = each
     link = ", ".join(f"{k} {v['alpha_us']:.1f} us and {v['beta_gb_s']:.3f} GB/s" for k, v in result["links"].items())
-    return Table(
+    return FigureTable(
         f"outlook for {step['model'] or 'the given step'}: compute {milliseconds(step['compute_s'])} ms a step, "
         f"{size_words(step['gradient_bytes'])} of gradients in {step['buckets']} bucket(s)",
         ("ranks", *(f"{name}: comm ms, limit ms, efficiency" for name in ALGORITHMS)),

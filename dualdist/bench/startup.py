@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dualdist.bench.jobs import FOREIGN, Place, Planned, Setting, program_command
-from dualdist.bench.report import Table
+from dualdist.bench.jobs import FOREIGN, Contestant, MeasurementSettings, PlannedJob, program_command
+from dualdist.bench.report import FigureTable
 from dualdist.bench.statistics import estimate, is_loaded, noise, ratio, subtracted
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
@@ -39,14 +39,14 @@ GROWN = (
 )
 
 
-def where_raw_starts(places: Sequence[Place], *, launcher_was_named: bool) -> list[Place]:
+def where_raw_starts(places: Sequence[Contestant], *, launcher_was_named: bool) -> list[Contestant]:
     """The places by the launcher that starts the raw library itself, which has no other way to find its ranks."""
     if launcher_was_named:
         raise UsageError("bench startup takes no --launcher: each raw library is started by the launcher that it knows")
-    return [Place(place.backend, place.transport, _launcher(place)) for place in places]
+    return [Contestant(place.backend, place.transport, _launcher(place)) for place in places]
 
 
-def _launcher(place: Place) -> str:
+def _launcher(place: Contestant) -> str:
     one_of(place.backend, LIBRARIES, "backend")
     if place.backend == "native":
         return "torchrun"
@@ -54,8 +54,8 @@ def _launcher(place: Place) -> str:
 
 
 def plan(
-    places: Sequence[Place], settings: Sequence[Setting], site: Site, folder: Path, *, rounds: int
-) -> Iterator[Planned]:
+    places: Sequence[Contestant], settings: Sequence[MeasurementSettings], site: Site, folder: Path, *, rounds: int
+) -> Iterator[PlannedJob]:
     """Two jobs for each round, place and setting (a number of ranks); who comes first changes with every round."""
     for number in range(rounds):
         for place, setting in itertools.product(places, settings):
@@ -63,23 +63,25 @@ def plan(
                 yield _job(place, setting, site, folder, kind, number)
 
 
-def _job(place: Place, setting: Setting, site: Site, folder: Path, kind: str, number: int) -> Planned:
+def _job(
+    place: Contestant, setting: MeasurementSettings, site: Site, folder: Path, kind: str, number: int
+) -> PlannedJob:
     own = folder / f"startup-{place.backend}-{place.transport or 'own'}-{setting.ranks}-{kind}-{number}"
     program = (str(SCRIPT), kind, place.backend, str(setting.ranks), str(own), setting.device)
     reports = tuple(own / f"{rank}.json" for rank in range(setting.ranks))
     name = LIBRARIES[place.backend] if kind == "raw" else f"dualdist {place.backend}"
     what = f"round {number + 1}, start-up of {name}, {setting.ranks} ranks, {place}"
     tags = {"place": place, "kind": kind, "ranks": setting.ranks, "launch": number}
-    return Planned(what, program_command(place, program, setting, site), reports, tags)
+    return PlannedJob(what, program_command(place, program, setting, site), reports, tags)
 
 
-def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every place and number of ranks, place by place, from the rounds that both libraries ended."""
-    rounds: dict[tuple[Place, int, int], dict[str, list[dict[str, Any]]]] = {}
+    rounds: dict[tuple[Contestant, int, int], dict[str, list[dict[str, Any]]]] = {}
     for planned, reports in done:
         tags = planned.tags
         rounds.setdefault((tags["place"], tags["ranks"], tags["launch"]), {})[tags["kind"]] = reports
-    groups: dict[tuple[Place, int], dict[str, list[list[dict[str, Any]]]]] = {}
+    groups: dict[tuple[Contestant, int], dict[str, list[list[dict[str, Any]]]]] = {}
     for (place, ranks, _), found in rounds.items():
         if len(found) == len(KINDS):
             group = groups.setdefault((place, ranks), {kind: [] for kind in KINDS})
@@ -89,7 +91,7 @@ def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str
     return [_result(one, kinds) for place in places for (one, _), kinds in groups.items() if one == place]
 
 
-def _result(place: Place, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
+def _result(place: Contestant, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
     parts = {name: (name,) for name in PHASES} | SUMS
     seconds = {
         kind: {part: [_slowest(reports, phases) for reports in jobs] for part, phases in parts.items()}
@@ -141,10 +143,10 @@ def _worse(first: float | None, second: float | None) -> float | None:
     return max(known) if known else None
 
 
-def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def tables(results: Sequence[dict[str, Any]]) -> Iterator[FigureTable]:
     """One table for each result, and one for each place about what grows with the number of ranks."""
     for result in results:
-        yield Table(
+        yield FigureTable(
             f"start-up of {_where(result)}, {result['ranks']} ranks, {result['rounds']} "
             "rounds of fresh processes, warm disk",
             ("phase", f"{result['library']} ms", "dualdist ms", "least raw", "least", "above raw ms", "95%"),
@@ -152,7 +154,7 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
             (EXPLAINED, f"machine: {result['noise']['words']}"),
         )
     for where in dict.fromkeys(_where(result) for result in results):
-        yield Table(
+        yield FigureTable(
             f"what a rank takes as their number grows: {where}",
             (
                 "ranks",

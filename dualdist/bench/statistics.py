@@ -20,7 +20,7 @@ NOISY_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MedianEstimate:
     """A median over rounds and launches, and the 95% interval that a bootstrap gives it."""
 
     value: float
@@ -32,14 +32,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class TimeRatio:
     """How long one contender takes over another: below 1 it is the faster one.
 
     `minimum` is the least ratio of a round; `best` is the ratio of the two least timings of all; `quiet` is the median
     over the rounds that were not loaded, None where all were.
     """
 
-    median: Estimate
+    median: MedianEstimate
     minimum: float
     best: float
     quiet: float | None
@@ -48,7 +48,7 @@ class Ratio:
     launches: int
 
 
-def ratio(over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequence[bool]] | None = None) -> Ratio:
+def ratio(over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequence[bool]] | None = None) -> TimeRatio:
     """over / under, round by round. Each argument has one sequence a launch, and these one value a round."""
     loaded = loaded or [[False] * len(rounds) for rounds in over]
     launches = [divided(a, b) for a, b in zip(over, under, strict=True)]
@@ -57,7 +57,7 @@ def ratio(over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequ
         for values, marks in zip(launches, loaded, strict=True)
     ]
     left = [values for values in quiet if values]
-    return Ratio(
+    return TimeRatio(
         median=estimate(launches),
         minimum=min(min(values) for values in launches),
         best=min(min(values) for values in over) / min(min(values) for values in under),
@@ -81,7 +81,7 @@ def pooled(launches: Sequence[Rounds]) -> float:
     return median(median(rounds) for rounds in launches)
 
 
-def estimate(launches: Sequence[Rounds], *, seed: int = 0) -> Estimate:
+def estimate(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEstimate:
     """The pooled median and its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
 
     Launches are drawn first, then rounds inside them, as a launch's rounds are not independent of each other (Davison
@@ -93,7 +93,7 @@ def estimate(launches: Sequence[Rounds], *, seed: int = 0) -> Estimate:
         for _ in range(RESAMPLES)
     )
     edge = (1 - LEVEL) / 2
-    return Estimate(pooled(launches), quantile(centres, edge), quantile(centres, 1 - edge))
+    return MedianEstimate(pooled(launches), quantile(centres, edge), quantile(centres, 1 - edge))
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
@@ -111,7 +111,7 @@ def spread(values: Rounds) -> float:
 
 
 @dataclass(frozen=True)
-class Noise:
+class MachineNoise:
     """How quiet the machine was while something was measured; `foreign_cores` is None where the system tells nothing.
 
     `spread` is that of the reference's timings, the median over launches.
@@ -135,11 +135,11 @@ class Noise:
         )
 
 
-def noise(foreign: Sequence[Sequence[float | None]], reference: Sequence[Rounds]) -> Noise:
+def noise(foreign: Sequence[Sequence[float | None]], reference: Sequence[Rounds]) -> MachineNoise:
     """What the foreign load of every round, and the spread of what the others are held against, say of the machine."""
     flat = [value for rounds in foreign for value in rounds]
     known = [value for value in flat if value is not None]
-    return Noise(
+    return MachineNoise(
         rounds=len(flat),
         loaded=sum(is_loaded(value) for value in flat),
         foreign_cores=median(known) if known else None,

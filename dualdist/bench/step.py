@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from dualdist.bench.cases import CONTENDERS, MODELS, REFERENCES, StepOptions, default_contenders
-from dualdist.bench.jobs import Place, Planned, Setting, worker_command
-from dualdist.bench.report import Table, milliseconds
+from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob, worker_command
+from dualdist.bench.report import FigureTable, milliseconds
 from dualdist.bench.statistics import estimate, is_loaded, noise, ratio
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
@@ -18,7 +18,7 @@ from dualdist.launch.launchers import Site
 HEADROOM = "peak memory is that of one process with this contender alone, above what it held before init"
 
 
-def check(names: Sequence[str], place: Place) -> None:
+def check(names: Sequence[str], place: Contestant) -> None:
     """UsageError where the contenders are unknown, or cannot run in this place."""
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown or len(set(names)) < len(names) or not names:
@@ -30,15 +30,15 @@ def check(names: Sequence[str], place: Place) -> None:
 
 
 def plan(
-    where: Sequence[Place],
+    where: Sequence[Contestant],
     options: Sequence[StepOptions],
-    setting: Setting,
+    setting: MeasurementSettings,
     site: Site,
     folder: Path,
     *,
     launches: int,
     with_memory: bool,
-) -> Iterator[Planned]:
+) -> Iterator[PlannedJob]:
     """All jobs: every launch runs through all models and places before the next one does."""
     for launch in range(launches):
         for each in options:
@@ -54,14 +54,14 @@ def plan(
 
 def _job(
     kind: str,
-    place: Place,
+    place: Contestant,
     options: StepOptions,
     chosen: tuple[str, ...],
-    setting: Setting,
+    setting: MeasurementSettings,
     site: Site,
     folder: Path,
     launch: int,
-) -> Planned:
+) -> PlannedJob:
     name = "-".join(
         [kind, options.model, place.backend, place.transport or "own", place.launcher, *chosen, str(launch)]
     )
@@ -82,13 +82,13 @@ def _job(
         reports = tuple(file.with_suffix(f".{rank}.json") for rank in range(setting.ranks))
     what = f"{kind} of {options.model}, {place}" + (f", {chosen[0]}" if kind == "memory" else "")
     tags = {"kind": kind, "model": options.model, "place": place, "contenders": chosen, "launch": launch}
-    return Planned(what, worker_command(place, words, setting, site), reports, tags)
+    return PlannedJob(what, worker_command(place, words, setting, site), reports, tags)
 
 
-def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every model and place, in the order in which they were measured."""
-    groups: dict[tuple[str, Place], list[dict[str, Any]]] = {}
-    peaks: dict[tuple[str, Place, str], int | None] = {}
+    groups: dict[tuple[str, Contestant], list[dict[str, Any]]] = {}
+    peaks: dict[tuple[str, Contestant, str], int | None] = {}
     for planned, reports in done:
         key = (planned.tags["model"], planned.tags["place"])
         if planned.tags["kind"] == "step":
@@ -102,7 +102,9 @@ def judge(done: Sequence[tuple[Planned, list[dict[str, Any]]]]) -> list[dict[str
     ]
 
 
-def _result(model: str, place: Place, reports: list[dict[str, Any]], peaks: dict[str, int | None]) -> dict[str, Any]:
+def _result(
+    model: str, place: Contestant, reports: list[dict[str, Any]], peaks: dict[str, int | None]
+) -> dict[str, Any]:
     names = list(reports[0]["seconds"])
     seconds = {name: [report["seconds"][name] for report in reports] for name in names}
     foreign = [report["foreign_cores"] for report in reports]
@@ -145,7 +147,7 @@ def _label(name: str, report: dict[str, Any]) -> str:
     return f"dualdist {report['backend']}" if name == "dualdist" else CONTENDERS[name]
 
 
-def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
+def tables(results: Sequence[dict[str, Any]]) -> Iterator[FigureTable]:
     """Two tables a result: the step itself, and the ratios."""
     for result in results:
         each = result["contenders"]
@@ -156,13 +158,13 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[Table]:
             f"{result['device']}, {result['threads']} thread(s) a rank, {result['launches']} launch(es) of "
             f"{result['rounds']} rounds of {'/'.join(str(steps) for steps in sorted(set(result['steps'])))} steps"
         )
-        yield Table(
+        yield FigureTable(
             title,
             ("contender", "step ms", "95%", "least ms", "CPU ms, all ranks", "peak MiB", "same on all ranks"),
             tuple(_row(contender) for contender in each.values()),
             (f"machine: {result['noise']['words']}", *_warnings(result)),
         )
-        yield Table(
+        yield FigureTable(
             "Step time over that of a reference, round by round",
             ("contender / reference", "median", "95%", "least round", "best / best", "quiet rounds only"),
             tuple(

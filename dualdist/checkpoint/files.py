@@ -36,7 +36,7 @@ ARCHIVE = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 22
 
 
-class Progress:
+class ReadProgress:
     """How far a file has come; another thread looks at it, and may give the file up."""
 
     nbytes = 0
@@ -48,7 +48,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that was read, those of its folder that are newer, and why they were not taken."""
 
     path: Path
@@ -71,7 +71,7 @@ def number_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def read_newest(path: Path, progress: Progress) -> Found | None:
+def read_newest(path: Path, progress: ReadProgress) -> FoundCheckpoint | None:
     """The newest good checkpoint of a folder, or the one that the path names; None where there is none yet.
 
     CheckpointError where there are only bad ones, or not the file that the path names.
@@ -79,7 +79,7 @@ def read_newest(path: Path, progress: Progress) -> Found | None:
     refused: list[str] = []
     try:
         if path.is_file():
-            return Found(path, read(path, progress), _newer(path))
+            return FoundCheckpoint(path, read(path, progress), _newer(path))
         candidates = checkpoints(path)
         if not candidates and path.suffix == NAMED and not path.is_dir():
             raise FileNotFoundError(None, "there is no such file; name a folder where there may be none yet")
@@ -87,7 +87,7 @@ def read_newest(path: Path, progress: Progress) -> Found | None:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {reason(error)}") from error
     for number, candidate in enumerate(candidates):
         try:
-            return Found(candidate, read(candidate, progress), tuple(candidates[:number]), tuple(refused))
+            return FoundCheckpoint(candidate, read(candidate, progress), tuple(candidates[:number]), tuple(refused))
         except CheckpointError as error:
             refused.append(str(error))
     if refused:
@@ -101,7 +101,7 @@ def _newer(path: Path) -> tuple[Path, ...]:
     return tuple(each for each in siblings if number_of(each) > number_of(path))
 
 
-def read(path: Path, progress: Progress) -> dict[str, Any]:
+def read(path: Path, progress: ReadProgress) -> dict[str, Any]:
     """What the file holds; CheckpointError where it is not as it was written, and no code of it is run."""
     try:
         with io.BufferedReader(_Counted(path, progress)) as opened:
@@ -125,7 +125,7 @@ def read(path: Path, progress: Progress) -> dict[str, Any]:
 class _Counted(io.FileIO):
     """A file, of which whatever the disk gives is counted, to whoever reads."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: ReadProgress) -> None:
         super().__init__(path, opener=_opened)
         self._progress = progress
 

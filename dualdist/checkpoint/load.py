@@ -12,9 +12,9 @@ import torch
 
 from dualdist.checkpoint import files as checkpoint_files
 from dualdist.checkpoint import random_state
-from dualdist.checkpoint.files import ABOUT, EXTRA, Progress
+from dualdist.checkpoint.files import ABOUT, EXTRA, ReadProgress
 from dualdist.checkpoint.random_state import RandomState
-from dualdist.checkpoint.save import ROOT, Saver, Task, require_none, told, value_of, words_of
+from dualdist.checkpoint.save import ROOT, CheckpointSaver, DiskTask, require_none, told, value_of, words_of
 from dualdist.checkpoint.state import misfit, restore
 from dualdist.collectives.broadcast_state import broadcast_all
 from dualdist.collectives.collectives import in_step
@@ -29,7 +29,7 @@ Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
 
 
 @dataclass(frozen=True)
-class Header:
+class CheckpointHeader:
     """What all ranks learn of a file before its tensors."""
 
     path: str
@@ -49,7 +49,7 @@ def load(
     timeout_s: float,
     path: Path,
     parts: Mapping[str, Any],
-    saver: Saver,
+    saver: CheckpointSaver,
     *,
     required: bool,
     random: bool,
@@ -64,9 +64,11 @@ def load(
     tensors: list[torch.Tensor] = []
     newer: list[Path] = []  # on rank 0, as the tensors
     task = (
-        Task(lambda progress: _read(path, parts, tensors, newer, progress), timeout_s) if group.rank == ROOT else None
+        DiskTask(lambda progress: _read(path, parts, tensors, newer, progress), timeout_s)
+        if group.rank == ROOT
+        else None
     )
-    header: Header | None = value_of(told(group, f"{name}.header", task), task)
+    header: CheckpointHeader | None = value_of(told(group, f"{name}.header", task), task)
     if header is None:
         if required:
             raise CheckpointError(f"there is no checkpoint in {path}")
@@ -91,8 +93,8 @@ def load(
 
 
 def _read(
-    path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor], newer: list[Path], progress: Progress
-) -> Header | None:
+    path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor], newer: list[Path], progress: ReadProgress
+) -> CheckpointHeader | None:
     """On rank 0: the newest good file's header; its tensors, and the files that are newer, in the lists."""
     found = checkpoint_files.read_newest(path, progress)
     if found is None:
@@ -101,10 +103,10 @@ def _read(
     wanted = {name: found.content[name] for name in (*parts, ABOUT, EXTRA) if name in found.content}
     structure = taken_apart(wanted, tensors)
     specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)
-    return Header(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
+    return CheckpointHeader(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
 
 
-def _misfit(header: Header, parts: Mapping[str, Any]) -> str:
+def _misfit(header: CheckpointHeader, parts: Mapping[str, Any]) -> str:
     """What does not fit on this rank, in words, or nothing; known before a tensor is there."""
     content = header.content([torch.empty(shape, dtype=dtype, device="meta") for shape, _, dtype in header.specs])
     try:

@@ -1,4 +1,4 @@
-"""Saving a job's state: every rank takes part, rank 0 alone touches the disk, and all learn what goes wrong there.
+"""Save a job's state: every rank takes part, rank 0 alone touches the disk, and all learn what goes wrong there.
 
 Note [patience]: a large file takes longer than ranks may wait for each other. So rank 0 writes and reads in a thread,
 and tells the others every BEAT_S seconds that it moves on: the disk takes or gives something, or the thread computes,
@@ -25,14 +25,14 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.checkpoint import random_state
 from dualdist.checkpoint import writer as checkpoint_writing
-from dualdist.checkpoint.files import ABOUT, FORMAT, Progress
+from dualdist.checkpoint.files import ABOUT, FORMAT, ReadProgress
 from dualdist.checkpoint.random_state import RandomState
 from dualdist.checkpoint.state import contents, dtypes_of, require_free, shapes_of
 from dualdist.collectives.control_plane import unpickled
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Offer
+from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.objects import broadcast_object
-from dualdist.collectives.work import Operation
+from dualdist.collectives.work import PendingOperation
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import order_of
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
@@ -43,19 +43,19 @@ ROOT = 0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DiskOutcome:
     """How something ended on rank 0, as all ranks are told."""
 
     value: Any = None
     error: str = ""
 
 
-class Task:
+class DiskTask:
     """Something that rank 0 does with the disk, in a thread of its own."""
 
-    def __init__(self, call: Callable[[Progress], Any], limit_s: float) -> None:
+    def __init__(self, call: Callable[[ReadProgress], Any], limit_s: float) -> None:
         self.beat_s = min(BEAT_S, limit_s / 4)
-        self.progress = Progress()
+        self.progress = ReadProgress()
         self.value: Any = None
         self.error: Exception | None = None
         self._limit_s = limit_s
@@ -65,7 +65,7 @@ class Task:
         self._seen = (0, 0.0), time.monotonic()
         atexit.register(self._finish)  # a program that ends does not cut a checkpoint short
 
-    def _run(self, call: Callable[[Progress], Any]) -> None:
+    def _run(self, call: Callable[[ReadProgress], Any]) -> None:
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
@@ -73,17 +73,17 @@ class Task:
         except Exception as error:  # told to all ranks
             self.error = error
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> DiskOutcome | None:
         """How it ended; None where it has not within a beat, but moves on."""
         self._thread.join(self.beat_s)
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
-            return Outcome(self.value) if self.error is None else Outcome(error=words_of(self.error))
+            return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=words_of(self.error))
         if (moved := (self.progress.nbytes, self._computed_s())) != self._seen[0]:
             self._seen = moved, time.monotonic()
         if time.monotonic() - self._seen[1] > self._limit_s:
             self.give_up()
-            return Outcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
+            return DiskOutcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
         return None
 
     def _computed_s(self) -> float:
@@ -104,15 +104,15 @@ class Task:
             print(f"dualdist: {outcome.error}", file=sys.stderr, flush=True)
 
 
-class Saving:
+class PendingSave:
     """A checkpoint under way."""
 
-    def __init__(self, group: Group, name: str, task: Task | None, *, is_copy: bool) -> None:
+    def __init__(self, group: Group, name: str, task: DiskTask | None, *, is_copy: bool) -> None:
         self._group = group
         self._is_copy = is_copy  # what is written is not what the program goes on to change
         self._name = name
         self._task = task  # on rank 0
-        self._outcome: Outcome | None = None
+        self._outcome: DiskOutcome | None = None
 
     def wait(self) -> str:
         """The path of the checkpoint, which is on the disk now; every rank calls this. CheckpointError on all ranks."""
@@ -137,19 +137,19 @@ class Saving:
             value_of(self._outcome, self._task)
 
     def _give_up(self) -> None:
-        self._outcome = Outcome(error="the checkpoint was given up: the wait for it was cut short")
+        self._outcome = DiskOutcome(error="the checkpoint was given up: the wait for it was cut short")
         if self._task is not None:
             self._task.give_up()
 
 
-class Saver:
+class CheckpointSaver:
     """The checkpoints of a session, one at a time."""
 
     def __init__(self, group: Group, device: torch.device, timeout_s: float) -> None:
         self._group = group
         self._device = device
         self._timeout_s = timeout_s
-        self._last: Saving | None = None
+        self._last: PendingSave | None = None
         self._passed_over: set[Path] = set()  # on rank 0: files that a load has not taken, for an older one
 
     def settle(self) -> None:
@@ -162,7 +162,7 @@ class Saver:
         """The files do not count among those to keep: the program went back behind them, or they are damaged."""
         self._passed_over.update(path.resolve() for path in newer)
 
-    def save(self, path: Path, parts: Mapping[str, Any], keep: int | None, *, async_op: bool) -> Saving:
+    def save(self, path: Path, parts: Mapping[str, Any], keep: int | None, *, async_op: bool) -> PendingSave:
         """See dualdist.api.save_checkpoint; the caller waits, unless async_op."""
         group = self._group
         group.require_usable()
@@ -191,11 +191,11 @@ class Saver:
             shapes = {name: shapes_of(part) for name, part in optimizers.items()}
             content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes, "shapes": shapes}
             passed_over = frozenset(self._passed_over)
-            task = Task(
+            task = DiskTask(
                 lambda progress: str(checkpoint_writing.write(path, content, keep, progress, passed_over)),
                 self._timeout_s,
             )
-        self._last = Saving(group, name, task, is_copy=async_op)
+        self._last = PendingSave(group, name, task, is_copy=async_op)
         return self._last
 
 
@@ -223,7 +223,9 @@ def _gathered_states(
         came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
         return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
-    return group.enter(Operation(Offer("save_checkpoint", name, terms, (len(mine), told)), perform)).wait()
+    return group.enter(
+        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), told)), perform)
+    ).wait()
 
 
 def _require_same_places(found: Sequence[Places], ranks: Sequence[int]) -> None:
@@ -254,7 +256,7 @@ def require_none(problems: Sequence[str], ranks: Sequence[int], kind: type[Duald
     raise kind("; ".join(f"rank {rank}: {problem}" for rank, problem in zip(ranks, problems, strict=True) if problem))
 
 
-def told(group: Group, name: str, task: Task | None) -> Outcome:
+def told(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:
     """How rank 0's task ended, on every rank: Note [patience]."""
     beat = 0
     while True:
@@ -265,7 +267,7 @@ def told(group: Group, name: str, task: Task | None) -> Outcome:
             return outcome
 
 
-def value_of(outcome: Outcome, task: Task | None) -> Any:
+def value_of(outcome: DiskOutcome, task: DiskTask | None) -> Any:
     """What the task returned; CheckpointError where it failed."""
     if outcome.error:
         raise CheckpointError(outcome.error) from (None if task is None else task.error)

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from dualdist.checkpoint.files import CHUNK_BYTES, NAME, Progress, checkpoints, number_of, reason, seal
+from dualdist.checkpoint.files import CHUNK_BYTES, NAME, ReadProgress, checkpoints, number_of, reason, seal
 from dualdist.errors import CheckpointError
 
 DRAFTS = ".checkpoint-*.draft"
@@ -25,7 +25,7 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write(
-    folder: Path, content: dict[str, Any], keep: int | None, progress: Progress, passed_over: Collection[Path] = ()
+    folder: Path, content: dict[str, Any], keep: int | None, progress: ReadProgress, passed_over: Collection[Path] = ()
 ) -> Path:
     """A new file in the folder holds the content, on the disk itself; of its kind the last `keep` are left.
 
@@ -88,7 +88,7 @@ def _make(folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def _write_draft(draft: Path, content: dict[str, Any], progress: Progress) -> None:
+def _write_draft(draft: Path, content: dict[str, Any], progress: ReadProgress) -> None:
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", CHUNK_BYTES) as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ def _write_draft(draft: Path, content: dict[str, Any], progress: Progress) -> No
         os.fsync(file.fileno())
 
 
-def _publish(draft: Path, path: Path, progress: Progress) -> Path:
+def _publish(draft: Path, path: Path, progress: ReadProgress) -> Path:
     """The draft has this name, or where that is taken by now the next one that is not; no file is written over."""
     while True:
         progress.require_awaited()
@@ -128,7 +128,7 @@ def _publish(draft: Path, path: Path, progress: Progress) -> Path:
 class _Hashing:
     """Passes on what torch writes, hashes and counts it, and remembers why that failed."""
 
-    def __init__(self, file: IO[bytes], progress: Progress) -> None:
+    def __init__(self, file: IO[bytes], progress: ReadProgress) -> None:
         self.error: OSError | None = None
         self._file = file
         self._hash = hashlib.sha256()

@@ -17,10 +17,10 @@ from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
 from dualdist.bench import step as bench_step
 from dualdist.bench.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
-from dualdist.bench.compare.matrix import Facts, refusal
-from dualdist.bench.jobs import CHOICES, Place, Planned, Setting, launched, places
-from dualdist.bench.report import Table, check_file, last_words, record, show, typed, write_json
-from dualdist.bench.scale import Link, ScaleOptions
+from dualdist.bench.compare.matrix import MatrixFacts, refusal
+from dualdist.bench.jobs import CHOICES, Contestant, MeasurementSettings, PlannedJob, launched, places
+from dualdist.bench.report import FigureTable, check_file, last_words, record, show, typed, write_json
+from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare_request import gpus_of
 from dualdist.cli.help_formatter import add_help, add_list, completes
 from dualdist.doctor import installed_backends
@@ -71,8 +71,8 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 INTERRUPTED = 130
-Done = list[tuple[Planned, list[dict[str, Any]]]]
-Failed = list[tuple[Planned, str]]  # and why
+Done = list[tuple[PlannedJob, list[dict[str, Any]]]]
+Failed = list[tuple[PlannedJob, str]]  # and why
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-Bench = tuple[list[Planned], Callable[[Done], Any], Callable[[Any], Any]]
+Bench = tuple[list[PlannedJob], Callable[[Done], Any], Callable[[Any], Any]]
 
 
 def _step(args: argparse.Namespace, folder: Path) -> Bench:
@@ -252,13 +252,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _link(args: argparse.Namespace) -> Link | None:
+def _link(args: argparse.Namespace) -> LinkModel | None:
     given = (args.alpha_us, args.beta_gb_s)
     if given == (None, None):
         return None
     if None in given or not (0 <= args.alpha_us < math.inf and 0 < args.beta_gb_s < math.inf):
         raise UsageError("--alpha-us and --beta-gb-s describe one link together: give both, as 2.5 and 12")
-    return Link(args.alpha_us / 1e6, 1 / (args.beta_gb_s * 1e9))
+    return LinkModel(args.alpha_us / 1e6, 1 / (args.beta_gb_s * 1e9))
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
@@ -278,12 +278,12 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Path], Bench]] = {
 }
 
 
-def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
+def _setting(args: argparse.Namespace, ranks: int | None = None) -> MeasurementSettings:
     for word in args.env:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(
+    return MeasurementSettings(
         args.ranks if ranks is None else ranks,
         args.threads,
         args.device,
@@ -293,13 +293,13 @@ def _setting(args: argparse.Namespace, ranks: int | None = None) -> Setting:
     )
 
 
-def _places(args: argparse.Namespace, setting: Setting, launcher: str | None) -> list[Place]:
+def _places(args: argparse.Namespace, setting: MeasurementSettings, launcher: str | None) -> list[Contestant]:
     """Those of the backends that were named, else of all that can run here."""
     if args.backend is not None:
         return places(args.backend, args.transport, launcher)
     site, found = look(), places(",".join(CARRIERS), args.transport, launcher)
     gpus = 0 if args.device == "cpu" else gpus_of(site)
-    facts = Facts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
+    facts = MatrixFacts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
     reasons = {place: refusal(place, setting, site, facts) for place in found}
     # raw mpi4py, beside which the backend is measured, moves CPU tensors only.
     usable = [place for place in found if reasons[place] is None and not (place.backend == "mpi" and gpus)]
@@ -308,7 +308,7 @@ def _places(args: argparse.Namespace, setting: Setting, launcher: str | None) ->
     return usable
 
 
-def _launched(jobs: list[Planned], timeout_s: float) -> tuple[Done, Failed, int]:
+def _launched(jobs: list[PlannedJob], timeout_s: float) -> tuple[Done, Failed, int]:
     """What was measured, what was not and why, and the exit code. What failed once is not launched again."""
     done: Done = []
     failed: Failed = []
@@ -331,18 +331,18 @@ def _launched(jobs: list[Planned], timeout_s: float) -> tuple[Done, Failed, int]
     return done, failed, 1 if failed else 0
 
 
-def _is_again(planned: Planned, other: Planned) -> bool:
+def _is_again(planned: PlannedJob, other: PlannedJob) -> bool:
     """Whether both are the same but for the number of the launch."""
     return {**planned.tags, "launch": 0} == {**other.tags, "launch": 0}
 
 
-def _missing(failed: Failed) -> Iterator[Table]:
+def _missing(failed: Failed) -> Iterator[FigureTable]:
     if failed:
         rows = tuple((planned.what, last_words(error)) for planned, error in failed)
-        yield Table("Missing", ("job", "why"), rows, words=2)
+        yield FigureTable("Missing", ("job", "why"), rows, words=2)
 
 
-def _job(planned: Planned, reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _job(planned: PlannedJob, reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"what": planned.what, "command": planned.line, "reports": reports}
 
 

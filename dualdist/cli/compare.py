@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dualdist.bench.cases import IMAGE_SIZE, MODELS
 from dualdist.bench.compare.matrix import DEFAULT_REFERENCES, REFERENCES, Cell
 from dualdist.bench.compare.runner import RUNNING, claimed, looked_at
-from dualdist.bench.jobs import Setting
+from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import last_words, record, show, typed, write_json
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
 from dualdist.cli.help_formatter import completes
@@ -28,10 +28,10 @@ from dualdist.launch.launchers import LAUNCHERS, Site
 from dualdist.launch.option_conflicts import CARRIERS
 
 if TYPE_CHECKING:
-    from dualdist.bench.compare.figures import Result
+    from dualdist.bench.compare.figures import ComparisonResult
     from dualdist.bench.compare.launches import Launch
-    from dualdist.bench.compare.runner import Contest
-    from dualdist.bench.compare.schedule import Rounds
+    from dualdist.bench.compare.runner import Comparison
+    from dualdist.bench.compare.schedule import LaunchSchedule
 
 ROUNDS, BUDGET = 9, "15m"
 WARMUP = 3
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         return code or verdict
 
 
-def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch]) -> tuple[list[Launch], int]:
+def _launched(rounds: LaunchSchedule, cells: list[Cell], kept: list[Launch]) -> tuple[list[Launch], int]:
     """All launches, also where they were interrupted, and the exit code that says so."""
     from dualdist.bench.compare.schedule import progress
 
@@ -159,7 +159,7 @@ def _launched(rounds: Rounds, cells: list[Cell], kept: list[Launch]) -> tuple[li
 
 
 def _report(
-    args: argparse.Namespace, found: Result, launches: list[Launch], labels: dict[str, str], folder: Path
+    args: argparse.Namespace, found: ComparisonResult, launches: list[Launch], labels: dict[str, str], folder: Path
 ) -> int:
     """Show and write what was found; 1 where there is no valid comparison."""
     from dualdist.bench.compare.tables import tables, write_csv
@@ -191,7 +191,7 @@ def _report(
     return 0 if is_valid else 1
 
 
-def _save(found: Result, launches: list[Launch], at: str) -> None:
+def _save(found: ComparisonResult, launches: list[Launch], at: str) -> None:
     """The user's configuration has the choices that follow from this, and standard error says which."""
     from dualdist.bench.compare.launches import by_cell
     from dualdist.bench.compare.verdict import chosen
@@ -200,7 +200,7 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
     by_key, path = by_cell(launches), saved_choice.path_of(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
     told = list(chosen(contenders, at))
-    fresh = [each for each in told if isinstance(each, saved_choice.Saved)]
+    fresh = [each for each in told if isinstance(each, saved_choice.SavedChoice)]
     if fresh:
         saved_choice.save(path, fresh)
     for each in told:
@@ -210,10 +210,12 @@ def _save(found: Result, launches: list[Launch], at: str) -> None:
         print(f"dualdist compare: in {path}", file=sys.stderr)
 
 
-def _rounds(args: argparse.Namespace, contest: Contest, cells: list[Cell], kept: list[Launch]) -> Rounds:
-    from dualdist.bench.compare.schedule import Limits, Rounds
+def _rounds(args: argparse.Namespace, contest: Comparison, cells: list[Cell], kept: list[Launch]) -> LaunchSchedule:
+    from dualdist.bench.compare.schedule import LaunchSchedule, ScheduleLimits
 
-    return Rounds(cells, Limits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed)
+    return LaunchSchedule(
+        cells, ScheduleLimits(args.rounds, seconds(args.budget)), contest.launch, kept, seed=args.seed
+    )
 
 
 @contextmanager
@@ -235,7 +237,7 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
         yield Path(made)
 
 
-def _contest(args: argparse.Namespace, setting: Setting, site: Site, folder: Path) -> Contest:
-    from dualdist.bench.compare.runner import Contest
+def _contest(args: argparse.Namespace, setting: MeasurementSettings, site: Site, folder: Path) -> Comparison:
+    from dualdist.bench.compare.runner import Comparison
 
-    return Contest(work_of(args), setting, site, folder)
+    return Comparison(work_of(args), setting, site, folder)

@@ -17,13 +17,13 @@ from dualdist.bench.compare.matrix import (
     OURS,
     REFERENCES,
     Cell,
-    Facts,
-    Refused,
+    MatrixFacts,
+    RefusedCell,
     places_of,
     references,
     sorted_out,
 )
-from dualdist.bench.jobs import Setting
+from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import check_file, last_words
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
@@ -42,7 +42,7 @@ from dualdist.utils.resource_limits import usable_cores
 from dualdist.utils.suggest import one_of
 
 if TYPE_CHECKING:
-    from dualdist.bench.compare.runner import Script
+    from dualdist.bench.compare.runner import UserScript
 
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -51,9 +51,11 @@ INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_"
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def cells_of(args: argparse.Namespace, site: Site, setting: Setting) -> tuple[list[Cell], list[Refused]]:
+def cells_of(
+    args: argparse.Namespace, site: Site, setting: MeasurementSettings
+) -> tuple[list[Cell], list[RefusedCell]]:
     """What will run, and what cannot."""
-    facts = Facts(
+    facts = MatrixFacts(
         gpus=0 if args.device == "cpu" else gpus_of(site),
         device=args.device,
         backends=installed_backends(),
@@ -101,14 +103,14 @@ def _words(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def work_of(args: argparse.Namespace) -> TrainOptions | Script:
+def work_of(args: argparse.Namespace) -> TrainOptions | UserScript:
     """A model to be trained, or a script."""
     if args.script is not None:
-        from dualdist.bench.compare.runner import Script
+        from dualdist.bench.compare.runner import UserScript
         from dualdist.cli.run import program
 
         words = program([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
-        return Script(words, args.warmup, args.steps or SCRIPT_STEPS)
+        return UserScript(words, args.warmup, args.steps or SCRIPT_STEPS)
     model = MODELS[args.model]
     return TrainOptions(
         args.model,
@@ -159,12 +161,14 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--batch and --self-check are for models: a script says its own batch, and runs unmodified")
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> MeasurementSettings:
     for word in args.env:
         if not word.partition("=")[1]:
             raise UsageError(f"--env {word}: expected NAME=VALUE")
     variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
-    return Setting(args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), variables)
+    return MeasurementSettings(
+        args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), variables
+    )
 
 
 def _threads(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from dualdist.cli.help_formatter import completes
 from dualdist.doctor import Availability
 from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
-from dualdist.doctor.explain import Explanation, explain
+from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.doctor.findings import Level
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
@@ -28,7 +28,7 @@ STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("y
 VERDICTS = {0: "nothing is wrong here", 1: "something may fail", 2: "something will fail"}
 
 
-def lines(diagnosis: Diagnosis, paint: Paint) -> Iterator[str]:
+def lines(diagnosis: Diagnosis, paint: Painter) -> Iterator[str]:
     """Where this process is and what it can use, in three lines; the findings, the worst first; what they amount to."""
     topology = diagnosis.topology
     yield f"{'place':<10}{'unknown: the variables are broken, see below' if topology is None else _place(topology)}"
@@ -48,7 +48,7 @@ def lines(diagnosis: Diagnosis, paint: Paint) -> Iterator[str]:
     yield f"{VERDICTS[diagnosis.exit_code]}{f' ({told})' if told else ''}"
 
 
-def tried_lines(cells: Mapping[str, Any] | None, paint: Paint) -> Iterator[str]:
+def tried_lines(cells: Mapping[str, Any] | None, paint: Painter) -> Iterator[str]:
     """Which cells were started, and which were not."""
     if cells is None:
         return
@@ -63,7 +63,7 @@ def tried_lines(cells: Mapping[str, Any] | None, paint: Paint) -> Iterator[str]:
         yield from (f"  {count:>2} as {reason}" for reason, count in reasons.most_common())
 
 
-def explained(explanation: Explanation, paint: Paint) -> Iterator[str]:
+def explained(explanation: TopologyExplanation, paint: Painter) -> Iterator[str]:
     """Every part of the place with its source, and what did not count."""
     if explanation.error:
         yield f"{paint('error', *STYLES['error'])}: {explanation.error}"
@@ -102,7 +102,7 @@ def is_coloured(stream: TextIO, environ: Mapping[str, str]) -> bool:
     return stream.isatty() and not environ.get(NO_COLOR) and environ.get(TERMINAL, "dumb") != "dumb"
 
 
-class Paint:
+class Painter:
     """Colours words for a stream, or leaves them as they are."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         diagnosis, more["cells"] = _with_cells(args, diagnosis)
     _put_out(args, redacted_in({**to_json(diagnosis), **more}, redact))
     if args.json != "-":
-        paint = Paint(sys.stdout, os.environ)
+        paint = Painter(sys.stdout, os.environ)
         _print([*lines(diagnosis, paint), *tried_lines(more.get("cells"), paint)], redact)
     return diagnosis.exit_code
 
@@ -199,7 +199,7 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
     known = {"topology": place_json(found) if isinstance(found, Topology) else None, **explanation.to_json()}
     _put_out(args, redacted_in(known, redact))
     if args.json != "-":
-        _print(explained(explanation, Paint(sys.stdout, os.environ)), redact)
+        _print(explained(explanation, Painter(sys.stdout, os.environ)), redact)
     return 2 if explanation.error else 0
 
 

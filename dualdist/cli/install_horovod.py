@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from dualdist.horovod_build.machine import HOROVOD_VERSION, Options
+from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
 COMMON = {
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Install Horovod; returns 0, or raises BuildError."""
     from dualdist.horovod_build.install import install_horovod
 
-    options = Options(
+    options = BuildOptions(
         version=args.version,
         gpu=args.gpu,
         mpi=not args.without_mpi,

@@ -19,7 +19,7 @@ from dualdist.launch.env_defaults import allocated, default_launcher
 from dualdist.launch.exit_status import describe
 from dualdist.launch.interrupts import termination_raises
 from dualdist.launch.launchers import LAUNCHERS, Command
-from dualdist.launch.runner import Report, run_job
+from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.exit_codes import REQUEUE
@@ -149,7 +149,7 @@ def _decided(asked: RunRequest) -> tuple[RunRequest, str]:
     return replace(request, ranks=tasks), launcher
 
 
-def tell(report: Report) -> None:
+def tell(report: RunReport) -> None:
     """The last words on a job that failed."""
     outcome = report.outcome
     assert outcome is not None

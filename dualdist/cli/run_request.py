@@ -16,8 +16,8 @@ from dualdist.launch import hosts as host_lists
 from dualdist.launch.host_check import is_here
 from dualdist.launch.job import Host, Job, too_few_slots
 from dualdist.launch.launchers import known
-from dualdist.launch.option_conflicts import Choice, impossible
-from dualdist.launch.runner import Settings
+from dualdist.launch.option_conflicts import JobChoices, impossible
+from dualdist.launch.runner import RunSettings
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.launch.units import VARIABLE
 
@@ -61,7 +61,7 @@ class RunRequest:
     def require_possible(self, launcher: str) -> None:
         """UsageError where what was asked for cannot go together."""
         record = read_record()
-        choice = Choice(known(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks)
+        choice = JobChoices(known(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks)
         for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
             raise UsageError(found.message)
 
@@ -83,8 +83,8 @@ class RunRequest:
             self.min_ranks,
         )
 
-    def settings(self, args: argparse.Namespace) -> Settings:
-        return Settings(
+    def settings(self, args: argparse.Namespace) -> RunSettings:
+        return RunSettings(
             is_dry=args.dry_run,
             is_stdout_ours=args.json == "-",
             timeout_s=self.timeout_s,

@@ -15,7 +15,7 @@ from typing import Any
 from dualdist.cli.run_request import RunRequest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import interface_variables
-from dualdist.launch.option_conflicts import RIVALS, WITHOUT_MPI, Choice, impossible, unfit
+from dualdist.launch.option_conflicts import RIVALS, WITHOUT_MPI, JobChoices, impossible, unfit
 from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find, script
 from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.redaction import hidden
@@ -49,7 +49,7 @@ def requested(
         tasks = asked.get("gpus_per_node") or 1
     return ScriptRequest(
         program,
-        _launcher(find(scheduler), Choice(launcher, backend, transport)),
+        _launcher(find(scheduler), JobChoices(launcher, backend, transport)),
         nodes=nodes,
         tasks_per_node=_tasks(tasks, ranks, nodes),
         hosts=names,
@@ -62,7 +62,7 @@ def requested(
     )
 
 
-def _launcher(scheduler: Scheduler, choice: Choice) -> str:
+def _launcher(scheduler: Scheduler, choice: JobChoices) -> str:
     """The one that was named, else the scheduler's first that starts what the job needs.
 
     UsageError where what was asked for cannot go together; which Horovod the job will find is not known here.

@@ -20,7 +20,7 @@ from dualdist.errors import UnsupportedError
 Backward = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-class Waited(Protocol):
+class AwaitedResult(Protocol):
     """Something under way, or that has arrived."""
 
     def wait(self) -> Any:
@@ -33,7 +33,7 @@ def wants_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def with_gradient(
-    tensors: Sequence[torch.Tensor], forward: Callable[[Sequence[torch.Tensor]], Waited], backward: Backward
+    tensors: Sequence[torch.Tensor], forward: Callable[[Sequence[torch.Tensor]], AwaitedResult], backward: Backward
 ) -> Any:
     """forward's result, several as a tuple, through which gradients flow back.
 

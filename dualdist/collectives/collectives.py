@@ -12,7 +12,7 @@ from dualdist.collectives import reductions
 from dualdist.collectives.arguments import name_of, root_of, scales_of, whole
 from dualdist.collectives.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Offer
+from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.reductions import (
     Op,
     adasum_,
@@ -38,7 +38,7 @@ from dualdist.collectives.tensor_utils import (
     spec_of,
     values_of,
 )
-from dualdist.collectives.work import Handle, Operation
+from dualdist.collectives.work import Handle, PendingOperation
 from dualdist.errors import UnsupportedError, UsageError
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def _allreduce(
         _reduce_in_place(backend, tensors, op, scales, name)
         return pick(tensors)
 
-    return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
+    return group.enter(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
 
 
 def reduction_terms(device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _reduce_in_place(
             put_back(piece, member)
 
 
-def stand_in(offer: Offer) -> Operation[Any]:
+def stand_in(offer: CollectiveRequest) -> PendingOperation[Any]:
     """The part of a rank that has joined in a reduction of the others: zeros."""
     device = device_of(offer.terms["device"])
     zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, offer.terms["tensors"])]
@@ -166,7 +166,7 @@ def stand_in(offer: Offer) -> Operation[Any]:
     def perform(backend: Backend, own: Sequence[Any]) -> None:
         _reduce_in_place(backend, zeros, offer.terms["op"], scales, offer.name)
 
-    return Operation(offer, perform, device)
+    return PendingOperation(offer, perform, device)
 
 
 def device_of(kind: str) -> torch.device:
@@ -196,7 +196,7 @@ def sparse_allreduce(
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
         return sparse_sum(backend, mine, op, f"op.{name}", scales)
 
-    return group.enter(Operation(Offer("sparse_allreduce", name, terms), perform, tensor.device))
+    return group.enter(PendingOperation(CollectiveRequest("sparse_allreduce", name, terms), perform, tensor.device))
 
 
 def allgather(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
@@ -233,8 +233,8 @@ def _allgather(
             results.append(from_bytes(everybody, rows.dtype, (sum(c[number] for c in own), *rows.shape[1:])))
         return pick(results)
 
-    offer = Offer(kind, name, terms, [rows.shape[0] for rows in all_rows])
-    return group.enter(Operation(offer, perform, tensors[0].device))
+    offer = CollectiveRequest(kind, name, terms, [rows.shape[0] for rows in all_rows])
+    return group.enter(PendingOperation(offer, perform, tensors[0].device))
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
@@ -256,7 +256,7 @@ def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None =
         put_back(buffer, tensor)
         return tensor
 
-    return group.enter(Operation(Offer("broadcast", name, terms), perform, tensor.device))
+    return group.enter(PendingOperation(CollectiveRequest("broadcast", name, terms), perform, tensor.device))
 
 
 def alltoall(
@@ -302,7 +302,7 @@ def _alltoall(
         found = from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
         return pick([found, like.new_tensor(received)])
 
-    return group.enter(Operation(Offer("alltoall", name, terms, sent), perform, tensor.device))
+    return group.enter(PendingOperation(CollectiveRequest("alltoall", name, terms, sent), perform, tensor.device))
 
 
 def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
@@ -373,7 +373,7 @@ def _reducescatter(
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])
 
-    return group.enter(Operation(Offer(kind, name, terms), perform, tensors[0].device))
+    return group.enter(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
 
 
 def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
@@ -402,4 +402,6 @@ def barrier(group: Group, name: str | None = None) -> None:
 
 def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
     """What `perform` returns, run at the same place by every rank once all agree on the terms."""
-    return group.enter(Operation(Offer(kind, name, terms), lambda backend, own: perform(backend))).wait()
+    return group.enter(
+        PendingOperation(CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend))
+    ).wait()

@@ -12,7 +12,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.collectives.collectives import in_step
-from dualdist.collectives.control_plane import Exchange, as_bytes, check_same_tensors
+from dualdist.collectives.control_plane import ControlAllgather, as_bytes, check_same_tensors
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import listed
 from dualdist.collectives.tensor_utils import spec
@@ -43,10 +43,10 @@ def difference(line: Backend, tensors: Named, name: str) -> str:
     prints = fingerprints([tensor for _, tensor in tensors])
     kinds = "\n".join(f"{own} {spec(tensor.dtype, tensor.shape)}" for own, tensor in tensors)
     mine = hashlib.sha256(kinds.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
-    if len(set(Exchange(line, mine, name).wait())) == 1:
+    if len(set(ControlAllgather(line, mine, name).wait())) == 1:
         return ""
     check_same_tensors(line, tensors, 0, f"{name}.tensors")
-    said = Exchange(line, b"".join(prints), f"{name}.prints").wait()
+    said = ControlAllgather(line, b"".join(prints), f"{name}.prints").wait()
     everybodys = [[row[start : start + DIGEST_BYTES] for row in said] for start in range(0, len(said[0]), DIGEST_BYTES)]
     differing = [number for number, theirs in enumerate(everybodys) if len(set(theirs)) > 1]
     (own, tensor), theirs = tensors[differing[0]], everybodys[differing[0]]
@@ -57,7 +57,7 @@ def difference(line: Backend, tensors: Named, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Distance:
+class TensorDifference:
     """How a rank's tensor differs from another's: in how many elements, and by how much where both are finite."""
 
     elements: int
@@ -71,14 +71,14 @@ def _most_common(prints: Sequence[bytes]) -> int:
     return max(range(len(prints)), key=lambda place: (prints.count(prints[place]), -place))
 
 
-def _distances(line: Backend, tensor: torch.Tensor, root: int, name: str) -> list[Distance]:
+def _distances(line: Backend, tensor: torch.Tensor, root: int, name: str) -> list[TensorDifference]:
     """Everybody's distance from what root holds."""
     mine = tensor.detach().resolve_conj().resolve_neg().contiguous()
     theirs = mine.clone()
     if mine.numel():
         line.broadcast_(as_bytes(theirs), root, f"{name}.first").wait()
     said = json.dumps([*_distance(mine, theirs)]).encode()
-    return [Distance(*json.loads(text)) for text in Exchange(line, said, f"{name}.distances").wait()]
+    return [TensorDifference(*json.loads(text)) for text in ControlAllgather(line, said, f"{name}.distances").wait()]
 
 
 def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int, int]:
@@ -100,7 +100,7 @@ def counts_of(tensor: torch.Tensor) -> tuple[int, int]:
     return int(wide.isnan().sum()), int(wide.isinf().sum())
 
 
-def _in_words(ranks: Sequence[int], prints: Sequence[bytes], reference: int, told: Sequence[Distance]) -> str:
+def _in_words(ranks: Sequence[int], prints: Sequence[bytes], reference: int, told: Sequence[TensorDifference]) -> str:
     """Which ranks hold something else than those that agree with the reference, and what."""
     agree = [rank for rank, one in zip(ranks, prints, strict=True) if one == prints[reference]]
     groups: dict[bytes, list[int]] = {}
@@ -119,7 +119,7 @@ def _in_words(ranks: Sequence[int], prints: Sequence[bytes], reference: int, tol
     return "; ".join(clauses) + (f"; {listed(agree)}{own.removeprefix(',')}" if own else "")
 
 
-def _not_finite(found: Distance) -> str:
+def _not_finite(found: TensorDifference) -> str:
     kinds = [f"{count} {word}" for count, word in ((found.nans, "NaN"), (found.infinities, "infinite")) if count]
     return f", holding {' and '.join(kinds)}" if kinds else ""
 

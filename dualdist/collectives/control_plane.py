@@ -20,7 +20,7 @@ LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
 
 
-class Exchange:
+class ControlAllgather:
     """Every rank's bytes, on every rank; it begins when this is made."""
 
     def __init__(self, backend: Backend, payload: bytes, name: str) -> None:
@@ -70,13 +70,13 @@ class Exchange:
 
 def allgather_object(backend: Backend, obj: T, name: str) -> list[T]:
     """Everybody's object, pickled, in rank order."""
-    return [pickle.loads(data) for data in Exchange(backend, pickle.dumps(obj), name).wait()]
+    return [pickle.loads(data) for data in ControlAllgather(backend, pickle.dumps(obj), name).wait()]
 
 
 def broadcast_object(backend: Backend, obj: T, root: int, name: str) -> T:
     """Root's object, pickled, on every rank."""
     mine = pickle.dumps(obj if backend.rank == root else None)
-    received: T = pickle.loads(Exchange(backend, mine, name).wait()[root])
+    received: T = pickle.loads(ControlAllgather(backend, mine, name).wait()[root])
     return received
 
 

@@ -18,10 +18,10 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.collectives import collectives, reductions
 from dualdist.collectives.arguments import name_of
-from dualdist.collectives.negotiation import ENCODE, RIDERS, Offer, Row
+from dualdist.collectives.negotiation import ENCODE, RIDERS, CollectiveRequest, RankRequests
 from dualdist.collectives.reductions import Op, check_op, reduce_rows, settle_, wire_op
 from dualdist.collectives.tensor_utils import spec
-from dualdist.collectives.work import Handle, Operation
+from dualdist.collectives.work import Handle, PendingOperation
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
@@ -46,7 +46,7 @@ def allreduce(
 ) -> torch.Tensor:
     """What collectives.allreduce gives, or allreduce_ in place, waited for."""
     if prescale == 1.0 == postscale and fits(tensor, op):
-        express = Express(group, tensor, op, name, in_place=in_place)
+        express = FastAllreduce(group, tensor, op, name, in_place=in_place)
         found = group.at_once(express)
         if found is not None:
             return found.wait() if isinstance(found, Handle) else found
@@ -71,7 +71,7 @@ def fits(tensor: torch.Tensor, op: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Signature:
+class AllreduceSignature:
     """What all calls with the same kind of tensor have in common: the message is the name between two texts."""
 
     terms: dict[str, Any]
@@ -81,16 +81,16 @@ class Signature:
 
 
 @functools.lru_cache(maxsize=4096)
-def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> Signature:
+def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> AllreduceSignature:
     """UsageError where numbers of this dtype cannot be reduced by `op`."""
     check_op(op, dtype)
     terms = {"tensors": [spec(dtype, shape)], **collectives.reduction_terms("cpu", op)}
-    message = Row((Offer(KIND, ANY_NAME, terms),)).dumps().decode()
+    message = RankRequests((CollectiveRequest(KIND, ANY_NAME, terms),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
-    return Signature(terms, before_name, after_name, shape.numel() * dtype.itemsize <= RIDERS_BYTES)
+    return AllreduceSignature(terms, before_name, after_name, shape.numel() * dtype.itemsize <= RIDERS_BYTES)
 
 
-class Express:
+class FastAllreduce:
     """An allreduce of a tensor that fits, whose caller waits for it."""
 
     def __init__(self, group: Group, tensor: torch.Tensor, op: Op, name: str | None, *, in_place: bool) -> None:
@@ -107,12 +107,12 @@ class Express:
         return self._offer.what
 
     @property
-    def _offer(self) -> Offer:
-        return Offer(KIND, self.name, self._known.terms)
+    def _offer(self) -> CollectiveRequest:
+        return CollectiveRequest(KIND, self.name, self._known.terms)
 
-    def operation(self) -> Operation[torch.Tensor]:
+    def operation(self) -> PendingOperation[torch.Tensor]:
         """The same, for the usual way."""
-        return Operation(self._offer, lambda backend, own: self._reduced(backend), self._tensor.device)
+        return PendingOperation(self._offer, lambda backend, own: self._reduced(backend), self._tensor.device)
 
     def perform(self, backend: Backend, riders: Sequence[bytes]) -> torch.Tensor:
         """The reduction, given what has come along with every rank's message."""

@@ -17,9 +17,9 @@ from dualdist.collectives.autograd import back_of, wants_gradient, with_gradient
 from dualdist.collectives.collectives import device_of, shares, splits_of
 from dualdist.collectives.control_plane import as_bytes
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Offer
+from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import checked, from_bytes, row_bytes, rows_of, spec_from, spec_of, values_of
-from dualdist.collectives.work import Handle, Operation
+from dualdist.collectives.work import Handle, PendingOperation
 from dualdist.errors import UnsupportedError, UsageError
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ Splits = Sequence[int] | torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class Found:
+class RootedResult:
     """What has arrived here, how many rows each rank gave or got, and whether gradients shall flow back."""
 
     rows: torch.Tensor
@@ -42,12 +42,12 @@ def scatter(
     group: Group, tensor: torch.Tensor | None, root: int, splits: Splits = None, name: str | None = None
 ) -> Handle[torch.Tensor]:
     """The rows that root deals to this rank: of its (n, *s) the next splits[i] go to rank i, or else even shares."""
-    return _scatter(group, tensor, root, splits, name_of(group, "scatter", name), Found.wait)
+    return _scatter(group, tensor, root, splits, name_of(group, "scatter", name), RootedResult.wait)
 
 
 def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
     """On root everybody's rows in rank order, (n_rank, *s) -> (sum of n_rank, *s); none, (0, *s), on the others."""
-    return _gather(group, tensor, root, name_of(group, "gather", name), Found.wait)
+    return _gather(group, tensor, root, name_of(group, "gather", name), RootedResult.wait)
 
 
 def scatter_through(
@@ -82,7 +82,9 @@ def gather_through(group: Group, tensor: torch.Tensor, root: int, name: str | No
     )
 
 
-def _through(found: Found, source: torch.Tensor | None, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _through(
+    found: RootedResult, source: torch.Tensor | None, back: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """The rows, through which gradients flow back to the source on every rank, if they shall on some rank."""
     if not found.gradient_is_wanted:
         return found.rows
@@ -93,12 +95,12 @@ def _through(found: Found, source: torch.Tensor | None, back: Callable[[torch.Te
     return rows
 
 
-def _as_it_is(found: Found) -> Found:
+def _as_it_is(found: RootedResult) -> RootedResult:
     return found
 
 
 def _scatter(
-    group: Group, tensor: torch.Tensor | None, root: int, splits: Splits, name: str, pick: Callable[[Found], T]
+    group: Group, tensor: torch.Tensor | None, root: int, splits: Splits, name: str, pick: Callable[[RootedResult], T]
 ) -> Handle[T]:
     """Root alone knows what it deals, and what is wrong with that: it tells the others both."""
     root, place = root_of(group, root)
@@ -121,9 +123,9 @@ def _scatter(
         sent = [0] * backend.size if rows is None else counts
         received = _only(place, counts[backend.rank], backend.size)
         moved = _moved(backend, mine, sent, received, name) if any(counts) else mine.clone()
-        return pick(Found(moved, counts, is_wanted))
+        return pick(RootedResult(moved, counts, is_wanted))
 
-    return group.enter(Operation(Offer("scatter", name, {"root": root}, own), perform, device))
+    return group.enter(PendingOperation(CollectiveRequest("scatter", name, {"root": root}, own), perform, device))
 
 
 def _dealt(tensor: torch.Tensor | None, splits: Splits, size: int) -> tuple[torch.Tensor, list[int]]:
@@ -137,7 +139,7 @@ def _dealt(tensor: torch.Tensor | None, splits: Splits, size: int) -> tuple[torc
     return rows, shares(count, size) if splits is None else splits_of(splits, count, size)
 
 
-def _gather(group: Group, tensor: torch.Tensor, root: int, name: str, pick: Callable[[Found], T]) -> Handle[T]:
+def _gather(group: Group, tensor: torch.Tensor, root: int, name: str, pick: Callable[[RootedResult], T]) -> Handle[T]:
     root, place = root_of(group, root)
     rows = rows_of(values_of(checked([tensor])[0]))
     terms = {"tensors": [spec_of(rows, but_rows=True)], "device": rows.device.type, "root": root}
@@ -147,10 +149,10 @@ def _gather(group: Group, tensor: torch.Tensor, root: int, name: str, pick: Call
         received = counts if backend.rank == place else [0] * backend.size
         sent = _only(place, len(rows), backend.size)
         moved = _moved(backend, rows, sent, received, name) if any(counts) else rows.clone()
-        return pick(Found(moved, counts, any(is_wanted for _, is_wanted in told)))
+        return pick(RootedResult(moved, counts, any(is_wanted for _, is_wanted in told)))
 
     own = [len(rows), wants_gradient([tensor])]
-    return group.enter(Operation(Offer("gather", name, terms, own), perform, tensor.device))
+    return group.enter(PendingOperation(CollectiveRequest("gather", name, terms, own), perform, tensor.device))
 
 
 def _moved(

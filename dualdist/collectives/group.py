@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.shm.exchange import Letters, Mailbox
-from dualdist.collectives.control_plane import Exchange
-from dualdist.collectives.negotiation import Decision, Offer, Row, decide
-from dualdist.collectives.work import Handle, Operation, own_parts
+from dualdist.backends.shm.exchange import ShmExchange, ShmMessage
+from dualdist.collectives.control_plane import ControlAllgather
+from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, Response, decide
+from dualdist.collectives.work import Handle, PendingOperation, own_parts
 from dualdist.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -34,13 +34,13 @@ from dualdist.errors import (
     UnsupportedError,
     UsageError,
 )
-from dualdist.monitoring.failed_exit import Refusals
-from dualdist.monitoring.monitored import Watch, WatchedBackend
+from dualdist.monitoring.failed_exit import RefusedCalls
+from dualdist.monitoring.monitored import Monitor, MonitoredBackend
 from dualdist.monitoring.process_state import OUR_THREADS
-from dualdist.monitoring.wait_times import Waits
+from dualdist.monitoring.wait_times import WaitTimes
 
 if TYPE_CHECKING:
-    from dualdist.collectives.fast_allreduce import Express
+    from dualdist.collectives.fast_allreduce import FastAllreduce
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ THREADS_S = 2.0
 HARMLESS = (MismatchError, UnsupportedError, UsageError)
 
 
-class Breaking:
+class BreakOnError:
     """A block after whose failure nothing more is done in the group."""
 
     def __init__(self, group: Group) -> None:
@@ -78,25 +78,27 @@ class Group:
     """Some of the job's ranks, or all of them, and what they have begun together."""
 
     def __init__(
-        self, backend: Backend, watch: Watch, parent: Backend | None = None, mailbox: Mailbox | None = None
+        self, backend: Backend, watch: Monitor, parent: Backend | None = None, mailbox: ShmExchange | None = None
     ) -> None:
         self.backend = backend
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
         self.watch = watch
-        self.observer: Callable[[str, Offer | None], None] | None = None  # is told of every step, see _tell()
-        self.waits: Waits | None = None  # where somebody asks who waits for whom
+        self.observer: Callable[[str, CollectiveRequest | None], None] | None = (
+            None  # is told of every step, see _tell()
+        )
+        self.waits: WaitTimes | None = None  # where somebody asks who waits for whom
         self.rounds = 0  # of gradients reduced with this rank's own
         self.reducers: list[
             Any
         ] = []  # weak references to those of this group, in the order in which all ranks made them
         self._mailbox = mailbox  # where the ranks share a host: the quickest way to tell each other what they do
         self._parent = parent or backend  # which ends with the group, and with it all its lines
-        self._gradients: WatchedBackend | None = None
+        self._gradients: MonitoredBackend | None = None
         self.named = 0  # operations that were given a number
         self.exchanges = 0
-        self._others: Sequence[Row] = ()  # what all ranks said when nothing could be done
+        self._others: Sequence[RankRequests] = ()  # what all ranks said when nothing could be done
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for programs that wait
         self._left_alone = threading.Condition(lock)  # for our thread: there is something that nobody drives
@@ -104,8 +106,8 @@ class Group:
         self._waiting: dict[str, float] = {}  # what programs wait for, each with the time when it began
         self._moved_at = 0.0
         self._failure: BaseException | None = None
-        self._refusals = Refusals()
-        self._breaking = Breaking(self)
+        self._refusals = RefusedCalls()
+        self._breaking = BreakOnError(self)
         self._name_at_once = ""  # of what happens at once
         self._is_driven = False
         self._thread: threading.Thread | None = None
@@ -138,7 +140,7 @@ class Group:
         if self._failure is not None:
             self.require_usable()
         if self._gradients is None:
-            self._gradients = WatchedBackend(self._parent.channel("gradients"), self.watch)
+            self._gradients = MonitoredBackend(self._parent.channel("gradients"), self.watch)
         return self._gradients
 
     def next_name(self, kind: str) -> str:
@@ -152,7 +154,7 @@ class Group:
             raise UsageError(f"root={rank}: expected a rank of this group, one of {list(self.ranks)}")
         return self.ranks.index(rank)
 
-    def enter(self, operation: Operation[T]) -> Handle[T]:
+    def enter(self, operation: PendingOperation[T]) -> Handle[T]:
         """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
         self.require_usable()
         operation.offer.encoded  # noqa: B018  raises here what cannot be told to the others
@@ -189,7 +191,7 @@ class Group:
         if self._failure is None and not isinstance(error, HARMLESS):
             self._failure = error
 
-    def breaking(self) -> Breaking:
+    def breaking(self) -> BreakOnError:
         """A block whose failure is that of the group."""
         return self._breaking
 
@@ -203,7 +205,7 @@ class Group:
             self.waits.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._tell("done", offer)
 
-    def _tell(self, event: str, offer: Offer | None) -> None:
+    def _tell(self, event: str, offer: CollectiveRequest | None) -> None:
         """Tell the observer that an operation was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
         if self.observer is not None:
             self.observer(event, offer)
@@ -236,7 +238,7 @@ class Group:
                 if self._pending:
                     self._left_alone.notify_all()
 
-    def at_once(self, express: Express) -> torch.Tensor | Handle[torch.Tensor] | None:
+    def at_once(self, express: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
         """Do what this rank's program waits for with as little as possible around it.
 
         None, and nothing has been sent, where something else is under way. A handle, to be waited for, where not all
@@ -293,7 +295,7 @@ class Group:
         """One exchange, and what it decides; called with the lock held, which is free meanwhile."""
         self._is_driven = True
         offered = list(self._pending.values())
-        row = Row(tuple(handle.offer for handle in offered), self._waits_for())
+        row = RankRequests(tuple(handle.offer for handle in offered), self._waits_for())
         self._changed.release()
         try:
             moved = self._round(offered, row)
@@ -314,7 +316,7 @@ class Group:
         if self._pending:
             self._left_alone.notify_all()
 
-    def _round(self, offered: Sequence[Handle[Any]], row: Row) -> bool:
+    def _round(self, offered: Sequence[Handle[Any]], row: RankRequests) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
         self._tell("cycle", None)
         try:
@@ -334,7 +336,7 @@ class Group:
 
     def _carry_out(self, said: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
         """Do what the ranks' messages decide; whether that was anything."""
-        rows = [Row.loads(data) for data in said]
+        rows = [RankRequests.loads(data) for data in said]
         decision = decide(rows, self.ranks)
         self._settle(decision, offered, rows)
         has_moved = bool(decision.agreed or decision.refused)
@@ -369,7 +371,7 @@ class Group:
         for handle in offered:
             handle._fail(error)
 
-    def _settle(self, decision: Decision, offered: Sequence[Handle[Any]], rows: Sequence[Row]) -> None:
+    def _settle(self, decision: Response, offered: Sequence[Handle[Any]], rows: Sequence[RankRequests]) -> None:
         handles = {handle.name: handle for handle in offered}
         for name, reason in decision.refused:
             if name in handles:
@@ -377,12 +379,12 @@ class Group:
         for name in decision.agreed:
             self._perform(handles[name], own_parts(rows, name))
 
-    def exchange(self, payload: bytes) -> Exchange | Letters:
+    def exchange(self, payload: bytes) -> ControlAllgather | ShmMessage:
         """Every rank's payload, on every rank; one at a time, so that its name can stay, which Horovod remembers."""
         self.exchanges += 1
         if self._mailbox is not None:
-            return Letters(self._mailbox, payload)
-        return Exchange(self.backend, payload, "exchange")
+            return ShmMessage(self._mailbox, payload)
+        return ControlAllgather(self.backend, payload, "exchange")
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:

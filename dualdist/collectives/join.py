@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Joined, Offer, Row, decide
-from dualdist.collectives.work import Operation, own_parts
-from dualdist.ddp.joined_rank import Follower
+from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, decide
+from dualdist.collectives.work import PendingOperation, own_parts
+from dualdist.ddp.joined_rank import JoinedRank
 from dualdist.monitoring.monitored import require_answers
 from dualdist.utils.deadline import Deadline
 
@@ -17,7 +17,7 @@ from dualdist.utils.deadline import Deadline
 LOOK_S = 0.0005
 
 
-def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
+def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[Any]]) -> int:
     """Take part in what the others do until all have joined; returns the rank that joined last.
 
     `stand_in` makes this rank's part of an operation that the others offer. Two things can come next, a user's
@@ -30,8 +30,8 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
     group.finish_pending()
     timeout_s = group.backend.timeout_s
     with group.driven(), group.watch.over("join"):
-        row = Row(joined=Joined(group.exchanges, group.rounds, time.time(), group.named)).dumps()
-        gradients = Follower(group)
+        row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.named)).dumps()
+        gradients = JoinedRank(group)
         while True:
             exchange = group.exchange(row)
             quiet = Deadline(timeout_s)
@@ -44,7 +44,7 @@ def join(group: Group, stand_in: Callable[[Offer], Operation[Any]]) -> int:
                     quiet = Deadline(timeout_s)
                 else:
                     time.sleep(LOOK_S)
-            rows = [Row.loads(data) for data in exchange.wait()]
+            rows = [RankRequests.loads(data) for data in exchange.wait()]
             decision = decide(rows, group.ranks)
             if decision.last_joined is not None:
                 gradients.finish()

@@ -19,7 +19,7 @@ WITH_JOINED = ("allreduce", "grouped_allreduce")
 
 
 @dataclass(frozen=True)
-class Offer:
+class CollectiveRequest:
     """An operation that a rank is ready for: terms are the same on every rank, its own part (say, its rows) is not."""
 
     kind: str
@@ -57,7 +57,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedAt:
     """When a rank joined: after so many exchanges and gradient rounds of its group, at this second of its clock.
 
     The clock decides only between ranks that have done nothing with each other in between.
@@ -70,12 +70,12 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRequests:
     """What a rank says of itself; `waiting` names the operation without which its program does not go on."""
 
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[CollectiveRequest, ...] = ()
     waiting: str = ""
-    joined: Joined | None = None
+    joined: JoinedAt | None = None
 
     @property
     def words(self) -> str:
@@ -90,17 +90,19 @@ class Row:
         return f"[[{offers}],{ENCODE(self.waiting)},{ENCODE(joined)}]".encode()
 
     @staticmethod
-    def loads(data: bytes) -> Row:
+    def loads(data: bytes) -> RankRequests:
         offers, waiting, joined = json.loads(data.partition(RIDERS)[0])
-        return Row(tuple(Offer(*offer) for offer in offers), waiting, None if joined is None else Joined(*joined))
+        return RankRequests(
+            tuple(CollectiveRequest(*offer) for offer in offers), waiting, None if joined is None else JoinedAt(*joined)
+        )
 
-    def offer(self, name: str) -> Offer | None:
+    def offer(self, name: str) -> CollectiveRequest | None:
         """The operation of this name, if the rank is ready for it."""
         return next((offer for offer in self.offers if offer.name == name), None)
 
 
 @dataclass(frozen=True)
-class Decision:
+class Response:
     """What happens now, in this order; refused are the names of operations, each with the reason for its error.
 
     Once all ranks have joined, nothing is left to do, and `last_joined` is the one that joined last.
@@ -111,7 +113,7 @@ class Decision:
     last_joined: int | None = None
 
 
-def decide(rows: Sequence[Row], ranks: Sequence[int]) -> Decision:
+def decide(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Response:
     """Whatever all ranks are ready for, in the order of the first of them; rows come in the order of ranks.
 
     Where all programs wait, and not for the same, no rank can ever go on: then what they wait for is refused.
@@ -119,7 +121,7 @@ def decide(rows: Sequence[Row], ranks: Sequence[int]) -> Decision:
     active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
     if not active:
         order = {rank: (row.joined and astuple(row.joined), rank) for rank, row in zip(ranks, rows, strict=True)}
-        return Decision(last_joined=max(ranks, key=order.__getitem__))
+        return Response(last_joined=max(ranks, key=order.__getitem__))
     joined = [rank for rank, row in zip(ranks, rows, strict=True) if row.joined]
     agreed: list[str] = []
     refused: list[tuple[str, str]] = []
@@ -137,11 +139,11 @@ def decide(rows: Sequence[Row], ranks: Sequence[int]) -> Decision:
         said = "; ".join(f"{listed(ranks)} in {what}" for what, ranks in _by_words(active).items())
         reason = f"the ranks wait for different operations: {said}" + (f"; {listed(joined)} in join" if joined else "")
         names = dict.fromkeys(row.waiting for _, row in active)
-        return Decision(refused=tuple((name, reason) for name in names))
-    return Decision(tuple(agreed), tuple(refused))
+        return Response(refused=tuple((name, reason) for name in names))
+    return Response(tuple(agreed), tuple(refused))
 
 
-def _objection(offer: Offer, found: Sequence[tuple[int, Offer]], joined: Sequence[int]) -> str:
+def _objection(offer: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]) -> str:
     """Why the ranks cannot do this together, or nothing."""
     if any((other.kind, other.terms) != (offer.kind, offer.terms) for _, other in found):
         said: dict[str, list[int]] = {}
@@ -155,7 +157,7 @@ def _objection(offer: Offer, found: Sequence[tuple[int, Offer]], joined: Sequenc
     return ""
 
 
-def _by_words(active: Sequence[tuple[int, Row]]) -> dict[str, list[int]]:
+def _by_words(active: Sequence[tuple[int, RankRequests]]) -> dict[str, list[int]]:
     said: dict[str, list[int]] = {}
     for rank, row in active:
         offer = row.offer(row.waiting)

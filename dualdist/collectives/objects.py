@@ -12,8 +12,8 @@ from dualdist.backends.base import Backend
 from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.control_plane import allgather_bytes, unpickled
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Offer
-from dualdist.collectives.work import Operation
+from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.work import PendingOperation
 from dualdist.errors import UsageError
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
         backend.broadcast_(received, place, f"op.{name}").wait()
         return obj if backend.rank == place else unpickled(received)
 
-    offer = Offer("broadcast_object", name, {"root": root}, (payload.numel(), reason))
-    return group.enter(Operation(offer, perform)).wait()
+    offer = CollectiveRequest("broadcast_object", name, {"root": root}, (payload.numel(), reason))
+    return group.enter(PendingOperation(offer, perform)).wait()
 
 
 def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
@@ -48,8 +48,8 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
         blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
         return [obj if rank == backend.rank else unpickled(block) for rank, block in enumerate(blocks)]
 
-    offer = Offer("allgather_object", name, {}, (payload.numel(), reason))
-    return group.enter(Operation(offer, perform)).wait()
+    offer = CollectiveRequest("allgather_object", name, {}, (payload.numel(), reason))
+    return group.enter(PendingOperation(offer, perform)).wait()
 
 
 def _room(count: int) -> torch.Tensor:

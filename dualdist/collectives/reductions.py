@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.collectives.control_plane import Exchange, allgather_bytes, as_bytes
+from dualdist.collectives.control_plane import ControlAllgather, allgather_bytes, as_bytes
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import one_of
 
@@ -132,7 +132,7 @@ def settle_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> torch
     return scale_(divide_(reduced, size) if op == "mean" else reduced, postscale)
 
 
-class Converted:
+class ConvertedWork:
     """Work on a copy in another dtype, whose result is put back where the caller looks for it."""
 
     def __init__(self, work: Work, put_back: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -153,16 +153,16 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
         op = LOGIC.get(op, op)
     if dtype in ORDERED and (op == "min" or op == "max"):
         work = backend.allreduce_(ordered(buffer, op), op, name)
-        return Converted(work, lambda found: buffer.copy_(unordered(found, dtype)))
+        return ConvertedWork(work, lambda found: buffer.copy_(unordered(found, dtype)))
     if dtype in backend.reducible and not (dtype.is_floating_point and op in ("min", "max")):
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
         return _allreduce_uint64_(backend, buffer, op, name)
     if dtype in WIDER:
-        return Converted(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
+        return ConvertedWork(allreduce_(backend, buffer.to(WIDER[dtype]), op, name), buffer.copy_)
     if dtype.is_complex and op == "sum":
         parts = torch.view_as_real(buffer)
-        return Converted(allreduce_(backend, parts, op, name), lambda _: buffer)
+        return ConvertedWork(allreduce_(backend, parts, op, name), lambda _: buffer)
     return _gathered_and_reduced_(backend, buffer, op, name)
 
 
@@ -183,8 +183,8 @@ def unordered(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _allreduce_uint64_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
     signed = buffer.view(torch.int64)
     if op in ("sum", "product"):
-        return Converted(backend.allreduce_(signed, op, name), lambda _: buffer)
-    return Converted(
+        return ConvertedWork(backend.allreduce_(signed, op, name), lambda _: buffer)
+    return ConvertedWork(
         backend.allreduce_(signed.bitwise_xor(TOP_BIT), op, name),
         lambda found: signed.copy_(found.bitwise_xor(TOP_BIT)).view(torch.uint64),
     )
@@ -197,7 +197,7 @@ def _gathered_and_reduced_(backend: Backend, buffer: torch.Tensor, op: ReduceOp,
     def put_back(gathered: torch.Tensor) -> torch.Tensor:
         return buffer.copy_(reduce_rows(gathered.view(buffer.dtype).reshape(backend.size, *buffer.shape), op))
 
-    return Converted(work, put_back)
+    return ConvertedWork(work, put_back)
 
 
 def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -278,7 +278,7 @@ def _alike(backend: Backend, mine: torch.Tensor, name: str) -> tuple[torch.Tenso
     """The tensor with as many sparse dimensions as on the other ranks, and how many elements each rank has stored."""
     while True:
         said = f"{mine._nnz()} {mine.sparse_dim()}".encode()
-        told = [(int(count), int(dim)) for count, dim in map(bytes.split, Exchange(backend, said, name).wait())]
+        told = [(int(count), int(dim)) for count, dim in map(bytes.split, ControlAllgather(backend, said, name).wait())]
         dims = {dim for count, dim in told if count}
         least = min(dims or [dim for _, dim in told])
         if mine.sparse_dim() != least:

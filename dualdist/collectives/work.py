@@ -12,8 +12,8 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.collectives.compile import uncompiled
-from dualdist.collectives.negotiation import Offer, Row
-from dualdist.monitoring.monitored import Watch
+from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
+from dualdist.monitoring.monitored import Monitor
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Operation(Generic[T]):
+class PendingOperation(Generic[T]):
     """What to tell the other ranks, and what to do once they agree, given each rank's own part (None: joined)."""
 
-    offer: Offer
+    offer: CollectiveRequest
     perform: Callable[[Backend, Sequence[Any]], T]
     device: torch.device | None = None  # of the tensors, if there are any
 
@@ -39,11 +39,11 @@ class Operation(Generic[T]):
 class Handle(Generic[T]):
     """An operation under way; wait() finishes it and returns its result, every time it is called."""
 
-    def __init__(self, group: Group, operation: Operation[T]) -> None:
+    def __init__(self, group: Group, operation: PendingOperation[T]) -> None:
         self._offer = operation.offer
         self.name = operation.offer.name
         self._group = group
-        self._operation: Operation[T] | None = operation
+        self._operation: PendingOperation[T] | None = operation
         self._streams = operation.streams()
         self._is_inference = torch.is_inference_mode_enabled()
         self.began = 0.0 if group.waits is None else time.monotonic()
@@ -82,10 +82,10 @@ class Handle(Generic[T]):
         return self._result
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> CollectiveRequest:
         return self._offer
 
-    def _perform(self, backend: Backend, own: Sequence[Any], watch: Watch) -> None:
+    def _perform(self, backend: Backend, own: Sequence[Any], watch: Monitor) -> None:
         assert self._operation is not None, "an operation is performed once"
         try:
             with watch.over(self._offer), self._streams, _inference_mode(self._is_inference):
@@ -117,7 +117,7 @@ def _inference_mode(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(wanted)
 
 
-def own_parts(rows: Sequence[Row], name: str) -> list[Any]:
+def own_parts(rows: Sequence[RankRequests], name: str) -> list[Any]:
     """Each rank's own part of an operation, None where it has joined."""
     offers = [row.offer(name) for row in rows]
     return [None if offer is None else offer.own for offer in offers]

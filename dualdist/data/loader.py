@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from dualdist.checkpoint import random_state
 from dualdist.checkpoint.random_state import RandomState
-from dualdist.data.sampler import Sampler, Share
+from dualdist.data.sampler import EpochShare, Sampler
 from dualdist.errors import UsageError
 from dualdist.monitoring import preemption
 
@@ -218,12 +218,12 @@ class _Stream(IterableDataset[Any]):
         epoch, start, rank, size = self._place.tolist()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        share = Share(None, start, rank, size, self._sampler.remainder)
+        share = EpochShare(None, start, rank, size, self._sampler.remainder)
         return self._samples(
             share, random_state.fresh(random_state.seed_of(self._sampler.seed, epoch)), number, workers
         )
 
-    def _samples(self, share: Share, state: RandomState, number: int, workers: int) -> Iterator[Any]:
+    def _samples(self, share: EpochShare, state: RandomState, number: int, workers: int) -> Iterator[Any]:
         rank, size = share.rank, share.size
         first: list[Any] = []  # of the epoch, which fill up the last group
         with _alone(state):

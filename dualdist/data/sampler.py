@@ -22,7 +22,7 @@ Remainder = Literal["drop", "pad", "uneven"]
 
 
 @dataclass(frozen=True)
-class Share:
+class EpochShare:
     """One rank's samples of an epoch whose first `start` are done: each size-th of those that are left."""
 
     count: int | None  # the samples of an epoch; None where nobody knows
@@ -127,7 +127,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         return {(self._epoch, before), (self._epoch, cast(int, self._share.end)), (self._epoch + 1, 0)}
 
     @property
-    def share(self) -> Share:
+    def share(self) -> EpochShare:
         """What the iteration under way is about."""
         return self._share
 
@@ -266,9 +266,9 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._is_under_way = self._is_prepared = self._is_spent = self._drops_last = False
         self._is_counted = True
 
-    def _share_from(self, position: int) -> Share:
+    def _share_from(self, position: int) -> EpochShare:
         topology = session.current().topology
-        return Share(self.count, position, topology.rank, topology.size, self.remainder)
+        return EpochShare(self.count, position, topology.rank, topology.size, self.remainder)
 
     def _is_over(self) -> bool:
         """Whether this rank has done its share in this iteration; one that is over at its start has yet to begin."""

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.collectives.collectives import grouped_allreduce
-from dualdist.ddp.bucket_plan import BUCKET_FLAGS, BucketPlan, Recipe
+from dualdist.ddp.bucket_plan import BUCKET_FLAGS, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
-    from dualdist.ddp.compression import Compressor
+    from dualdist.ddp.compression import GradientCompressor
     from dualdist.ddp.reducer import Reducer
     from dualdist.ddp.step_checks import StepChecks
 
 
-class Notices(Bucket):
+class AdasumBucket(Bucket):
     """Carries no gradients, only two flags for each: "I had one" and "it is not finite"."""
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend, dense: set[int]) -> None:
-        super().__init__(plan, Recipe("sum"), line, dense)
+    def __init__(self, plan: BucketPlan, recipe: ReducerConfig, line: Backend, dense: set[int]) -> None:
+        super().__init__(plan, ReducerConfig("sum"), line, dense)
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
         """A gradient that is not finite on some rank is NaN on all of them."""
@@ -70,7 +70,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class DeltaSteps:
     """The two hooks of an optimizer's step: what the parameters were before it, and what they become after it."""
 
-    def __init__(self, reducer: Reducer, compressor: Compressor | None, checks: StepChecks | None) -> None:
+    def __init__(self, reducer: Reducer, compressor: GradientCompressor | None, checks: StepChecks | None) -> None:
         self._reducer = reducer
         self._compressor = compressor
         self._checks = checks

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from dualdist.ddp.compression import Cast, Compressor
+from dualdist.ddp.compression import CastCompression, GradientCompressor
 from dualdist.errors import UsageError
 
 GradientOp = Literal["mean", "sum", "adasum"]
@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ReducerConfig:
     """What happens to gradients on their way; the same on every rank.
 
     `predivide` divides before the sum and multiplies after it, where a sum could overflow. With `dense`, sparse
@@ -28,7 +28,7 @@ class Recipe:
     """
 
     op: GradientOp = "mean"
-    compressor: Compressor | None = None
+    compressor: GradientCompressor | None = None
     predivide: float = 1.0
     dense: bool = False
     bucket_bytes: int = BUCKET_BYTES
@@ -39,7 +39,7 @@ class Recipe:
     def words(self) -> str:
         """For the comparison between ranks."""
         wire = self.compressor and (
-            self.compressor.dtype if isinstance(self.compressor, Cast) else name_of(self.compressor)
+            self.compressor.dtype if isinstance(self.compressor, CastCompression) else name_of(self.compressor)
         )
         sizes = f"{self.first_bucket_bytes}, {self.bucket_bytes}"
         checks = "" if self.check_every is None else f" check_every={self.check_every}"
@@ -54,11 +54,11 @@ def bucket_bytes(name: str, mebibytes: float) -> int:
     return max(1, int(mebibytes * 2**20))
 
 
-def wire_dtype(dtype: torch.dtype, recipe: Recipe) -> torch.dtype | None:
+def wire_dtype(dtype: torch.dtype, recipe: ReducerConfig) -> torch.dtype | None:
     """In which dtype gradients travel; None where a compressor of the user's own decides."""
     if recipe.compressor is None:
         return dtype
-    if isinstance(recipe.compressor, Cast):
+    if isinstance(recipe.compressor, CastCompression):
         return recipe.compressor.dtype if dtype.is_floating_point else dtype
     return None
 
@@ -68,13 +68,13 @@ def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(param, device="meta").stride()
 
 
-def name_of(compressor: Compressor) -> str:
+def name_of(compressor: GradientCompressor) -> str:
     kind = compressor if isinstance(compressor, type) else type(compressor)
     return kind.__name__
 
 
 def plan_buckets(
-    params: Sequence[torch.Tensor], order: Sequence[int], recipe: Recipe, groups: Sequence[Sequence[int]] = ()
+    params: Sequence[torch.Tensor], order: Sequence[int], recipe: ReducerConfig, groups: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
     """Which of the numbered parameters travel together, given the order in which autograd finishes them.
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dualdist.backends.base import Backend, Buffer, Settling, Work
+from dualdist.backends.base import Backend, Buffer, Epilogue, Work
 from dualdist.backends.buffers import is_kept
 from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
-from dualdist.ddp.bucket_plan import BUCKET_FLAGS, TAKES_PART, BucketPlan, Recipe, name_of, wire_dtype
-from dualdist.ddp.compression import Cast, Compressor
-from dualdist.ddp.flat_buffer import Flat, Rows, Streams
+from dualdist.ddp.bucket_plan import BUCKET_FLAGS, TAKES_PART, BucketPlan, ReducerConfig, name_of, wire_dtype
+from dualdist.ddp.compression import CastCompression, GradientCompressor
+from dualdist.ddp.flat_buffer import BufferPool, FlatBuffer, ProducerStreams
 from dualdist.ddp.nonfinite import kinds_of
 from dualdist.errors import UsageError
 
@@ -37,19 +37,19 @@ class Bucket:
     bucket. They travel as the gradients do, in whose dtype a sum of many ones may be no count: a flag is 0 or not.
     """
 
-    def __init__(self, plan: BucketPlan, recipe: Recipe, line: Backend, dense: set[int]) -> None:
+    def __init__(self, plan: BucketPlan, recipe: ReducerConfig, line: Backend, dense: set[int]) -> None:
         self.plan = plan
         self.recipe = recipe
         self.waiting_for = len(plan.shapes)
-        self.streams = Streams(plan.device) if plan.device.type == "cuda" else None
+        self.streams = ProducerStreams(plan.device) if plan.device.type == "cuda" else None
         self.reads_late = plan.device.type in RUN_LATE
         self._dense = dense  # the members that all ranks know to have been dense
         self._line = line
         self._wire_dtype = wire_dtype(plan.dtype, recipe)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
-        self._rows, self._own_rows = Rows(), Rows()
-        self._sent: Flat | None = None  # where gradients are gathered
-        self._reduced: Flat | None = None  # where they lie afterwards, and become the parameters'
+        self._rows, self._own_rows = BufferPool(), BufferPool()
+        self._sent: FlatBuffer | None = None  # where gradients are gathered
+        self._reduced: FlatBuffer | None = None  # where they lie afterwards, and become the parameters'
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}  # the gradients as they were taken in
         self._is_begun = False
         self._work: Work | None = None
@@ -66,24 +66,26 @@ class Bucket:
         members = [1.0] * len(plan.shapes) + [0.0] * len(plan.shapes)
         self._all_dense = torch.tensor([*members, *_alone(TAKES_PART)], device="cpu")
 
-    def _begin(self) -> Flat:
+    def _begin(self) -> FlatBuffer:
         """The row to gather this round's gradients in: Note [gradients in the bucket]."""
         if self._sent is None or not self._is_begun:
             self._sent = self._rows.free(self._new_row)
         self._is_begun = True
         return self._sent
 
-    def _new_row(self, number: int) -> Flat | None:
+    def _new_row(self, number: int) -> FlatBuffer | None:
         if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.reducible:
             buffer = self._new_buffer(self.plan.dtype, number)
-            return None if buffer is None else Flat(buffer.values, self.plan, number, buffer)
+            return None if buffer is None else FlatBuffer(buffer.values, self.plan, number, buffer)
         return self._own_row(number)
 
     def _new_buffer(self, dtype: torch.dtype, number: int) -> Buffer | None:
         return self._line.buffer(self.plan.place, number, self.plan.length, dtype, self.plan.device)
 
-    def _own_row(self, number: int) -> Flat:
-        return Flat(torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan, number)
+    def _own_row(self, number: int) -> FlatBuffer:
+        return FlatBuffer(
+            torch.empty(self.plan.length, dtype=self.plan.dtype, device=self.plan.device), self.plan, number
+        )
 
     def begin_anew(self) -> None:
         """What was taken in and not launched is forgotten: memory that ranks share may be another's meanwhile."""
@@ -118,7 +120,7 @@ class Bucket:
         self.begin_anew()
         self._send(flat)
 
-    def _gather(self, flat: Flat, grads: Sequence[torch.Tensor | None]) -> None:
+    def _gather(self, flat: FlatBuffer, grads: Sequence[torch.Tensor | None]) -> None:
         """What is not there yet; zeros where there is nothing."""
         packed, views, late = self._packed, [], []
         may_be_dense = self.recipe.dense or self._all_stay_dense()
@@ -135,10 +137,10 @@ class Bucket:
         if late:
             torch._foreach_copy_(views, late)
 
-    def _send(self, flat: Flat) -> None:
+    def _send(self, flat: FlatBuffer) -> None:
         name = self.plan.name
         if flat.buffer is not None:
-            self._work = flat.buffer.allreduce("sum", name, Settling(flat.gradients.numel(), self._settle))
+            self._work = flat.buffer.allreduce("sum", name, Epilogue(flat.gradients.numel(), self._settle))
         elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.reducible:
             if not self._line.shows_begun:  # who has joined looks for it
                 begun = torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -148,7 +150,7 @@ class Bucket:
             self._cast = self._cast or self._new_buffer(self._wire_dtype, 0)
             assert self._cast is not None, "number 0 is always there"
             self._cast.values.copy_(flat.values)
-            self._work = self._cast.allreduce("sum", name, Settling(0, self._settle))
+            self._work = self._cast.allreduce("sum", name, Epilogue(0, self._settle))
 
     def done(self) -> bool:
         """Whether wait() would return as soon as all ranks wait."""
@@ -257,10 +259,10 @@ class Bucket:
         sparse = [grad is not None and grad.is_sparse and not stay_dense for grad in grads]
         return torch.tensor([*dense, *sparse, *_alone(flag)], dtype=torch.float32, device="cpu")
 
-    def _compressed(self, flat: Flat) -> torch.Tensor:
+    def _compressed(self, flat: FlatBuffer) -> torch.Tensor:
         """What goes over the wire: the row itself, or smaller tensors."""
         compressor = self.recipe.compressor
-        if compressor is None or isinstance(compressor, Cast):
+        if compressor is None or isinstance(compressor, CastCompression):
             return flat.values if compressor is None else compressor.compress(flat.values)[0]
         pairs = [compressor.compress(view) for view in flat.views.values()]
         sent = [tensor for tensor, _ in pairs]
@@ -285,7 +287,7 @@ class Bucket:
         is_settled = result is sent.values and sent.buffer is not None and sent.buffer.settles
         flat = self._reduced = self._row_for(result, sent, not is_settled or self._rows.has_another(self._new_row))
         is_elsewhere = result.data_ptr() != flat.values.data_ptr()
-        if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, Cast):
+        if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, CastCompression):
             self._decompress_each(flat, result, self.recipe.compressor)
             self._multiply(flat.gradients)
         elif is_elsewhere and result.dtype == flat.values.dtype and self.recipe.op == "mean" and not is_settled:
@@ -309,17 +311,17 @@ class Bucket:
         if self.recipe.predivide != 1.0:
             sums.mul_(self.recipe.predivide)
 
-    def _row_for(self, result: torch.Tensor, sent: Flat, may_stay: bool) -> Flat:
+    def _row_for(self, result: torch.Tensor, sent: FlatBuffer, may_stay: bool) -> FlatBuffer:
         """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""
         if sent.buffer is None or (result.data_ptr() == sent.values.data_ptr() and may_stay):
             return sent
         return self._own_rows.free(self._own_row)
 
-    def _done_flat(self) -> Flat:
+    def _done_flat(self) -> FlatBuffer:
         assert self._reduced is not None, "asked after unpack()"
         return self._reduced
 
-    def _decompress_each(self, flat: Flat, result: torch.Tensor, compressor: Compressor) -> None:
+    def _decompress_each(self, flat: FlatBuffer, result: torch.Tensor, compressor: GradientCompressor) -> None:
         sums, tail = result.tensor_split([result.numel() - flat.tail.numel()])
         flat.tail.copy_(tail)
         is_mean, can_divide = self.recipe.op == "mean", sums.is_floating_point() or sums.is_complex()

@@ -9,7 +9,7 @@ import torch
 from dualdist.errors import UsageError
 
 
-class Compressor(Protocol):
+class GradientCompressor(Protocol):
     """A pair of functions of one's own: what compress() returns is summed over all ranks, then decompressed."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -19,7 +19,7 @@ class Compressor(Protocol):
         """The gradient again, in its own shape and dtype, from the sum (or mean) of what was sent."""
 
 
-class Cast:
+class CastCompression:
     """Floats travel in a smaller dtype; other dtypes as they are."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -32,10 +32,10 @@ class Cast:
         return tensor.to(ctx)
 
 
-CASTS = {"fp16": Cast(torch.float16), "bf16": Cast(torch.bfloat16)}
+CASTS = {"fp16": CastCompression(torch.float16), "bf16": CastCompression(torch.bfloat16)}
 
 
-def compressor_of(compression: str | Compressor | None) -> Compressor | None:
+def compressor_of(compression: str | GradientCompressor | None) -> GradientCompressor | None:
     """What a caller means by its `compression` argument."""
     if isinstance(compression, str):
         if compression not in CASTS:

@@ -24,10 +24,10 @@ from dualdist.errors import CollectiveError, UnsupportedError
 # row any more, and another is made in its place.
 
 # Makes the row of that number.
-Make = Callable[[int], "Flat | None"]
+Make = Callable[[int], "FlatBuffer | None"]
 
 
-class Flat:
+class FlatBuffer:
     """A row of elements, and in it a view of each gradient and the tail of flags."""
 
     def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
@@ -50,7 +50,7 @@ class Flat:
         # Counted, not measured: what others drop meanwhile must not matter.
         self._uses = len((values, self.gradients, self.tail)) + len(self.views)
         # The rows in this memory: buckets that take each other's place may lie there at the same time.
-        self._rows: weakref.WeakSet[Flat] = weakref.WeakSet() if buffer is None else buffer.rows
+        self._rows: weakref.WeakSet[FlatBuffer] = weakref.WeakSet() if buffer is None else buffer.rows
         self._uses_without_rows = alone if buffer is None else buffer.uses_without_rows
         self._rows.add(self)
 
@@ -69,13 +69,15 @@ class Flat:
         return any(map(operator.gt, referred_to(self.all_views), self._references))
 
 
-class Rows:
-    """Rows of one bucket that take turns, made where they are needed: `make(number)`, None where there is no other."""
+class BufferPool:
+    """Buffers of one bucket used in turn; `make(number)` creates one where needed, None if there is no other."""
 
     def __init__(self) -> None:
-        self._rows: list[Flat] = []  # the last is the one that was used last; of more than two the others are forgotten
+        self._rows: list[
+            FlatBuffer
+        ] = []  # the last is the one that was used last; of more than two the others are forgotten
 
-    def free(self, make: Make) -> Flat:
+    def free(self, make: Make) -> FlatBuffer:
         """A row to write to, in which nobody looks."""
         row = self._find(self._rows) or self._new(make)
         if row is None:
@@ -97,7 +99,7 @@ class Rows:
     def clear(self) -> None:
         self._rows.clear()
 
-    def _find(self, rows: Sequence[Flat]) -> Flat | None:
+    def _find(self, rows: Sequence[FlatBuffer]) -> FlatBuffer | None:
         for row in rows[::-1]:
             if not row.is_kept():
                 if not row.has_moved():
@@ -105,7 +107,7 @@ class Rows:
                 self._rows.remove(row)
         return None
 
-    def _new(self, make: Make) -> Flat | None:
+    def _new(self, make: Make) -> FlatBuffer | None:
         while (row := make(self._lowest_number())) is not None:
             self._rows = [*self._rows, row][-2:]
             if not row.is_kept():  # else an earlier bucket's gradients lie there
@@ -118,7 +120,7 @@ class Rows:
         return next(number for number in itertools.count() if number not in taken)
 
 
-class Streams:
+class ProducerStreams:
     """Those on which the gradients of one bucket were finished. The host waits for none of them."""
 
     def __init__(self, device: torch.device) -> None:

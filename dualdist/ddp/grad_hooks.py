@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dualdist.ddp.reducer import Reducer
 
 
-class Hook:
+class GradHook:
     """Tells a reducer that autograd has finished one of its parameters' gradients."""
 
     __slots__ = ("_number", "reducer")
@@ -30,12 +30,12 @@ def nobody() -> None:
 def owner_of(param: torch.Tensor) -> Reducer | None:
     """Who reduces the parameter's gradients."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return next((hook.reducer for hook in hooks if isinstance(hook, Hook)), None)
+    return next((hook.reducer for hook in hooks if isinstance(hook, GradHook)), None)
 
 
 def remove_hooks(param: torch.Tensor, reducer: Reducer | None = None) -> None:
     """No reducer, or not this one, hears of the parameter's gradients."""
     hooks = param._post_accumulate_grad_hooks or {}
     for key, hook in list(hooks.items()):
-        if isinstance(hook, Hook) and reducer in (None, hook.reducer):
+        if isinstance(hook, GradHook) and reducer in (None, hook.reducer):
             del hooks[key]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
-from dualdist.ddp.nonfinite import Blame, kinds_of
-from dualdist.ddp.reduction_plan import Rounds, launch_due, running
+from dualdist.ddp.nonfinite import NonFiniteReport, kinds_of
+from dualdist.ddp.reduction_plan import ReductionPlan, launch_due, running
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Work
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dualdist.ddp.buckets import Bucket
 
 
-class Follower:
+class JoinedRank:
     """Takes part in the rounds of a group's other ranks.
 
     The first message of a round is under way all the time: when it arrives, the others have begun a round, or all have
@@ -25,7 +25,7 @@ class Follower:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._all_rounds: list[Rounds] = group.reducers
+        self._all_rounds: list[ReductionPlan] = group.reducers
         self._flags: torch.Tensor | None = None
         self._work: Work | None = None
         self._first: Bucket | None = None
@@ -74,7 +74,7 @@ class Follower:
             self._flags = torch.zeros(len(self._all_rounds) + 1, dtype=torch.int32, device="cpu")
             self._work = launch_due(self._group, self._flags)
 
-    def _go_through(self, rounds: Rounds, first: Bucket) -> None:
+    def _go_through(self, rounds: ReductionPlan, first: Bucket) -> None:
         buckets = [first, *(self._launched(rounds, place) for place in range(1, len(rounds.buckets)))]
         for bucket in buckets:
             bucket.wait()
@@ -84,7 +84,7 @@ class Follower:
             return
         for bucket in buckets:
             bucket.unpack()
-        blame = None if rounds.recipe.check_every is None else Blame()
+        blame = None if rounds.recipe.check_every is None else NonFiniteReport()
         if blame is not None:
             blame.look(buckets, lambda place, member: None)
         for place, bucket in enumerate(buckets):
@@ -97,7 +97,7 @@ class Follower:
         if blame is not None:
             blame.shared(self._group.gradients)
 
-    def _launched(self, rounds: Rounds, place: int) -> Bucket:
+    def _launched(self, rounds: ReductionPlan, place: int) -> Bucket:
         bucket = rounds.bucket(place, self._group.gradients)
         bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
         return bucket

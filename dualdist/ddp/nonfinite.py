@@ -63,7 +63,7 @@ def suspects(rows: Sequence[torch.Tensor]) -> list[bool]:
 
 
 @dataclass
-class Blame:
+class NonFiniteReport:
     """Of one round's gradients: those that are not finite, by bucket and member, and what of it was this rank's own."""
 
     members: list[tuple[int, int]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from dualdist.collectives.collectives import allreduce
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
 from dualdist.ddp.adasum import DeltaSteps, closure_of
-from dualdist.ddp.bucket_plan import Recipe
+from dualdist.ddp.bucket_plan import ReducerConfig
 from dualdist.ddp.reducer import Errors, Reducer
 from dualdist.ddp.step_checks import StepChecks
 from dualdist.errors import UsageError
@@ -31,7 +31,7 @@ def wrap_optimizer(
     group: Group,
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-    recipe: Recipe,
+    recipe: ReducerConfig,
     accumulate: int,
     *,
     together: Sequence[Sequence[torch.Tensor]] = (),
@@ -81,7 +81,7 @@ def wrap_optimizer(
 
 
 @dataclass
-class Wrapping:
+class OptimizerWrapper:
     """What a wrapped optimizer carries: its reducer, and what takes the wrapping off again."""
 
     reducer: Reducer
@@ -89,7 +89,7 @@ class Wrapping:
     steps_alone: bool = False  # the next steps take the gradients as they are
 
 
-def wrapping_of(optimizer: torch.optim.Optimizer) -> Wrapping | None:
+def wrapping_of(optimizer: torch.optim.Optimizer) -> OptimizerWrapper | None:
     """The optimizer's wrapping, if it has one; copies and pickles have none."""
     return getattr(optimizer, WRAPPING, None)
 
@@ -124,7 +124,7 @@ def unwrap(optimizer: torch.optim.Optimizer) -> None:
         wrapping.undo()
 
 
-def _attach(reducer: Reducer, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+def _attach(reducer: Reducer, recipe: ReducerConfig, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer tell the reducer of its steps and new parameters. Pickles and copies do not carry this."""
     add_param_group, zero_grad = optimizer.add_param_group, optimizer.zero_grad
 
@@ -147,7 +147,7 @@ def _attach(reducer: Reducer, recipe: Recipe, optimizer: torch.optim.Optimizer) 
             delattr(optimizer, name)
         reducer.let_go()
 
-    wrapping = Wrapping(reducer, undo)
+    wrapping = OptimizerWrapper(reducer, undo)
     checks = None if recipe.check_every is None else StepChecks(reducer, recipe.check_every)
     steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapping, recipe.op, checks)
     if recipe.op == "adasum":
@@ -166,7 +166,7 @@ class _ReducedSteps:
     A step that calls that of its base class runs the hooks twice; the inner ones change nothing.
     """
 
-    def __init__(self, wrapping: Wrapping, op: Op, checks: StepChecks | None) -> None:
+    def __init__(self, wrapping: OptimizerWrapper, op: Op, checks: StepChecks | None) -> None:
         self._wrapping = wrapping
         self._op = op
         self._checks = checks

@@ -23,16 +23,16 @@ from dualdist.ddp.bucket_plan import (
     HAS_JOINED,
     TAKES_PART,
     BucketPlan,
-    Recipe,
+    ReducerConfig,
     dense_strides,
     plan_buckets,
     wire_dtype,
 )
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.flat_buffer import refuse_capture
-from dualdist.ddp.grad_hooks import Hook, nobody, owner_of, remove_hooks
-from dualdist.ddp.nonfinite import Blame, kinds_of
-from dualdist.ddp.reduction_plan import Rounds, end_unused, launch_due, running
+from dualdist.ddp.grad_hooks import GradHook, nobody, owner_of, remove_hooks
+from dualdist.ddp.nonfinite import NonFiniteReport, kinds_of
+from dualdist.ddp.reduction_plan import ReductionPlan, end_unused, launch_due, running
 from dualdist.errors import CollectiveError, NotInitializedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Reducer:
         group: Group,
         parameters: Callable[[], Sequence[torch.Tensor]],
         named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
-        recipe: Recipe,
+        recipe: ReducerConfig,
         accumulate: int,
         *,
         together: Sequence[Sequence[torch.Tensor]] = (),
@@ -126,7 +126,7 @@ class Reducer:
         self._backwards_open.clear()
         self._next = self._backwards = self._rounds_done = 0
         self._number = len(group.reducers)
-        self._rounds = Rounds(self._recipe, weakref.ref(self))
+        self._rounds = ReductionPlan(self._recipe, weakref.ref(self))
         group.reducers.append(self._rounds)
 
     def follow(self, group: Group) -> None:
@@ -305,7 +305,7 @@ class Reducer:
         if former not in (None, self):
             former._give_up(param)
         remove_hooks(param)
-        param.register_post_accumulate_grad_hook(Hook(self, number))
+        param.register_post_accumulate_grad_hook(GradHook(self, number))
 
     def _give_up(self, param: torch.Tensor) -> None:
         number = self._number_of(param)
@@ -442,7 +442,7 @@ class Reducer:
         all_params = self.params
         for bucket in self._buckets:
             bucket.unpack()
-        blame = None if self._recipe.check_every is None else Blame()
+        blame = None if self._recipe.check_every is None else NonFiniteReport()
         if blame is not None:
             blame.look(self._buckets, lambda place, member: all_params[self._members[place][member]].grad)
         for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
@@ -460,7 +460,7 @@ class Reducer:
             self._sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
         self._forget()
 
-    def _take_note(self, blame: Blame) -> None:
+    def _take_note(self, blame: NonFiniteReport) -> None:
         """Who is to blame for gradients that are not finite; where all ranks are, as in a second round, as before."""
         told = {self._members[place][member]: kinds for (place, member), kinds in blame.shared(self._line).items()}
         before = self.blamed

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.ddp.adasum import Notices
-from dualdist.ddp.bucket_plan import BucketPlan, Recipe
+from dualdist.ddp.adasum import AdasumBucket
+from dualdist.ddp.bucket_plan import BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Rounds:
+class ReductionPlan:
     """What the rounds of one reducer consist of. Outlives the reducer: a rank that has joined may have dropped it."""
 
-    recipe: Recipe
+    recipe: ReducerConfig
     reducer: weakref.ref[Reducer]
     buckets: list[BucketPlan] = field(default_factory=list)
     dense: dict[int, set[int]] = field(default_factory=dict)  # of each bucket the members that have been dense
     is_over: bool = False  # no rank has the reducer any more
 
     def bucket(self, place: int, line: Backend) -> Bucket:
-        kind, dense = Notices if self.recipe.op == "adasum" else Bucket, self.dense.setdefault(place, set())
+        kind, dense = AdasumBucket if self.recipe.op == "adasum" else Bucket, self.dense.setdefault(place, set())
         return kind(self.buckets[place], self.recipe, line, dense)
 
     def clear(self) -> None:
@@ -46,7 +46,7 @@ class Rounds:
             self.buckets[place] = replace(plan, apart=plan.apart.union(members))
 
 
-def running(group: Group) -> list[Rounds]:
+def running(group: Group) -> list[ReductionPlan]:
     """The rounds that are not over, the same on every rank."""
     return [rounds for rounds in group.reducers if not rounds.is_over]
 

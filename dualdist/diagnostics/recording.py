@@ -62,7 +62,7 @@ SAMPLE = 1024  # elements that stand for all parameters where these need not agr
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecordingPlan:
     """Where to write, and which steps are timed: `steps` after the first `warmup`, which are training steps too."""
 
     path: Path
@@ -77,7 +77,7 @@ class Recorder:
     `began` and `ready` are times of day, at which this rank began and had found the others.
     """
 
-    plan: Plan
+    plan: RecordingPlan
     place: Mapping[str, Any]
     device: torch.device
     began: float

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Store
 from dualdist.collectives.collectives import in_step
-from dualdist.collectives.control_plane import Exchange
+from dualdist.collectives.control_plane import ControlAllgather
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import listed
 from dualdist.errors import RendezvousError
-from dualdist.monitoring.wait_times import SlowRanks, Waits, summed_up
+from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summed_up
 from dualdist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ def slow_ranks(group: Group) -> SlowRanks:
     name = group.next_name("slow_ranks")
 
     def perform(line: Backend) -> SlowRanks:
-        counted = group.waits or Waits()
-        group.waits = Waits()
-        return summed_up(group.ranks, Exchange(line, counted.dumps(), name).wait())
+        counted = group.waits or WaitTimes()
+        group.waits = WaitTimes()
+        return summed_up(group.ranks, ControlAllgather(line, counted.dumps(), name).wait())
 
     return in_step(group, "slow_ranks", name, {}, perform)
 
 
-class Report:
+class StragglerReport:
     """What rank 0 prints when the program ends, once; through the store, so that nobody waits for a rank that is not
     there any more.
     """
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session if session.store is not None else None
-        session.world.waits = Waits()
+        session.world.waits = WaitTimes()
 
     def __call__(self) -> None:
         atexit.unregister(self)
@@ -53,7 +53,7 @@ class Report:
             return
         world, store, key = session.world, session.store, f"{session.key}/waits"
         assert store is not None, "looked at above"
-        counted = (world.waits or Waits()).dumps()
+        counted = (world.waits or WaitTimes()).dumps()
         try:
             if world.rank:
                 store.set(f"{key}/{world.rank}", base64.b64encode(counted).decode())

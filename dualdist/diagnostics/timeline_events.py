@@ -14,18 +14,18 @@ import torch
 from torch.nn.modules import module as modules
 
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import Offer
-from dualdist.diagnostics.trace_format import COMMUNICATION, COMPUTE, STEPS, Span
+from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.diagnostics.trace_format import COMMUNICATION, COMPUTE, STEPS, TraceSpan
 
 # A rank that is traced for hours stops there, and says so: about 100 MB of memory.
 MOST_SPANS = 300_000
 
 
-class Listener:
+class EventListener:
     """Collects spans from start() to stop(); several threads may tell it."""
 
     def __init__(self, now: Callable[[], int] = time.monotonic_ns) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self.is_full = False
         self._now = now
         self._under_way: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -48,7 +48,7 @@ class Listener:
         self._undo.clear()
         ended = self._now()
         for key, (start_ns, *_) in list(self._under_way.items()):
-            self._keep(Span(COMMUNICATION, " ".join(key[2:]), start_ns, ended, {"unfinished": True}))
+            self._keep(TraceSpan(COMMUNICATION, " ".join(key[2:]), start_ns, ended, {"unfinished": True}))
         self._under_way.clear()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,8 +66,8 @@ class Listener:
             if began or not self._undo:  # a step that calls that of its base class runs the hooks twice
                 return
             name = type(optimizer).__name__
-            self._keep(Span(COMPUTE, f"step {name}", start_ns, end_ns))
-            self._keep(Span(STEPS, f"step {self._steps}", self._last_step_ns, end_ns))
+            self._keep(TraceSpan(COMPUTE, f"step {name}", start_ns, end_ns))
+            self._keep(TraceSpan(STEPS, f"step {self._steps}", self._last_step_ns, end_ns))
             self._steps += 1
             self._last_step_ns = end_ns
 
@@ -78,7 +78,7 @@ class Listener:
         group.observer = both(group.observer, functools.partial(self.operation, id(group)))
         group.watch.observer = both(group.watch.observer, functools.partial(self.moved, id(group)))
 
-    def operation(self, group: int, event: str, offer: Offer | None) -> None:
+    def operation(self, group: int, event: str, offer: CollectiveRequest | None) -> None:
         """For Group.observer."""
         if offer is None:
             return
@@ -90,7 +90,9 @@ class Listener:
         elif key in self._under_way:
             start_ns, *agreed = self._under_way.pop(key)
             parts = tuple(("agreeing with the other ranks", start_ns, at) for at in agreed[:1])
-            self._keep(Span(COMMUNICATION, f"{offer.kind} {offer.name}", start_ns, now, {"what": offer.what}, parts))
+            self._keep(
+                TraceSpan(COMMUNICATION, f"{offer.kind} {offer.name}", start_ns, now, {"what": offer.what}, parts)
+            )
 
     def moved(self, group: int, event: str, kind: str, name: str, nbytes: int) -> None:
         """For Watch.observer: gradients, from when they leave to when this rank finds them reduced."""
@@ -99,9 +101,9 @@ class Listener:
             self._under_way[key] = (now,)
         elif key in self._under_way:
             (start_ns,) = self._under_way.pop(key)
-            self._keep(Span(COMMUNICATION, f"{kind} {name}", start_ns, now, {"bytes": nbytes}))
+            self._keep(TraceSpan(COMMUNICATION, f"{kind} {name}", start_ns, now, {"bytes": nbytes}))
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: TraceSpan) -> None:
         if len(self.spans) < MOST_SPANS:
             self.spans.append(span)
         else:
@@ -118,7 +120,7 @@ class Listener:
             return
         start_ns = starts.pop()
         if not starts:
-            self._keep(Span(COMPUTE, f"forward {type(module).__name__}", start_ns, self._now()))
+            self._keep(TraceSpan(COMPUTE, f"forward {type(module).__name__}", start_ns, self._now()))
 
     def _starts(self) -> list[int]:
         """When the forwards that are under way in this thread began."""
@@ -137,7 +139,7 @@ class Listener:
             try:
                 return backward(*args, **kwargs)
             finally:
-                self._keep(Span(COMPUTE, "backward", start_ns, self._now()))
+                self._keep(TraceSpan(COMPUTE, "backward", start_ns, self._now()))
 
         def undo() -> None:
             if torch.autograd.backward is heard:  # else somebody has wrapped it again, and has to keep it

@@ -21,8 +21,8 @@ import torch
 from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
-from dualdist.diagnostics.timeline_events import Listener
-from dualdist.diagnostics.trace_format import TIMELINE, Clock, Event, document, part_of, problem_of, rank_events
+from dualdist.diagnostics.timeline_events import EventListener
+from dualdist.diagnostics.trace_format import TIMELINE, ClockModel, Event, document, part_of, problem_of, rank_events
 from dualdist.errors import DualdistError, UsageError
 from dualdist.version import __version__
 
@@ -32,7 +32,7 @@ Gather = Callable[[Any], list[Any]]  # everybody's object, in rank order
 
 
 @dataclass(frozen=True)
-class Ahead:
+class ClockOffset:
     """A rank's clock was `ns` ahead of rank 0's at `at_ns` of its own, give or take `error_ns`."""
 
     ns: float
@@ -40,7 +40,7 @@ class Ahead:
     at_ns: int
 
 
-def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[Ahead], int]:
+def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[ClockOffset], int]:
     """How far everybody is ahead of rank 0, and what rank 0's clock said last; every rank calls this."""
     most: list[int] = []  # by how much this rank is ahead of each at most
     for _ in range(EXCHANGES):
@@ -54,24 +54,24 @@ def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple
     return told, int(zero_ns)
 
 
-def between(least_ns: int, most_ns: int, at_ns: int) -> Ahead:
+def between(least_ns: int, most_ns: int, at_ns: int) -> ClockOffset:
     """The middle of the bounds, or 0 where that is within them."""
     if least_ns <= 0 <= most_ns:
-        return Ahead(0.0, float(max(-least_ns, most_ns)), at_ns)
-    return Ahead((least_ns + most_ns) / 2, (most_ns - least_ns) / 2, at_ns)
+        return ClockOffset(0.0, float(max(-least_ns, most_ns)), at_ns)
+    return ClockOffset((least_ns + most_ns) / 2, (most_ns - least_ns) / 2, at_ns)
 
 
-def worst_ns(ahead: Sequence[Ahead]) -> float:
+def worst_ns(ahead: Sequence[ClockOffset]) -> float:
     """By how much times of two ranks may be apart wrongly."""
     return max((each.error_ns for each in ahead), default=0.0)
 
 
-class Timeline:
+class TimelineWriter:
     """The trace of one session on one rank."""
 
     def __init__(self, path: Path, world: Group, title: str) -> None:
         """Every rank calls this; UsageError on all of them where rank 0 could not write the file."""
-        self.listener = Listener()
+        self.listener = EventListener()
         self._path = path
         self._world = world
         self._title = title
@@ -108,11 +108,11 @@ class Timeline:
             except OSError as error:
                 raise _cannot(self._path, error.strerror or str(error)) from error
 
-    def _events(self, later: Ahead | None = None) -> list[Event]:
+    def _events(self, later: ClockOffset | None = None) -> list[Event]:
         own = self._ahead[self._world.rank]
-        clock = Clock(self._zero_ns, own.at_ns, own.ns)
+        clock = ClockModel(self._zero_ns, own.at_ns, own.ns)
         if later is not None:
-            clock = Clock(self._zero_ns, own.at_ns, own.ns, later.at_ns, later.ns)
+            clock = ClockModel(self._zero_ns, own.at_ns, own.ns, later.at_ns, later.ns)
         return rank_events(self._world.rank, self._title, self.listener.spans, clock)
 
     def _gathered(self, events: list[Event]) -> list[list[Event]]:
@@ -181,7 +181,7 @@ class Timeline:
         return True
 
 
-def start(path: str, world: Group, number: int, **about: Any) -> Timeline:
+def start(path: str, world: Group, number: int, **about: Any) -> TimelineWriter:
     """The timeline of this process's session of that number, the first being 0; every rank calls this.
 
     A rank that has come later, after a loss, has had fewer sessions than the others, whose earlier traces are kept.
@@ -191,7 +191,7 @@ def start(path: str, world: Group, number: int, **about: Any) -> Timeline:
     if number:
         place = place.with_stem(f"{place.stem}-{number + 1}")
     told = ", ".join(str(value) for value in about.values())
-    return Timeline(place, world, f"rank {world.rank} ({socket.gethostname().partition('.')[0]}, {told})")
+    return TimelineWriter(place, world, f"rank {world.rank} ({socket.gethostname().partition('.')[0]}, {told})")
 
 
 def _joining(path: Path) -> Path:

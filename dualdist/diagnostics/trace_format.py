@@ -19,7 +19,7 @@ TRACKS = {STEPS: 1, COMPUTE: 2, COMMUNICATION: 10}
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Something that a rank did, in nanoseconds of its clock. What began inside of it, and ended there, is within it.
 
     `parts` are those of a communication: its own name, and where it begins and ends.
@@ -51,7 +51,7 @@ def happens(pid: int, name: str, ts: float) -> Event:
     return {"name": name, "ph": "i", "pid": pid, "ts": ts, "s": "g"}
 
 
-def rank_events(rank: int, title: str, spans: Sequence[Span], clock: Clock) -> list[Event]:
+def rank_events(rank: int, title: str, spans: Sequence[TraceSpan], clock: ClockModel) -> list[Event]:
     """One rank as a process of the trace: its steps, what it computed, and below that what it communicated."""
     found = [
         named(rank, title),
@@ -69,7 +69,7 @@ def rank_events(rank: int, title: str, spans: Sequence[Span], clock: Clock) -> l
     return found
 
 
-def _lane(lanes: list[int], span: Span) -> int:
+def _lane(lanes: list[int], span: TraceSpan) -> int:
     """The first lane that is free: what overlaps without one being inside the other cannot share a track."""
     for number, free_ns in enumerate(lanes):
         if free_ns <= span.start_ns:
@@ -84,7 +84,7 @@ def _track(rank: int, tid: int, name: str) -> Iterator[Event]:
     yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _complete(rank: int, tid: int, span: Span, clock: Clock) -> Iterator[Event]:
+def _complete(rank: int, tid: int, span: TraceSpan, clock: ClockModel) -> Iterator[Event]:
     pieces = [(span.name, span.start_ns, span.end_ns), *span.parts]
     for number, (name, start_ns, end_ns) in enumerate(pieces):
         start_us, end_us = clock.microseconds(start_ns), clock.microseconds(end_ns)
@@ -99,7 +99,7 @@ def document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockModel:
     """From this rank's clock to rank 0's: it was `ahead_ns` at `at_ns`, and later `ahead_later_ns` at `later_ns`.
 
     The trace begins at rank 0's `zero_ns`.

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from dualdist.diagnostics.trace_format import TIMELINE, problem_of
 from dualdist.doctor import host
-from dualdist.doctor.facts import Facts, Starter
+from dualdist.doctor.facts import InstallationFacts, MpiStarter
 from dualdist.environments.env_values import text
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import mpi_of
 from dualdist.topology import Topology
-from dualdist.utils.package_probe import SaidMpi4py, SaidTorch, ask_horovod, ask_mpi4py, ask_torch
+from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe, ask_horovod, ask_mpi4py, ask_torch
 
 ANSWER_S = 15.0
 STARTERS = ("mpirun", "mpiexec")
@@ -32,7 +32,7 @@ MPI_HEADING = re.compile(r"(MPI (?:plugin )?types are\.\.\.)")
 NEEDS_TORCH = re.compile(r"torch\s*\(?==\s*([0-9][^\s;)]*)")
 
 
-def look(environ: Mapping[str, str], topology: Topology | None) -> Facts:
+def look(environ: Mapping[str, str], topology: Topology | None) -> InstallationFacts:
     """All facts; takes as long as `import torch`, in other processes."""
     installed = host.versions()
     with ThreadPoolExecutor() as pool:
@@ -44,9 +44,9 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> Facts:
         master = pool.submit(_master_problem, topology)
         programs = _programs(environ.get("PATH", os.defpath))
         found = list(pool.map(lambda pair: _starter(pair[0], pair[1], environ), programs))
-        said_torch: SaidTorch | str | None = torch.result()
-        said_mpi4py: SaidMpi4py | str | None = mpi4py.result()
-    return Facts(
+        said_torch: TorchProbe | str | None = torch.result()
+        said_mpi4py: Mpi4pyProbe | str | None = mpi4py.result()
+    return InstallationFacts(
         versions=installed,
         host=here.result(),
         python=sys.executable,
@@ -83,10 +83,10 @@ def _programs(path: str) -> Iterator[tuple[str, str]]:
                 yield program, found
 
 
-def _starter(program: str, path: str, environ: Mapping[str, str]) -> Starter:
+def _starter(program: str, path: str, environ: Mapping[str, str]) -> MpiStarter:
     said = _output([path, "--version"], environ)
     version = VERSION.search(said)
-    return Starter(program, path, mpi_of(said), version[1] if version else "")
+    return MpiStarter(program, path, mpi_of(said), version[1] if version else "")
 
 
 def _srun_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:

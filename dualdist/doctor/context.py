@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dualdist.doctor.facts import Facts
+from dualdist.doctor.facts import InstallationFacts
 from dualdist.environments.env_values import text
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
@@ -56,13 +56,13 @@ def _horovod(torch: str | None, record: BuildRecord | None) -> Availability:
 
 
 @dataclass(frozen=True)
-class Case:
+class DoctorContext:
     """A process, its host and its job. `topology` is None where the variables are broken.
 
     `ranks` of the job are on this host; `is_asked` says that somebody has named their number, who means to start them.
     """
 
-    facts: Facts
+    facts: InstallationFacts
     environ: Mapping[str, str]
     topology: Topology | None
     backends: Mapping[str, Availability]

@@ -10,14 +10,14 @@ from dualdist.doctor import collect, host
 from dualdist.doctor.checks import choices, horovod, mpi, network, slurm, torch
 from dualdist.doctor.checks import gpus as of_gpus
 from dualdist.doctor.checks import host as of_host
-from dualdist.doctor.context import Availability, Case, available
-from dualdist.doctor.facts import Facts
+from dualdist.doctor.context import Availability, DoctorContext, available
+from dualdist.doctor.facts import InstallationFacts
 from dualdist.doctor.findings import Finding, by_weight, exit_code
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.horovod_build.record import read_record
 from dualdist.topology import Topology
-from dualdist.utils.package_probe import SaidTorch
+from dualdist.utils.package_probe import TorchProbe
 
 FAMILIES = (choices, torch, horovod, mpi, slurm, of_gpus, of_host, network)
 # Where nobody has said how many ranks there shall be.
@@ -64,18 +64,18 @@ def diagnose(environ: Mapping[str, str], ranks: int | None = None) -> Diagnosis:
 
 
 def judge(
-    found: Topology | TopologyError, environ: Mapping[str, str], facts: Facts, ranks: int | None = None
+    found: Topology | TopologyError, environ: Mapping[str, str], facts: InstallationFacts, ranks: int | None = None
 ) -> Diagnosis:
     """The diagnosis for a place or its error, and the facts."""
     topology = found if isinstance(found, Topology) else None
     backends = available(facts.versions, facts.horovod)
     on_host = LEAST_RANKS if topology is None or topology.size == 1 else topology.local_size
-    case = Case(facts, environ, topology, backends, ranks or on_host, is_asked=ranks is not None)
+    case = DoctorContext(facts, environ, topology, backends, ranks or on_host, is_asked=ranks is not None)
     findings = [finding for family in FAMILIES for finding in family.find(case)]
     if isinstance(found, TopologyError):
         why = "dd.init() raises this on every rank that sees these variables"
         findings.insert(0, Finding("place-unknown", "error", str(found), why, "type what the sentence says"))
-    gpus = facts.torch.gpus if isinstance(facts.torch, SaidTorch) else 0
+    gpus = facts.torch.gpus if isinstance(facts.torch, TorchProbe) else 0
     return Diagnosis(topology, backends, by_weight(findings), facts.versions, gpus)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualdist.doctor.context import Availability
 from dualdist.environments.env_values import RENDEZVOUS, text
-from dualdist.environments.unused import Unused, set_places, unused
+from dualdist.environments.unused import UnusedVariable, set_places, unused
 from dualdist.errors import TopologyError, UsageError
 from dualdist.rendezvous.backend_selection import (
     BACKEND,
@@ -35,7 +35,7 @@ MEETINGS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ExplainedField:
     """One part of the place, and where its value came from."""
 
     name: str
@@ -44,11 +44,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class TopologyExplanation:
     """All parts and what did not count. `error` where the variables are broken: without a place there are no parts."""
 
-    parts: tuple[Part, ...]
-    ignored: tuple[Unused, ...]
+    parts: tuple[ExplainedField, ...]
+    ignored: tuple[UnusedVariable, ...]
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -61,21 +61,27 @@ def explain(
     backends: Mapping[str, Availability],
     *,
     has_gpu: bool,
-) -> Explanation:
+) -> TopologyExplanation:
     """What the variables said, and what follows from it."""
     if isinstance(found, TopologyError):
-        seen = tuple(Unused(name, text(environ, name) or "", "see the error") for name in set_places(environ))
-        return Explanation((), seen, str(found))
-    parts = [Part("launcher", found.launcher, found.source), *_numbers(environ, found), _meeting(environ, found)]
+        seen = tuple(UnusedVariable(name, text(environ, name) or "", "see the error") for name in set_places(environ))
+        return TopologyExplanation((), seen, str(found))
+    parts = [
+        ExplainedField("launcher", found.launcher, found.source),
+        *_numbers(environ, found),
+        _meeting(environ, found),
+    ]
     wrong = wrong_choices(environ)
     if not wrong:
         chosen, why = backend_of(environ, found, backends, has_gpu=has_gpu)
         asked = text(environ, TRANSPORT)
         parts += [
-            Part("backend", chosen, why),
-            Part("transport", asked or "the backend's own", TRANSPORT if asked else f"{TRANSPORT} is not set"),
+            ExplainedField("backend", chosen, why),
+            ExplainedField(
+                "transport", asked or "the backend's own", TRANSPORT if asked else f"{TRANSPORT} is not set"
+            ),
         ]
-    return Explanation(tuple(parts), tuple(unused(environ, found)), "; ".join(wrong))
+    return TopologyExplanation(tuple(parts), tuple(unused(environ, found)), "; ".join(wrong))
 
 
 def wrong_choices(environ: Mapping[str, str]) -> list[str]:
@@ -89,7 +95,7 @@ def wrong_choices(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[Part]:
+def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[ExplainedField]:
     origins = dict(found.origins)
     for name in ("rank", "size", "local_rank", "local_size", "node", "nodes"):
         if name in origins:
@@ -98,18 +104,18 @@ def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[Part]:
             source = "inferred by the usual placement; the ranks find out when they meet"
         else:
             source = "follows from the others" if found.size > 1 else "a job of one rank"
-        yield Part(name, str(getattr(found, name)), source)
+        yield ExplainedField(name, str(getattr(found, name)), source)
 
 
-def _meeting(environ: Mapping[str, str], found: Topology) -> Part:
+def _meeting(environ: Mapping[str, str], found: Topology) -> ExplainedField:
     named = text(environ, RENDEZVOUS)
     if named is not None and found.size > 1:
-        return Part("ranks meet", named, RENDEZVOUS)
+        return ExplainedField("ranks meet", named, RENDEZVOUS)
     if found.address is None or found.size == 1:
-        return Part("ranks meet", found.meeting, MEETINGS[found.meeting])
+        return ExplainedField("ranks meet", found.meeting, MEETINGS[found.meeting])
     names = dict(found.origins)
     source = f"{names.get('address')} and {names.get('port')}; {MEETINGS[found.meeting]}"
-    return Part("ranks meet", f"{found.address} port {found.port}", source)
+    return ExplainedField("ranks meet", f"{found.address} port {found.port}", source)
 
 
 def backend_of(

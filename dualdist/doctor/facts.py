@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.launch.job import Mpi
-from dualdist.utils.package_probe import SaidMpi4py, SaidTorch
+from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe
 
 UNLIMITED = -1
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """One host. Of limits, the soft and the hard one; UNLIMITED where there is none.
 
     `cores` may be used by this process, `all_cores` are there, and `quota` is how many a container's limit lets run.
@@ -44,7 +44,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Starter:
+class MpiStarter:
     """An mpirun or mpiexec on PATH: whose it is, and of which version."""
 
     program: str
@@ -57,7 +57,7 @@ class Starter:
 
 
 @dataclass(frozen=True)
-class Facts:
+class InstallationFacts:
     """All that is known without starting a job. What is None was not looked at, or could not be.
 
     `abi` is this Python's tag for compiled modules. `python_on_path` is what `python` would start. `torch` and `mpi4py`
@@ -67,20 +67,20 @@ class Facts:
     """
 
     versions: Mapping[str, str | None]
-    host: Host
+    host: HostFacts
     python: str = "python"
     abi: str = ""
     python_on_path: str | None = None
-    torch: SaidTorch | str | None = None
+    torch: TorchProbe | str | None = None
     vision_needs: str | None = None
     horovod: BuildRecord | None = None
-    mpi4py: SaidMpi4py | str | None = None
-    starters: tuple[Starter, ...] = ()
+    mpi4py: Mpi4pyProbe | str | None = None
+    starters: tuple[MpiStarter, ...] = ()
     srun_mpi: tuple[str, ...] | None = None
     master_problem: str = ""
     timeline_problem: str = ""
 
-    def starter(self, program: str = "mpirun") -> Starter | None:
+    def starter(self, program: str = "mpirun") -> MpiStarter | None:
         """The one that a shell would start."""
         return next((starter for starter in self.starters if starter.program == program), None)
 

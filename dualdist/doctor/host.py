@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
-from dualdist.doctor.facts import UNLIMITED, Host
+from dualdist.doctor.facts import UNLIMITED, HostFacts
 from dualdist.rendezvous.network_interfaces import LOOPBACK, interfaces
 from dualdist.utils.resource_limits import bound_cores, granted_cores
 from dualdist.version import __version__
@@ -27,13 +27,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDING = ("", "-1")  # its values that hide all
 
 
-def look() -> Host:
+def look() -> HostFacts:
     """What this host is, and what it lets this process have."""
     name = socket.gethostname()
     began = time.monotonic()
     address = resolved(name)
     resolve_s = time.monotonic() - began
-    return Host(
+    return HostFacts(
         name=name,
         cores=bound_cores(),
         all_cores=os.cpu_count() or 1,

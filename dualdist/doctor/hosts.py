@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dualdist.doctor.checks.hosts import Reported
-from dualdist.doctor.facts import Host
+from dualdist.doctor.checks.hosts import HostReport
+from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.peer import REACH_S
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
 from dualdist.launch.host_check import is_here
 from dualdist.launch.host_probe import SAME
-from dualdist.launch.job import Host as Named
+from dualdist.launch.job import Host as NamedHost
 from dualdist.launch.job import Site
 from dualdist.version import __version__
 
@@ -36,14 +36,14 @@ CALLS_S = 10 * REACH_S
 
 
 @dataclass(frozen=True)
-class Listening:
+class ListeningPorts:
     """On which ports a host listens, and by which word it greets."""
 
     ports: tuple[int, ...] = ()
     nonce: str = ""
 
 
-class Peer:
+class HostPeer:
     """A host that answers: lines of JSON to its peer.py, and from it."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], errors: Path, site: Site) -> None:
@@ -90,7 +90,7 @@ class Peer:
         return line if line.startswith(b"{") else self._line(deadline, timeout_s)
 
 
-def ask(hosts: Sequence[Named], site: Site, env: Mapping[str, str]) -> list[Reported]:
+def ask(hosts: Sequence[NamedHost], site: Site, env: Mapping[str, str]) -> list[HostReport]:
     """What the hosts say of themselves and of each other; whatever ends this, no ssh stays behind."""
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dualdist-doctor-")))
@@ -105,7 +105,7 @@ def ask(hosts: Sequence[Named], site: Site, env: Mapping[str, str]) -> list[Repo
 
 
 @contextmanager
-def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Iterator[Peer]:
+def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Iterator[HostPeer]:
     argv = [site.python, *PEER] if is_here(name) else ssh.asking(name, site, env, PEER)
     with errors.open("wb") as told:
         try:
@@ -114,26 +114,26 @@ def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Ite
             raise LaunchError(f"{argv[0]} cannot be started ({error}): it is needed to ask host {name!r}") from error
     with contextlib.suppress(BrokenPipeError), process:
         try:
-            yield Peer(name, process, errors, site)
+            yield HostPeer(name, process, errors, site)
         finally:
             process.kill()
 
 
-def _first(peer: Peer, named: Named) -> tuple[Reported, Listening]:
+def _first(peer: HostPeer, named: NamedHost) -> tuple[HostReport, ListeningPorts]:
     """What a host says of itself, with its clock, and where it listens."""
     try:
         said = peer.hear(FIRST_S)
         host, listening = known(named.name, said)
         skew_s, error_s = min((_clock(peer) for _ in range(CLOCKS)), key=lambda pair: pair[1])
-        return Reported(named.name, named.slots, "", host, skew_s, error_s), listening
+        return HostReport(named.name, named.slots, "", host, skew_s, error_s), listening
     except LaunchError as error:
-        return Reported(named.name, named.slots, str(error)), Listening()
+        return HostReport(named.name, named.slots, str(error)), ListeningPorts()
 
 
-def known(name: str, said: Mapping[str, Any]) -> tuple[Host, Listening]:
+def known(name: str, said: Mapping[str, Any]) -> tuple[HostFacts, ListeningPorts]:
     """What a host says first; LaunchError where another dualdist says it in other words."""
     try:
-        return host_of(said["host"]), Listening(tuple(said["ports"]), said["nonce"])
+        return host_of(said["host"]), ListeningPorts(tuple(said["ports"]), said["nonce"])
     except (KeyError, TypeError) as error:
         version = said.get("host", {}).get("versions", {}).get("dualdist", "of an unknown version")
         raise LaunchError(
@@ -141,7 +141,7 @@ def known(name: str, said: Mapping[str, Any]) -> tuple[Host, Listening]:
         ) from error
 
 
-def _clock(peer: Peer) -> tuple[float, float]:
+def _clock(peer: HostPeer) -> tuple[float, float]:
     """How far the host's clock is ahead of ours, and by how much that may be wrong: Cristian's algorithm."""
     began = time.time()
     at = float(peer.ask({"ask": "clock"}, CLOCK_S)["at"])
@@ -149,7 +149,9 @@ def _clock(peer: Peer) -> tuple[float, float]:
     return at - (began + ended) / 2, (ended - began) / 2
 
 
-def _called(peer: Peer, own: Reported, all_of_them: Sequence[Reported], listening: Mapping[str, Listening]) -> Reported:
+def _called(
+    peer: HostPeer, own: HostReport, all_of_them: Sequence[HostReport], listening: Mapping[str, ListeningPorts]
+) -> HostReport:
     """The host, with how it fared when it called the others."""
     others = {each.name: each.host for each in all_of_them if each.host is not None and each.name != own.name}
     if own.host is None or not others:
@@ -185,7 +187,7 @@ def told_by(calls: Mapping[tuple[str, int], str], own: Collection[str]) -> dict[
     return told or dict.fromkeys(calls, SAME)
 
 
-def host_of(said: Mapping[str, Any]) -> Host:
-    """A Host as JSON had it."""
+def host_of(said: Mapping[str, Any]) -> HostFacts:
+    """Return the HostFacts that JSON holds."""
     pairs = {name: tuple(said[name]) for name in ("files", "locked", "infiniband")}
-    return Host(**{**said, **pairs})
+    return HostFacts(**{**said, **pairs})

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.bench.compare.matrix import Cell, Facts, Refused, places_of, sorted_out
-from dualdist.bench.jobs import SPAWN, Planned, Setting, program_command
+from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, sorted_out
+from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
 from dualdist.doctor.context import Availability
 from dualdist.doctor.findings import Finding
 from dualdist.errors import LaunchError
@@ -63,7 +63,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedCell:
     """A cell that was started. `problem` says how it failed, "" where its ranks got the right sum."""
 
     launcher: str
@@ -86,14 +86,14 @@ def usable(
     gpus: int,
     launchers: Sequence[str] | None = None,
     wanted: Sequence[str] | None = None,
-) -> tuple[list[Cell], list[Refused]]:
+) -> tuple[list[Cell], list[RefusedCell]]:
     """The cells that can run here as far as is known, and the others with the reasons."""
-    facts = Facts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
+    facts = MatrixFacts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
     places = places_of(launchers or STARTERS, wanted or list(CARRIERS), None, environ)
-    return sorted_out(places, Setting(ranks), site, facts)
+    return sorted_out(places, MeasurementSettings(ranks), site, facts)
 
 
-def try_all(cells: Iterable[Cell], ranks: int, site: Site, tell: Tell) -> list[Tried]:
+def try_all(cells: Iterable[Cell], ranks: int, site: Site, tell: Tell) -> list[TriedCell]:
     """Every cell's job, one after another."""
     cells, found = list(cells), []
     for number, cell in enumerate(cells, 1):
@@ -104,7 +104,7 @@ def try_all(cells: Iterable[Cell], ranks: int, site: Site, tell: Tell) -> list[T
     return found
 
 
-def find(tried: Iterable[Tried]) -> Iterable[Finding]:
+def find(tried: Iterable[TriedCell]) -> Iterable[Finding]:
     """What failed of what should work."""
     for each in tried:
         if each.problem:
@@ -124,14 +124,14 @@ def last_words(output: str) -> str:
     return (exceptions or lines or [""])[-1]
 
 
-def _planned(cell: Cell, ranks: int, site: Site, folder: Path) -> Planned:
+def _planned(cell: Cell, ranks: int, site: Site, folder: Path) -> PlannedJob:
     words = (str(folder), f"{WAIT_S:g}")
     program = (*TRIAL, SPAWN_OPTION, str(ranks), *words) if cell.place.launcher == SPAWN else (*TRIAL, *words)
-    built = program_command(cell.place, program, Setting(ranks), site)
-    return Planned(cell.label, built, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
+    built = program_command(cell.place, program, MeasurementSettings(ranks), site)
+    return PlannedJob(cell.label, built, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
 
 
-def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> Tried:
+def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> TriedCell:
     planned, place, began = _planned(cell, ranks, site, folder), cell.place, time.monotonic()
     try:
         result = run(planned.command, timeout_s=CELL_S, what=planned.what)
@@ -140,10 +140,10 @@ def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> Tried:
         problem = str(error)
     # The folder of the reports is gone afterwards: any other does for a person.
     command = planned.line.replace(shlex.quote(str(folder)), tempfile.gettempdir())
-    return Tried(place.launcher, place.backend, place.transport, command, time.monotonic() - began, problem)
+    return TriedCell(place.launcher, place.backend, place.transport, command, time.monotonic() - began, problem)
 
 
-def _problem(backend: str, transport: str | None, planned: Planned, code: int, output: str) -> str:
+def _problem(backend: str, transport: str | None, planned: PlannedJob, code: int, output: str) -> str:
     if code:
         return last_words(output) or f"exit code {code}, and nothing was said"
     missing = sum(not path.exists() for path in planned.reports)

@@ -23,18 +23,18 @@ ROOT = 0
 
 
 @dataclass(frozen=True)
-class Copy:
+class StateCopy:
     """The states of objects, plain data and random generators, as they were; in the CPU's memory."""
 
     content: Mapping[str, Any]
     random: RandomState
 
     @staticmethod
-    def of(parts: Mapping[str, Any], device: torch.device) -> Copy:
+    def of(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
         content = contents(parts, copy=True)
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         content[ABOUT] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
-        return Copy(content, random_state.take(device))
+        return StateCopy(content, random_state.take(device))
 
     def put_back(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The objects and random generators are as they were; returns the plain data, which belong to the caller."""

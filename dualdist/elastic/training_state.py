@@ -17,9 +17,9 @@ from dualdist.checkpoint.state import has_state, require_free
 from dualdist.collectives.compile import uncompiled
 from dualdist.data.sampler import Sampler
 from dualdist.elastic import recovery
-from dualdist.elastic.state_copy import Copy, shared
+from dualdist.elastic.state_copy import StateCopy, shared
 from dualdist.errors import CheckpointError, CollectiveError, MismatchError, UsageError
-from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, Notice, file_of
+from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, file_of
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
 
 P = ParamSpec("P")
@@ -110,7 +110,7 @@ class State:
         self._keep = keep
         self._names = tuple(parts)
         self._commits = 0
-        self._copy: Copy | None = None
+        self._copy: StateCopy | None = None
         self._callbacks: list[Callable[[], Any]] = []
         for name, part in parts.items():
             setattr(self, name, part)
@@ -150,7 +150,7 @@ class State:
         if self._path is not None:
             api.save_checkpoint(self._path, keep=self._keep, **self._parts())
         else:
-            self._copy = Copy.of(self._parts(), session.current().device)
+            self._copy = StateCopy.of(self._parts(), session.current().device)
 
     def restore(self) -> None:
         """Go back to what was saved last; every rank calls this. CheckpointError where nothing was."""
@@ -271,7 +271,7 @@ def _last_step() -> LastStep:
     found: LastStep | None = here.extras.get(LAST_STEP)
     if found is None:
         rank = here.topology.rank
-        notice = Notice(file_of(os.environ.get(NOTICE)) if rank == 0 else None)
+        notice = PreemptionNotice(file_of(os.environ.get(NOTICE)) if rank == 0 else None)
         made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
         found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
         if found is made:

@@ -17,7 +17,7 @@ FIELDS = ("rank", "size", "local_rank", "local_size", "node", "nodes")
 
 
 @dataclass(frozen=True)
-class Names:
+class LauncherVariables:
     """The variables in which a launcher tells a rank's place, None for what it does not tell, and how it is started."""
 
     launcher: str
@@ -39,7 +39,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Told:
+class EnvValues:
     """A rank's place as far as variables tell it."""
 
     rank: int
@@ -77,7 +77,7 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def require(environ: Mapping[str, str], names: Names, needed: Sequence[str] | None = None) -> None:
+def require(environ: Mapping[str, str], names: LauncherVariables, needed: Sequence[str] | None = None) -> None:
     """Raise a TopologyError unless all are set; called where one of them is, which says that this launcher ran."""
     needed = names.given() if needed is None else needed
     missing = [name for name in needed if text(environ, name) is None]
@@ -89,18 +89,18 @@ def require(environ: Mapping[str, str], names: Names, needed: Sequence[str] | No
         )
 
 
-def read(environ: Mapping[str, str], names: Names) -> Told:
+def read(environ: Mapping[str, str], names: LauncherVariables) -> EnvValues:
     """The numbers under these names, each below its bound; rank and size are there, as `require` made sure."""
     rank, size = integer(environ, names.rank), integer(environ, names.size)
     assert rank is not None
     assert size is not None
     others = (names.local_rank, names.local_size, names.node, names.nodes)
-    told = Told(rank, size, *(None if name is None else integer(environ, name) for name in others))
+    told = EnvValues(rank, size, *(None if name is None else integer(environ, name) for name in others))
     check(told, names)
     return told
 
 
-def check(told: Told, names: Names) -> None:
+def check(told: EnvValues, names: LauncherVariables) -> None:
     """Raise a TopologyError that names the variables where the numbers cannot be."""
     if told.size < 1:
         raise TopologyError(f"{names.size}={told.size}: a job has at least one rank; start with `{names.command}`")
@@ -133,7 +133,7 @@ def check(told: Told, names: Names) -> None:
             )
 
 
-def require_agreement(environ: Mapping[str, str], found: Topology, other: Names) -> None:
+def require_agreement(environ: Mapping[str, str], found: Topology, other: LauncherVariables) -> None:
     """Raise a TopologyError where the other variables are set and say another rank or size than the topology."""
     names = (other.rank, other.size)
     for name, value in zip(names, (found.rank, found.size), strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import Names, present, require
+from dualdist.environments.env_values import LauncherVariables, present, require
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="Flux",
     command="flux run -n N python script.py",
     rank="FLUX_TASK_RANK",

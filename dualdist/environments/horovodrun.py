@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.env_values import Names, integer, present, read, require
+from dualdist.environments.env_values import LauncherVariables, integer, present, read, require
 from dualdist.environments.infer_topology import topology
 from dualdist.topology import Topology
 
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="horovodrun",
     command="horovodrun -np N python script.py",
     rank="HOROVOD_RANK",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import Names, present
+from dualdist.environments.env_values import LauncherVariables, present
 from dualdist.environments.mpi import rank_of_mpirun
 from dualdist.topology import Topology
 
 LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="MPICH or Intel MPI",
     command="mpirun -np N python script.py",
     rank="PMI_RANK",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dualdist.environments.env_values import RENDEZVOUS, Names, Told, integer, present, shown, text
+from dualdist.environments.env_values import RENDEZVOUS, EnvValues, LauncherVariables, integer, present, shown, text
 from dualdist.errors import TopologyError
 from dualdist.topology import Meeting, Topology
 
@@ -16,7 +16,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True)
-class Master:
+class MainAddress:
     """The address and port of rank 0, or of the store that the launcher's agent serves in its place."""
 
     address: str
@@ -30,7 +30,7 @@ class Master:
         return self.address in ("localhost", "::1") or self.address.startswith("127.")
 
 
-def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> Master | None:
+def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> MainAddress | None:
     """Rank 0's address and port; None unless both are set.
 
     One alone is no error here: the launcher has another way for the ranks to meet, and it is left over from elsewhere.
@@ -42,12 +42,12 @@ def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> 
     assert port is not None
     if not 0 < port < 65536:
         raise TopologyError(f"{names[1]}={port}: a port is between 1 and 65535; set {names[1]} to a free one")
-    return Master(address, port, text(environ, AGENT_STORE) == "True", names)
+    return MainAddress(address, port, text(environ, AGENT_STORE) == "True", names)
 
 
 def require_master(
     environ: Mapping[str, str], size: int, size_name: str, names: tuple[str, str] = MASTER
-) -> Master | None:
+) -> MainAddress | None:
     """Rank 0's address and port; an error where several ranks have no way to meet. DUALDIST_RENDEZVOUS is one."""
     master = read_master(environ, names)
     if master is None and size > 1 and text(environ, RENDEZVOUS) is None:
@@ -60,14 +60,14 @@ def require_master(
 
 
 def topology(
-    told: Told,
+    told: EnvValues,
     *,
     launcher: str,
     source: str,
-    master: Master | None = None,
+    master: MainAddress | None = None,
     meeting: Meeting = "none",
     mpi: bool = False,
-    names: Names | None = None,
+    names: LauncherVariables | None = None,
 ) -> Topology:
     """The rank's Topology; `meeting` is how the ranks meet where no address of rank 0 is given.
 
@@ -103,7 +103,7 @@ def topology(
     )
 
 
-def _origins(told: Told, names: Names | None, master: Master | None) -> Iterator[tuple[str, str]]:
+def _origins(told: EnvValues, names: LauncherVariables | None, master: MainAddress | None) -> Iterator[tuple[str, str]]:
     for part, name in names.by_field().items() if names is not None else ():
         if name is not None and getattr(told, part) is not None:
             yield part, name
@@ -111,7 +111,7 @@ def _origins(told: Told, names: Names | None, master: Master | None) -> Iterator
         yield from zip(("address", "port"), master.names, strict=True)
 
 
-def _local(told: Told, *, one_host: bool) -> tuple[int, int]:
+def _local(told: EnvValues, *, one_host: bool) -> tuple[int, int]:
     """Local rank and local size: as told, or as on one host, or as with ranks spread in blocks over the nodes."""
     if told.local_rank is None and told.local_size is None and told.nodes is None:
         return (told.rank, told.size) if one_host else (0, 1)  # a pod each, as Kubernetes' PyTorchJob starts them
@@ -126,7 +126,7 @@ def _local(told: Told, *, one_host: bool) -> tuple[int, int]:
     return local_rank, local_size
 
 
-def _node(told: Told, local_rank: int, local_size: int) -> tuple[int, int]:
+def _node(told: EnvValues, local_rank: int, local_size: int) -> tuple[int, int]:
     """Node and nodes: as told, or as with ranks placed by slot, or else by node in turn, or else anything possible."""
     least = 1 if told.node is None else told.node + 1
     nodes = max(least, _ceil(told.size, local_size)) if told.nodes is None else told.nodes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import openmpi
-from dualdist.environments.env_values import Names, present, require, require_agreement
+from dualdist.environments.env_values import LauncherVariables, present, require, require_agreement
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="jsrun",
     command="jsrun -n N python script.py",
     rank="JSM_NAMESPACE_RANK",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
-from dualdist.environments.env_values import Names, present, read, require
+from dualdist.environments.env_values import LauncherVariables, present, read, require
 from dualdist.environments.infer_topology import read_master, topology
 from dualdist.topology import Topology
 
 
-def rank_of_mpi(environ: Mapping[str, str], names: Names, launcher: str) -> Topology:
+def rank_of_mpi(environ: Mapping[str, str], names: LauncherVariables, launcher: str) -> Topology:
     """The rank's place in MPI_COMM_WORLD; they meet by MPI broadcast unless MASTER_ADDR and MASTER_PORT are set."""
     told = read(environ, names)
     return topology(
@@ -24,7 +24,7 @@ def rank_of_mpi(environ: Mapping[str, str], names: Names, launcher: str) -> Topo
     )
 
 
-def rank_of_mpirun(environ: Mapping[str, str], names: Names) -> Topology | None:
+def rank_of_mpirun(environ: Mapping[str, str], names: LauncherVariables) -> Topology | None:
     """The rank's place under an mpirun that names all but the node; None where srun has started this process since.
 
     A local rank and a local size alone say nothing: people export them for other tools.

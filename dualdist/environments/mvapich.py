@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import Names
+from dualdist.environments.env_values import LauncherVariables
 from dualdist.environments.mpi import rank_of_mpirun
 from dualdist.topology import Topology
 
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="MVAPICH2",
     command="mpirun_rsh -np N -hostfile hosts python script.py",
     rank="MV2_COMM_WORLD_RANK",

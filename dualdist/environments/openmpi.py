@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.env_values import Names, text
+from dualdist.environments.env_values import LauncherVariables, text
 from dualdist.environments.mpi import rank_of_mpirun
 from dualdist.topology import Topology
 
 # OMPI_COMM_WORLD_NODE_RANK is not the node's index.
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="Open MPI",
     command="mpirun -np N python script.py",
     rank="OMPI_COMM_WORLD_RANK",

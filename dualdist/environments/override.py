@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import Names, present, read, require, text
+from dualdist.environments.env_values import LauncherVariables, present, read, require, text
 from dualdist.environments.infer_topology import MASTER, require_master, topology
 from dualdist.topology import Topology
 
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="an explicit place",
     command="DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
     rank="DUALDIST_RANK",

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dualdist.environments import flux, slurm
-from dualdist.environments.env_values import Names, present, require
+from dualdist.environments.env_values import LauncherVariables, present, require
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
 # PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out.
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="PALS", command="mpiexec -n N python script.py", rank="PALS_RANKID", size="PMI_SIZE", node="PALS_NODEID"
 )
 LOCAL_RANKS = ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
-from dualdist.environments.env_values import OVERRIDE, Names, present, require, shown, text
+from dualdist.environments.env_values import OVERRIDE, LauncherVariables, present, require, shown, text
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
-NAMES = Names(launcher="PMI", command="mpiexec -n N python script.py", rank="PMI_RANK", size="PMI_SIZE")
+NAMES = LauncherVariables(launcher="PMI", command="mpiexec -n N python script.py", rank="PMI_RANK", size="PMI_SIZE")
 PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
 
 

@@ -6,7 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.env_values import OVERRIDE, SHOWN, Names, check, integer, present, read, require, shown, text
+from dualdist.environments.env_values import (
+    OVERRIDE,
+    SHOWN,
+    LauncherVariables,
+    check,
+    integer,
+    present,
+    read,
+    require,
+    shown,
+    text,
+)
 from dualdist.environments.infer_topology import read_master, topology
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
@@ -15,7 +26,7 @@ STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 NODE = "SLURM_NODEID"
 # The size is never SLURM_NTASKS, which speaks of the allocation.
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="srun",
     command="srun -n N python script.py",
     rank="SLURM_PROCID",
@@ -89,7 +100,7 @@ def started_with_pmix(environ: Mapping[str, str]) -> bool:
     return (text(environ, PMIX_NAMESPACE) or "").startswith("slurm.pmix.")
 
 
-def refuse_leftover(environ: Mapping[str, str], found: Topology, names: Names) -> None:
+def refuse_leftover(environ: Mapping[str, str], found: Topology, names: LauncherVariables) -> None:
     """Raise a TopologyError where srun started several tasks on a node from within an mpirun of one rank.
 
     The step of an MPI daemon has one task a node, and a step that serves a terminal may well run mpirun. In any other

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import Names, present, read, require, text
+from dualdist.environments.env_values import LauncherVariables, present, read, require, text
 from dualdist.environments.infer_topology import MASTER_ADDR, MASTER_PORT, read_master, topology
 from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-NAMES = Names(
+NAMES = LauncherVariables(
     launcher="torchrun",
     command="torchrun --nproc-per-node N script.py",
     rank="RANK",

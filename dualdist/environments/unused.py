@@ -12,7 +12,7 @@ from dualdist.topology import Topology
 
 
 @dataclass(frozen=True)
-class Family:
+class LauncherFamily:
     """What one launcher sets. `first` says why its word counts where another one's is there, too."""
 
     launcher: str
@@ -21,7 +21,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedVariable:
     """A variable that is set, and why it did not count."""
 
     name: str
@@ -31,31 +31,35 @@ class Unused:
 
 # In the order of dualdist.environments.ORDER.
 FAMILIES = (
-    Family("an explicit place", (*override.NAMES.given(), *override.MEETING), "your own word goes before a launcher's"),
-    Family(
+    LauncherFamily(
+        "an explicit place", (*override.NAMES.given(), *override.MEETING), "your own word goes before a launcher's"
+    ),
+    LauncherFamily(
         "torchrun",
         (*torchrun.NAMES.given(), "ROLE_RANK", "ROLE_WORLD_SIZE"),
         "torchrun is the innermost launcher: srun and mpirun start its agents, one a node",
     ),
-    Family("horovodrun", horovodrun.PLACE, "horovodrun starts its ranks over ssh, from within a job as well"),
-    Family("jsrun", tuple(jsm.NAMES.given()), "jsrun's MPI sets Open MPI's variables, too"),
-    Family("MVAPICH2", tuple(mvapich.NAMES.given()), "MVAPICH2's mpiexec is a Hydra with variables of its own"),
-    Family(
+    LauncherFamily("horovodrun", horovodrun.PLACE, "horovodrun starts its ranks over ssh, from within a job as well"),
+    LauncherFamily("jsrun", tuple(jsm.NAMES.given()), "jsrun's MPI sets Open MPI's variables, too"),
+    LauncherFamily("MVAPICH2", tuple(mvapich.NAMES.given()), "MVAPICH2's mpiexec is a Hydra with variables of its own"),
+    LauncherFamily(
         "Open MPI",
         (*openmpi.NAMES.given(), "OMPI_COMM_WORLD_NODE_RANK", "OMPI_UNIVERSE_SIZE"),
         "mpirun's ranks inherit the Slurm step of the daemon that started them",
     ),
-    Family("PALS", (*pals.OWN, *pals.LOCAL_RANKS, *pals.LOCAL_SIZES), "PALS may set Hydra's local ranks, too"),
-    Family(
+    LauncherFamily("PALS", (*pals.OWN, *pals.LOCAL_RANKS, *pals.LOCAL_SIZES), "PALS may set Hydra's local ranks, too"),
+    LauncherFamily(
         "MPICH or Intel MPI",
         tuple(hydra.NAMES.given()),
         "mpirun's ranks inherit the Slurm step of the daemon that started them",
     ),
-    Family("Flux", tuple(flux.NAMES.given()), "an instance of Flux may run as a Slurm step"),
-    Family("srun", (*slurm.NEEDED, *slurm.STEP_IDS), "srun itself started this process; the rest was left over"),
-    Family("PMI", ("PMIX_RANK",), ""),
-    Family("a shared address", MASTER, ""),
-    Family("pbsdsh", pbs.PLACE, ""),
+    LauncherFamily("Flux", tuple(flux.NAMES.given()), "an instance of Flux may run as a Slurm step"),
+    LauncherFamily(
+        "srun", (*slurm.NEEDED, *slurm.STEP_IDS), "srun itself started this process; the rest was left over"
+    ),
+    LauncherFamily("PMI", ("PMIX_RANK",), ""),
+    LauncherFamily("a shared address", MASTER, ""),
+    LauncherFamily("pbsdsh", pbs.PLACE, ""),
 )
 # Whatever launcher it was, these say something else than their names suggest.
 NEVER = {
@@ -82,14 +86,14 @@ LEFT_OVER = "of a step from which this batch script was submitted; Slurm lists o
 NOT_ALONE = "it says nothing without {0}"
 
 
-def unused(environ: Mapping[str, str], found: Topology) -> Iterator[Unused]:
+def unused(environ: Mapping[str, str], found: Topology) -> Iterator[UnusedVariable]:
     """Every variable about places that is set and did not count for the topology."""
     used = {name.partition("[")[0] for _, name in found.origins}
     winner = next((family for family in FAMILIES if used & set(family.names) - set(MASTER)), None)
     families = {name: family for family in reversed(FAMILIES) for name in family.names}
     for name in dict.fromkeys([*(name for family in FAMILIES for name in family.names), *NEVER]):
         if name not in used and (value := text(environ, name)) is not None and not _is_read(name, found):
-            yield Unused(name, value, _why(name, families.get(name), winner, environ))
+            yield UnusedVariable(name, value, _why(name, families.get(name), winner, environ))
 
 
 def set_places(environ: Mapping[str, str]) -> list[str]:
@@ -102,7 +106,7 @@ def _is_read(name: str, found: Topology) -> bool:
     return found.launcher == "srun" and name in slurm.STEP_IDS
 
 
-def _why(name: str, family: Family | None, winner: Family | None, environ: Mapping[str, str]) -> str:
+def _why(name: str, family: LauncherFamily | None, winner: LauncherFamily | None, environ: Mapping[str, str]) -> str:
     if name in NEVER:
         return NEVER[name]
     if name in MASTER:
@@ -120,7 +124,7 @@ def _why(name: str, family: Family | None, winner: Family | None, environ: Mappi
     return NOT_ALONE.format(needed) if needed else "it names no rank and no size"
 
 
-def _needed(family: Family | None) -> list[str]:
+def _needed(family: LauncherFamily | None) -> list[str]:
     return list(family.names[:2]) if family is not None and len(family.names) > 2 else []
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.machine import CACHE_GB, WORK_GB, Cuda, Machine, Mpi, Nccl, Options, Torch
+from dualdist.horovod_build.machine import (
+    CACHE_GB,
+    WORK_GB,
+    BuildMachine,
+    BuildOptions,
+    CudaToolkit,
+    MpiInstallation,
+    NcclInstallation,
+    TorchInstallation,
+)
 
 # Horovod 0.28.1 against an older torch builds by plain pip; nothing here was tried with one.
 OLDEST_TORCH = (2, 1)
@@ -15,7 +24,7 @@ OLDEST_CMAKE = (3, 13)
 FIRST_BAD_SETUPTOOLS = 81
 
 
-def checked(options: Options, machine: Machine) -> None:
+def checked(options: BuildOptions, machine: BuildMachine) -> None:
     """The build can start; BuildError with what is missing and what to type if not."""
     checked_torch(machine)
     _check_packages(machine)
@@ -28,7 +37,7 @@ def checked(options: Options, machine: Machine) -> None:
     _check_space(machine)
 
 
-def checked_torch(machine: Machine) -> Torch:
+def checked_torch(machine: BuildMachine) -> TorchInstallation:
     """The installed torch, if Horovod can be built for it."""
     torch = machine.torch
     if torch is None:
@@ -49,7 +58,7 @@ def checked_torch(machine: Machine) -> Torch:
     return torch
 
 
-def _check_packages(machine: Machine) -> None:
+def _check_packages(machine: BuildMachine) -> None:
     if machine.missing_packages:
         missing = " ".join(machine.missing_packages)
         raise BuildError(
@@ -64,7 +73,7 @@ def _check_packages(machine: Machine) -> None:
         )
 
 
-def _check_compiler(machine: Machine) -> None:
+def _check_compiler(machine: BuildMachine) -> None:
     if machine.cxx is None:
         raise BuildError(
             "no C++ compiler was found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "
@@ -80,7 +89,7 @@ def _check_compiler(machine: Machine) -> None:
         raise BuildError("make was not found on PATH; install it (Debian: apt-get install make)")
 
 
-def _check_cmake(machine: Machine) -> None:
+def _check_cmake(machine: BuildMachine) -> None:
     if machine.cmake is None:
         raise BuildError(f"cmake was not found on PATH; type: {machine.python} -m pip install cmake")
     if machine.cmake_version < OLDEST_CMAKE:
@@ -91,7 +100,7 @@ def _check_cmake(machine: Machine) -> None:
         )
 
 
-def checked_mpi(machine: Machine) -> Mpi:
+def checked_mpi(machine: BuildMachine) -> MpiInstallation:
     """The MPI that Horovod will use."""
     if machine.mpi is None:
         raise BuildError(
@@ -102,7 +111,7 @@ def checked_mpi(machine: Machine) -> Mpi:
     return machine.mpi
 
 
-def checked_gpu(machine: Machine) -> tuple[Cuda, Nccl]:
+def checked_gpu(machine: BuildMachine) -> tuple[CudaToolkit, NcclInstallation]:
     """The CUDA toolkit and the NCCL that Horovod will use; both fit to torch."""
     torch = checked_torch(machine)
     if torch.cuda is None:
@@ -129,7 +138,7 @@ def checked_gpu(machine: Machine) -> tuple[Cuda, Nccl]:
     return machine.cuda, machine.nccl
 
 
-def _check_space(machine: Machine) -> None:
+def _check_space(machine: BuildMachine) -> None:
     for folder, free_gb, needed_gb, variable in (
         (machine.work_dir, machine.work_free_gb, WORK_GB, "TMPDIR"),
         (machine.cache_dir, machine.cache_free_gb, CACHE_GB, "XDG_CACHE_HOME"),

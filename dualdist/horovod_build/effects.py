@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.plan import Command
+from dualdist.horovod_build.plan import BuildCommand
 
 # pip's retries and final errors where the index did not answer.
 NETWORK = re.compile(
@@ -62,7 +62,7 @@ def telling_lines(lines: Sequence[str], pattern: re.Pattern[str] = FIRST_ERROR) 
 
 
 def run(
-    command: Command,
+    command: BuildCommand,
     environ: Mapping[str, str],
     *,
     what: str,
@@ -92,7 +92,7 @@ def _note(line: str, lines: list[str], write: Callable[[str], object], see: Call
 
 
 def _stream(
-    command: Command, environ: Mapping[str, str], timeout_s: float | None, note: Callable[[str], None]
+    command: BuildCommand, environ: Mapping[str, str], timeout_s: float | None, note: Callable[[str], None]
 ) -> int | None:
     """The exit code; None if it was stopped for taking too long. The whole process group ends with this call."""
     process = subprocess.Popen(
@@ -127,7 +127,7 @@ def _stream(
     return None if late.is_set() else code
 
 
-def environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(command: BuildCommand, environ: Mapping[str, str]) -> dict[str, str]:
     """The user's variables with the command's in them."""
     changed = dict(command.variables)
     return {name: value for name, value in {**environ, **changed}.items() if value or name not in changed}

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build import effects, patches, plan, probe
-from dualdist.horovod_build.machine import Options
+from dualdist.horovod_build.machine import BuildOptions
 from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
 
 # make's "[ 42%] Building CXX object ..." as CMake writes it.
@@ -32,7 +32,7 @@ def percent_of(line: str) -> tuple[int, str] | None:
 
 
 @dataclass
-class Progress:
+class BuildProgress:
     """Writes to `stream`; call `line` for each line of output and `done` at the end of a step."""
 
     stream: TextIO
@@ -111,7 +111,7 @@ DEBUG = "HOROVOD_DEBUG"
 TRIAL_TIMEOUT_S = 180
 
 
-def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
+def install_horovod(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> None:
     """Horovod is installed in this Python environment and two ranks have reduced with it; BuildError if not."""
     try:
         _install(options, environ, out)
@@ -121,8 +121,8 @@ def install_horovod(options: Options, environ: Mapping[str, str], out: TextIO) -
         ) from error
 
 
-def _install(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
-    progress = Progress(out)
+def _install(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> None:
+    progress = BuildProgress(out)
     machine = probe.look(environ)
     todo = plan.make_plan(options, machine, probe.search_path(environ), debug=environ.get(DEBUG) == "1")
     kept = None if options.force else find(todo.wheel_folder, todo.key)
@@ -152,7 +152,7 @@ def _install(options: Options, environ: Mapping[str, str], out: TextIO) -> None:
     _put(todo, _built(todo, environ, progress), environ, progress)
 
 
-def _built(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> Path:
+def _built(todo: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProgress) -> Path:
     """The wheel, built and in the cache."""
     with tempfile.TemporaryDirectory(prefix="dualdist-horovod-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
@@ -176,7 +176,7 @@ def _built(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> P
         return keep(wheels[0], todo.wheel_folder)
 
 
-def _put(todo: plan.Plan, wheel: Path, environ: Mapping[str, str], progress: Progress) -> None:
+def _put(todo: plan.BuildPlan, wheel: Path, environ: Mapping[str, str], progress: BuildProgress) -> None:
     """The wheel is installed and tried; where the trial fails, no Horovod is left that would break at first use."""
     progress.say("installing")
     effects.run(plan.install(todo, wheel), environ, what=f"installing {wheel.name}", log=todo.log)
@@ -188,7 +188,7 @@ def _put(todo: plan.Plan, wheel: Path, environ: Mapping[str, str], progress: Pro
         raise
 
 
-def _try(todo: plan.Plan, environ: Mapping[str, str], progress: Progress) -> None:
+def _try(todo: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProgress) -> None:
     """Two ranks got the right sums over each transport."""
     trials = plan.trials(todo)
     for transport, command in trials.items():

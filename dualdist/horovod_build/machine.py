@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchInstallation:
     """The installed torch; `cxx_standard` is what its headers demand, such as 17, or None if they do not say."""
 
     version: str
@@ -18,7 +18,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpiInstallation:
     """The MPI that `compiler` compiles for; `library_dirs` are those outside the Python environment."""
 
     compiler: str
@@ -29,7 +29,7 @@ class Mpi:
 
 
 @dataclass(frozen=True)
-class Cuda:
+class CudaToolkit:
     """A CUDA toolkit with nvcc in `home`/bin."""
 
     home: str
@@ -37,7 +37,7 @@ class Cuda:
 
 
 @dataclass(frozen=True)
-class Nccl:
+class NcclInstallation:
     """NCCL's header folder and its shared library."""
 
     include: str
@@ -46,7 +46,7 @@ class Nccl:
 
 
 @dataclass(frozen=True)
-class Machine:
+class BuildMachine:
     """Everything seen before a build; what is None or missing was looked for and not found."""
 
     python: str
@@ -55,7 +55,7 @@ class Machine:
     platform: str
     libc: str
     arch_flags: tuple[str, ...]
-    torch: Torch | None
+    torch: TorchInstallation | None
     torch_problem: str
     missing_packages: tuple[str, ...]
     setuptools: str | None
@@ -64,10 +64,10 @@ class Machine:
     make: str | None
     cmake: str | None
     cmake_version: tuple[int, ...]
-    mpi: Mpi | None
+    mpi: MpiInstallation | None
     mpi_problem: str
-    cuda: Cuda | None
-    nccl: Nccl | None
+    cuda: CudaToolkit | None
+    nccl: NcclInstallation | None
     work_dir: str
     work_free_gb: float
     cache_dir: str
@@ -82,7 +82,7 @@ CACHE_GB = 0.2
 
 
 @dataclass(frozen=True)
-class Options:
+class BuildOptions:
     """The command line; `jobs` is None for as many as the machine carries."""
 
     version: str = HOROVOD_VERSION

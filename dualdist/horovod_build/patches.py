@@ -17,7 +17,7 @@ ADVICE = f"the patches are for Horovod {HOROVOD_VERSION}; leave out --version, o
 
 
 @dataclass(frozen=True)
-class Patch:
+class SourcePatch:
     """In the file `path`, `old` stands exactly `count` times and becomes `new`, because of `why`."""
 
     path: str
@@ -27,45 +27,47 @@ class Patch:
     count: int = 1
 
 
-def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
+def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
     """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside Python's prefix."""
     return (*_build_patches(cxx_standard, library_dirs), *_engine_patches(), *_cuda_patches(), *_runner_patches())
 
 
-def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patch, ...]:
+def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
     library_path = ";".join((*RELATIVE_LIBRARY_DIRS, *library_dirs))
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     output_name = 'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")'
     return (
-        Patch("CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
-        Patch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
-        Patch(
+        SourcePatch("CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
+        SourcePatch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
+        SourcePatch(
             "horovod/torch/CMakeLists.txt",
             output_name,
             f"{output_name}\nset_target_properties(${{PYTORCH_TARGET_LIB}} PROPERTIES\n"
             f'    BUILD_WITH_INSTALL_RPATH TRUE INSTALL_RPATH "{library_path}")',
             "libraries are found relative to the package, so that the wheel works in another environment",
         ),
-        Patch(
+        SourcePatch(
             "horovod/torch/CMakeLists.txt",
             "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
             "import sysconfig; print(sysconfig.get_paths()['include'])",
             "Python 3.12 has no distutils",
         ),
-        Patch(
+        SourcePatch(
             "CMakeLists.txt",
             "-pthread -fPIC -Wall -ftree-vectorize",
             "-pthread -fPIC -Wall -ftree-vectorize -include cstdint",
             "from GCC 13 on the standard headers no longer bring <cstdint>, which Gloo takes for granted",
         ),
-        Patch(
+        SourcePatch(
             "CMakeLists.txt",
             "set(CMAKE_CXX_EXTENSIONS OFF)",
             'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
             "no symbols in the library",
         ),
-        Patch("setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"),
-        Patch(
+        SourcePatch(
+            "setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"
+        ),
+        SourcePatch(
             "setup.py",
             "zip_safe=False,",
             f"zip_safe=False,\n      package_data={{'horovod': ['{RECORD_NAME}']}},",
@@ -74,25 +76,25 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Patc
     )
 
 
-def _engine_patches() -> tuple[Patch, ...]:
+def _engine_patches() -> tuple[SourcePatch, ...]:
     sets = "horovod/common/process_set.cc"
     why = "whoever began an operation waited, with Python's lock, until all other ranks' engines had answered"
     allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
     return (
-        Patch(
+        SourcePatch(
             "horovod/common/gloo/gloo_context.cc",
             "assert(global_context.IsEnabled());",
             "assert(global_context.IsEnabled());\n\n  gloo_iface_ = global_context.gloo_iface_;",
             "a process set listened where the host's name points, be it loopback, whatever HOROVOD_GLOO_IFACE says",
         ),
-        Patch(
+        SourcePatch(
             sets,
             "std::lock_guard<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
             "std::unique_lock<std::recursive_mutex> guard(mutex);\n\n  auto locally_registered_count",
             why,
         ),
-        Patch(sets, allgather, f"guard.unlock();\n  {allgather}\n  guard.lock();", why),
-        Patch(
+        SourcePatch(sets, allgather, f"guard.unlock();\n  {allgather}\n  guard.lock();", why),
+        SourcePatch(
             sets,
             "for (auto id : Ids()) {\n      bool newly_registered",
             "auto agreed_ids = Ids();\n"
@@ -103,9 +105,9 @@ def _engine_patches() -> tuple[Patch, ...]:
     )
 
 
-def _cuda_patches() -> tuple[Patch, ...]:
+def _cuda_patches() -> tuple[SourcePatch, ...]:
     return (
-        Patch(
+        SourcePatch(
             "horovod/common/ops/cuda/CMakeLists.txt",
             "set(CMAKE_CUDA_STANDARD 11)",
             "set(CMAKE_CUDA_STANDARD 17)",
@@ -114,21 +116,21 @@ def _cuda_patches() -> tuple[Patch, ...]:
     )
 
 
-def _runner_patches() -> tuple[Patch, ...]:
+def _runner_patches() -> tuple[SourcePatch, ...]:
     return (
-        Patch(
+        SourcePatch(
             "horovod/runner/js_run.py",
             "from distutils.spawn import find_executable",
             "from shutil import which as find_executable",
             "Python 3.12 has no distutils, and horovodrun imports this",
         ),
-        Patch(
+        SourcePatch(
             "horovod/runner/http/http_server.py",
             "self.server.finished_list.clear()",
             "self.server.finished_list[scope].clear()",
             "a scope that completes must not reset the others, or ranks that initialise again lose keys",
         ),
-        Patch(
+        SourcePatch(
             "horovod/runner/mpi_run.py",
             "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']",
             "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']",
@@ -137,13 +139,13 @@ def _runner_patches() -> tuple[Patch, ...]:
     )
 
 
-def digest(patches: Sequence[Patch]) -> str:
+def digest(patches: Sequence[SourcePatch]) -> str:
     """A short name for these changes; other changes have another."""
     changes = [(patch.path, patch.old, patch.new) for patch in patches]
     return hashlib.sha256(repr(changes).encode()).hexdigest()[:16]
 
 
-def patched(text: str, patch: Patch) -> str:
+def patched(text: str, patch: SourcePatch) -> str:
     """The text with the patch applied; BuildError if it was written for another text."""
     found = text.count(patch.old)
     if found != patch.count:
@@ -153,7 +155,7 @@ def patched(text: str, patch: Patch) -> str:
     return text.replace(patch.old, patch.new)
 
 
-def apply(source: Path, patches: Sequence[Patch]) -> None:
+def apply(source: Path, patches: Sequence[SourcePatch]) -> None:
     """All patches are in the unpacked sources; BuildError, with nothing written, if one does not fit."""
     texts: dict[Path, str] = {}
     for patch in patches:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.horovod_build import checks
-from dualdist.horovod_build.machine import Machine, Options
-from dualdist.horovod_build.patches import Patch, digest, patches_for
+from dualdist.horovod_build.machine import BuildMachine, BuildOptions
+from dualdist.horovod_build.patches import SourcePatch, digest, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
 # What torch demands where its headers do not say: torch 2.15 moved to C++20.
@@ -21,7 +21,7 @@ UNNAMED_WORK = "dualdist-horovod-XXXXXX"
 
 
 @dataclass(frozen=True)
-class Command:
+class BuildCommand:
     """One process: its arguments, and the variables it gets besides or instead of the user's ("" removes one)."""
 
     argv: tuple[str, ...]
@@ -36,14 +36,14 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """Everything decided before the first effect."""
 
-    options: Options
-    machine: Machine
+    options: BuildOptions
+    machine: BuildMachine
     path: str
     record: BuildRecord
-    patches: tuple[Patch, ...]
+    patches: tuple[SourcePatch, ...]
 
     @property
     def key(self) -> str:
@@ -68,7 +68,7 @@ class Plan:
         return Path(self.machine.cache_dir) / "logs" / f"horovod-{self.key}.log"
 
 
-def make_plan(options: Options, machine: Machine, path: str, debug: bool = False) -> Plan:
+def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bool = False) -> BuildPlan:
     """The plan for a machine; BuildError if something is missing on it."""
     checks.checked(options, machine)
     torch = checks.checked_torch(machine)
@@ -105,7 +105,7 @@ def make_plan(options: Options, machine: Machine, path: str, debug: bool = False
         patches=tuple(f"{patch.path}: {patch.why}" for patch in patches),
         key=key,
     )
-    return Plan(options, machine, path, record, patches)
+    return BuildPlan(options, machine, path, record, patches)
 
 
 def cache_key(inputs: dict[str, object]) -> str:
@@ -113,7 +113,7 @@ def cache_key(inputs: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def cxx_standard(machine: Machine) -> int:
+def cxx_standard(machine: BuildMachine) -> int:
     """The C++ standard to compile with: what torch's headers demand, else what its version is known to demand."""
     torch = checks.checked_torch(machine)
     if torch.cxx_standard is not None:
@@ -122,52 +122,52 @@ def cxx_standard(machine: Machine) -> int:
     return 20 if (int(major), int(minor)) >= FIRST_CXX20_TORCH else 17
 
 
-def download(plan: Plan, work: Path) -> Command:
+def download(plan: BuildPlan, work: Path) -> BuildCommand:
     """Fetch the sdist; pip runs its setup.py for the metadata, hence no isolation."""
     pip = (plan.machine.python, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "2")
     what = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", str(work))
-    return Command((*pip, *what, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
+    return BuildCommand((*pip, *what, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
 
 
-def build(plan: Plan, work: Path) -> Command:
+def build(plan: BuildPlan, work: Path) -> BuildCommand:
     """Compile the patched sources to a wheel in work/wheel."""
     pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-cache-dir")
     alone = ("--no-index", "--no-deps", "--no-build-isolation")
     where = ("--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
-    return Command((*pip, *alone, *where), _build_variables(plan, work))
+    return BuildCommand((*pip, *alone, *where), _build_variables(plan, work))
 
 
-def install(plan: Plan, wheel: Path) -> Command:
+def install(plan: BuildPlan, wheel: Path) -> BuildCommand:
     """Put the wheel in this Python environment, whatever Horovod was there, and nothing else."""
     pip = (plan.machine.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index")
-    return Command((*pip, "--force-reinstall", str(wheel)))
+    return BuildCommand((*pip, "--force-reinstall", str(wheel)))
 
 
-def uninstall(plan: Plan) -> Command:
+def uninstall(plan: BuildPlan) -> BuildCommand:
     """Take Horovod out of this Python environment."""
-    return Command((plan.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
+    return BuildCommand((plan.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
 
 
-def trials(plan: Plan) -> dict[str, Command]:
+def trials(plan: BuildPlan) -> dict[str, BuildCommand]:
     """For each transport, the command whose two ranks reduce known values and compare them."""
     python = plan.machine.python
     program = (python, "-m", "dualdist.horovod_build.smoke_test", "--expect", "nccl" if plan.options.gpu else "cpu")
     horovodrun = str(Path(sysconfig.get_path("scripts")) / "horovodrun")
     path = (("PATH", plan.path),)
-    commands = {"gloo": Command((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}
+    commands = {"gloo": BuildCommand((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}
     mpi = plan.machine.mpi if plan.options.mpi else None
     if mpi and mpi.mpirun:
         variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *_openmpi_variables())
-        commands["mpi"] = Command((mpi.mpirun, "-np", "2", *program, "mpi"), variables)
+        commands["mpi"] = BuildCommand((mpi.mpirun, "-np", "2", *program, "mpi"), variables)
     return commands
 
 
-def source_folder(plan: Plan, work: Path) -> Path:
+def source_folder(plan: BuildPlan, work: Path) -> Path:
     """Where the sdist lies unpacked."""
     return work / f"horovod-{plan.options.version}"
 
 
-def _build_variables(plan: Plan, work: Path) -> tuple[tuple[str, str], ...]:
+def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]:
     machine, gpu = plan.machine, plan.options.gpu
     mpi = machine.mpi if plan.options.mpi else None
     variables = {
@@ -227,7 +227,7 @@ def _openmpi_variables() -> tuple[tuple[str, str], ...]:
     )
 
 
-def describe(plan: Plan, work: Path, kept: bool) -> list[str]:
+def describe(plan: BuildPlan, work: Path, kept: bool) -> list[str]:
     """The lines of --dry-run: comments for what happens in this process, commands for what is started."""
     record = plan.record
     lines = [f"# {summary(record)}, key {plan.key}"]

@@ -16,7 +16,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
+from dualdist.horovod_build.machine import (
+    BuildMachine,
+    CudaToolkit,
+    MpiInstallation,
+    NcclInstallation,
+    TorchInstallation,
+)
 from dualdist.utils.package_probe import ask_torch
 from dualdist.utils.resource_limits import memory_limit, usable_cores
 
@@ -41,7 +47,7 @@ ARCH_FLAGS = ("f16c", "avx", "fma")
 GUARDING_HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 
 
-def look(environ: Mapping[str, str]) -> Machine:
+def look(environ: Mapping[str, str]) -> BuildMachine:
     """Everything a build depends on; slow by one import of torch in a process of its own."""
     path = search_path(environ)
     torch, torch_problem = _torch(environ)
@@ -49,7 +55,7 @@ def look(environ: Mapping[str, str]) -> Machine:
     cxx = _compiler(path, environ)
     cmake = shutil.which("cmake", path=path)
     work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
-    return Machine(
+    return BuildMachine(
         python=sys.executable,
         python_version=sys.version_info[:2],
         abi_tag=str(sysconfig.get_config_var("SOABI")),
@@ -122,15 +128,15 @@ def library_dirs(link_line: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _torch(environ: Mapping[str, str]) -> tuple[Torch | None, str]:
+def _torch(environ: Mapping[str, str]) -> tuple[TorchInstallation | None, str]:
     said = ask_torch(environ)
     if isinstance(said, str):
         return None, said
     standard = demanded_standard(Path(said.headers))
-    return Torch(said.version, said.git, said.cxx11_abi, said.cuda, said.hip, standard), ""
+    return TorchInstallation(said.version, said.git, said.cxx11_abi, said.cuda, said.hip, standard), ""
 
 
-def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
+def _mpi(path: str, environ: Mapping[str, str]) -> tuple[MpiInstallation | None, str]:
     name = environ.get("MPICXX") or "mpicxx"
     compiler = shutil.which(name, path=path)
     if compiler is None:
@@ -149,7 +155,7 @@ def _mpi(path: str, environ: Mapping[str, str]) -> tuple[Mpi | None, str]:
     outside = tuple(d for d in library_dirs(shown) if not Path(d).resolve().is_relative_to(prefix))
     beside = str(Path(compiler).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join((beside, path)))
-    return Mpi(compiler, *identity, library_dirs=outside, mpirun=mpirun), ""
+    return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun), ""
 
 
 def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
@@ -173,7 +179,7 @@ def _cmake_version(cmake: str | None) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else ()
 
 
-def _cuda(path: str, environ: Mapping[str, str]) -> Cuda | None:
+def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
     homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     folders = [*(os.path.join(home, "bin") for home in homes), path]
     for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
@@ -183,11 +189,11 @@ def _cuda(path: str, environ: Mapping[str, str]) -> Cuda | None:
         top = re.search(r"^#\$ TOP=(.+)$", output, flags=re.MULTILINE)
         if version:
             home = os.path.normpath(top[1]) if top else str(Path(nvcc).resolve().parent.parent)
-            return Cuda(home, version[1])
+            return CudaToolkit(home, version[1])
     return None
 
 
-def _nccl(environ: Mapping[str, str]) -> Nccl | None:
+def _nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
     folders = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
     package = importlib.util.find_spec("nvidia")
     folders += [Path(place) / "nccl" for place in (package.submodule_search_locations or ())] if package else []
@@ -199,7 +205,7 @@ def _nccl(environ: Mapping[str, str]) -> Nccl | None:
         )
         if header.is_file() and libraries:
             numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
-            return Nccl(str(header.parent), str(libraries[0]), ".".join(numbers[:3]))
+            return NcclInstallation(str(header.parent), str(libraries[0]), ".".join(numbers[:3]))
     return None
 
 

@@ -26,7 +26,7 @@ UNUSABLE = 2
 
 
 @dataclass(frozen=True)
-class Program:
+class MainProgram:
     """What becomes the process' `__main__`. `spec` is None for a script, as in python."""
 
     compiled: Callable[[], CodeType | None]
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     _run(program)
 
 
-def _module(name: str) -> Program:
+def _module(name: str) -> MainProgram:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -66,7 +66,7 @@ def _module(name: str) -> Program:
     return _found(spec.loader, spec)
 
 
-def _script(path: str) -> Program:
+def _script(path: str) -> MainProgram:
     """A file, or a folder or zip archive with a `__main__.py`; its place becomes the first of sys.path."""
     absolute = str(Path(path).absolute())
     if (importer := pkgutil.get_importer(path)) is not None:
@@ -81,11 +81,11 @@ def _script(path: str) -> Program:
         sys.path[0] = str(Path(path).resolve().parent)  # in place of the working folder, which `python -m` put there
     loader = SourceFileLoader("__main__", absolute)
     # The loader's get_code() would leave a __pycache__ beside the script.
-    return Program(lambda: loader.source_to_code(loader.get_data(absolute), absolute), absolute, loader, None)
+    return MainProgram(lambda: loader.source_to_code(loader.get_data(absolute), absolute), absolute, loader, None)
 
 
-def _found(loader: InspectLoader, spec: ModuleSpec) -> Program:
-    return Program(lambda: loader.get_code(spec.name), str(spec.origin), loader, spec)
+def _found(loader: InspectLoader, spec: ModuleSpec) -> MainProgram:
+    return MainProgram(lambda: loader.get_code(spec.name), str(spec.origin), loader, spec)
 
 
 def _is_path_safe() -> bool:
@@ -93,7 +93,7 @@ def _is_path_safe() -> bool:
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
-def _run(program: Program) -> None:
+def _run(program: MainProgram) -> None:
     # Not by runpy, whose __main__ is gone when the program's last line has run: pickles made at exit look for it.
     module = ModuleType("__main__")
     module.__file__ = program.file

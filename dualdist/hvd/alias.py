@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dualdist.utils.horovod_names import Alias, installed_alias
-from dualdist.utils.torchvision_import import WhenImported
+from dualdist.utils.horovod_names import HorovodAlias, installed_alias
+from dualdist.utils.torchvision_import import TorchvisionImportHook
 
 # What Horovod's names mean. Those that have no module elsewhere are files in the folder named.
 TABLE: Mapping[str, str] = MappingProxyType(
@@ -35,5 +35,5 @@ def install() -> None:
     Names that the face lacks are taken from an installed Horovod. A second call changes nothing.
     """
     if installed_alias() is None:
-        sys.meta_path.insert(0, WhenImported())  # the programs of old import torchvision without our help
-        Alias(TABLE, ABSENT).install()
+        sys.meta_path.insert(0, TorchvisionImportHook())  # the programs of old import torchvision without our help
+        HorovodAlias(TABLE, ABSENT).install()

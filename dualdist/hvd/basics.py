@@ -11,9 +11,9 @@ from dualdist import session
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
 from dualdist.errors import UsageError
-from dualdist.hvd.face import KEY, Face, Seat, current
+from dualdist.hvd.face import KEY, CrossRank, HorovodSession, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
-from dualdist.hvd.timeline import Timeline
+from dualdist.hvd.timeline import HorovodTimeline
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.temporary_env import variables_set
 
@@ -53,7 +53,7 @@ def _open_face(wanted: list[int], process_sets: Sequence[ProcessSet], *, is_dyna
     base = _base(opened.world, wanted)
     seats = allgather_object(base, (opened.topology.node, opened.topology.local_rank))
     seat = _seat(base.rank, seats)
-    face = Face(base, seat, is_dynamic, {0: base})
+    face = HorovodSession(base, seat, is_dynamic, {0: base})
     _export(base, seat)
     opened.extras[KEY] = face
     global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
@@ -70,7 +70,7 @@ def shutdown() -> None:
     """Leave the job; hvd.init() may follow."""
     if not session.is_open():
         return
-    face: Face | None = session.current().extras.pop(KEY, None)
+    face: HorovodSession | None = session.current().extras.pop(KEY, None)
     try:
         if face is not None:
             _close_face(face)
@@ -78,7 +78,7 @@ def shutdown() -> None:
         session.shutdown()
 
 
-def _close_face(face: Face) -> None:
+def _close_face(face: HorovodSession) -> None:
     for process_set in face.sets.values():
         process_set._invalidate()
     global_process_set.ranks = []
@@ -118,17 +118,17 @@ def _base(world: Group, wanted: list[int]) -> Group:
     return found
 
 
-def _seat(rank: int, seats: Sequence[tuple[int, int]]) -> Seat:
+def _seat(rank: int, seats: Sequence[tuple[int, int]]) -> CrossRank:
     """Where this rank sits among (node, local rank) of all."""
     node = seats[rank][0]
     neighbours = sorted((local, place) for place, (other, local) in enumerate(seats) if other == node)
     local_rank = [place for _, place in neighbours].index(rank)
     sizes = Counter(other for other, _ in seats)
     nodes = [other for other in sorted(sizes) if sizes[other] > local_rank]
-    return Seat(local_rank, sizes[node], nodes.index(node), len(nodes), len(set(sizes.values())) == 1)
+    return CrossRank(local_rank, sizes[node], nodes.index(node), len(nodes), len(set(sizes.values())) == 1)
 
 
-def _export(base: Group, seat: Seat) -> None:
+def _export(base: Group, seat: CrossRank) -> None:
     """Horovod's launcher sets these variables, and scripts read them; under other launchers they are set here."""
     values = {
         "RANK": base.rank,
@@ -186,7 +186,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     face = current()
     stop_timeline()
     if face.rank == 0:
-        face.timeline = Timeline(file_path, mark_cycles=mark_cycles)
+        face.timeline = HorovodTimeline(file_path, mark_cycles=mark_cycles)
         for group in face.groups.values():
             face.observe(group)
 

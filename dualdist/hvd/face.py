@@ -15,13 +15,13 @@ from dualdist.hvd.exceptions import horovods_errors
 
 if TYPE_CHECKING:
     from dualdist.hvd.process_sets import ProcessSet
-    from dualdist.hvd.timeline import Timeline
+    from dualdist.hvd.timeline import HorovodTimeline
 
 KEY = "hvd"
 
 
 @dataclass(frozen=True)
-class Seat:
+class CrossRank:
     """Where a rank sits: cross ranks count the nodes that have this local rank."""
 
     local_rank: int
@@ -32,17 +32,17 @@ class Seat:
 
 
 @dataclass
-class Face:
+class HorovodSession:
     """The job as hvd sees it: `base` has the ranks of hvd.init(), `groups` and `sets` go by process_set_id."""
 
     base: Group
-    seat: Seat
+    seat: CrossRank
     is_dynamic: bool
     groups: dict[int, Group]
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     pending: dict[int, tuple[Handle[Any], Callable[[Any], Any]]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
-    timeline: Timeline | None = None
+    timeline: HorovodTimeline | None = None
 
     @property
     def rank(self) -> int:
@@ -57,12 +57,12 @@ class Face:
         return self.base.ranks[rank] if 0 <= rank < self.base.size else rank
 
 
-def current() -> Face:
+def current() -> HorovodSession:
     """The face of the open session; a ValueError, as Horovod's, before hvd.init() and after hvd.shutdown()."""
     face = session.current().extras.get(KEY) if session.is_open() else None
     if face is None:
         raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
-    found: Face = face
+    found: HorovodSession = face
     return found
 
 

@@ -61,11 +61,11 @@ def broadcast_optimizer_state(
     with horovods_errors():
         face = current()
         if not optimizer.state:
-            _Zeros(optimizer)
+            _ZeroGradients(optimizer)
         broadcast_state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
 
 
-class _Zeros:
+class _ZeroGradients:
     """Gradients that Horovod's step on a fresh optimizer left behind, for programs that look at them.
 
     They go before a backward adds to them, or a step uses them: else weights that no loss touches would decay, and

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist import session
-from dualdist.ddp.bucket_plan import GradientOp, Recipe
+from dualdist.ddp.bucket_plan import GradientOp, ReducerConfig
 from dualdist.ddp.compression import CASTS, compressor_of
-from dualdist.ddp.compression import Compressor as AnyCompressor
+from dualdist.ddp.compression import GradientCompressor as AnyCompressor
 from dualdist.ddp.optimizer import given_names, unwrap, wrap_optimizer, wrapping_of
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
@@ -70,7 +70,7 @@ def DistributedOptimizer(
         raise NotImplementedError("op=Adasum works on all ranks, not on other process sets")
     if op == Adasum and size() & (size() - 1):
         raise NotImplementedError(f"op=Adasum pairs the ranks: their number is a power of two, not {size()}")
-    recipe = Recipe(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
+    recipe = ReducerConfig(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
     group = group_of(process_set)
     before = getattr(optimizer, CONTROLS, None)
     if before is not None:

@@ -9,7 +9,7 @@ from dualdist import session
 from dualdist.collectives.group import Group
 from dualdist.errors import UsageError
 from dualdist.hvd.exceptions import HorovodInternalError
-from dualdist.hvd.face import Face, current
+from dualdist.hvd.face import HorovodSession, current
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 WHERE = f'only after hvd.init(process_sets="dynamic"), or where {DYNAMIC}=1 was set before it'
@@ -89,7 +89,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def register(face: Face, process_set: ProcessSet) -> ProcessSet:
+def register(face: HorovodSession, process_set: ProcessSet) -> ProcessSet:
     """Make the set known; ValueError where one of the same ranks is known already."""
     ranks = process_set.ranks
     assert ranks is not None, "callers have found the ranks"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from dualdist.collectives.negotiation import Offer
+from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.diagnostics.trace_format import begins, ends, happens, named
 
 # Horovod's names for operations, where they are not the kind in capitals.
@@ -23,7 +23,7 @@ PREFIXES = {
 }
 
 
-class Timeline:
+class HorovodTimeline:
     """Writes events to a file as they happen; complete JSON after close(), which load in chrome://tracing anyway."""
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
@@ -36,7 +36,7 @@ class Timeline:
         since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
         self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}, first=True)
 
-    def __call__(self, event: str, offer: Offer | None) -> None:
+    def __call__(self, event: str, offer: CollectiveRequest | None) -> None:
         """For Group.observer."""
         with self._lock:
             if self._file is None:

@@ -31,7 +31,7 @@ class LinkError(Exception):
 
 
 @dataclass(frozen=True)
-class Address:
+class ControlAddress:
     """Where `dualdist run` listens, under which addresses it may be reached, and what proves a rank to be its own."""
 
     addresses: tuple[str, ...]
@@ -39,23 +39,23 @@ class Address:
     token: str
 
     @staticmethod
-    def new(addresses: Sequence[str], port: int) -> Address:
-        return Address(tuple(dict.fromkeys(addresses)), port, secrets.token_hex(16))
+    def new(addresses: Sequence[str], port: int) -> ControlAddress:
+        return ControlAddress(tuple(dict.fromkeys(addresses)), port, secrets.token_hex(16))
 
     def dumps(self) -> str:
         return f"{self.token}:{self.port}:{','.join(self.addresses)}"
 
     @staticmethod
-    def loads(text: str) -> Address:
+    def loads(text: str) -> ControlAddress:
         """ValueError for what dumps() did not write."""
         token, port, addresses = text.split(":", 2)
         if not 0 < int(port) < 65536:
             raise ValueError(f"port {port}")
-        return Address(tuple(addresses.split(",")), int(port), token)
+        return ControlAddress(tuple(addresses.split(",")), int(port), token)
 
 
 @dataclass(frozen=True)
-class Hello:
+class RankHello:
     """What a rank says first. `round` counts how often the launcher has restarted the ranks.
 
     A keeper, which is no rank, only wants to know when the job is over.
@@ -69,7 +69,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankEnded:
     """How a rank ended: its exit code, or minus a signal's number; `text` is its traceback, or the end of its stderr.
 
     `age_s` is how long ago the traceback began. `was_told`: it had been asked to end, so that this says nothing.
@@ -82,16 +82,16 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Failing:
+class RankFailing:
     """A rank prints this traceback. Whoever ends it at once, as MPI_Abort does, leaves it no time to say more."""
 
     traceback: str
 
 
-Message = TypeVar("Message", Hello, Ended, Failing)
+Message = TypeVar("Message", RankHello, RankEnded, RankFailing)
 
 
-def dumps(message: Hello | Ended | Failing) -> bytes:
+def dumps(message: RankHello | RankEnded | RankFailing) -> bytes:
     """The message as a line."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
@@ -113,7 +113,7 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
 
 
-def connect(address: Address, hello: Hello) -> socket.socket:
+def connect(address: ControlAddress, hello: RankHello) -> socket.socket:
     """The line, from a rank; LinkError where nobody answers."""
     errors, refused = [], True
     for name in address.addresses:

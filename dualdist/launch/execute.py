@@ -27,7 +27,7 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Result:
+class CommandResult:
     """How a command ended. `output` is stdout and stderr together, "" where it was not captured."""
 
     code: int
@@ -55,7 +55,7 @@ def mpi_of(version: str) -> Mpi:
     return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else "unknown"
 
 
-def run(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> Result:
+def run(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:
     """Run the command to its end, and return when it and all processes that it started are gone.
 
     `what` names the job in errors. Without `capture` the output goes where ours goes. LaunchError where the command
@@ -91,7 +91,7 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
             left = _end(process, mark)
         if left and code == 0:
             raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{_read(output)}")
-        return Result(code, _read(output), time.monotonic() - started)
+        return CommandResult(code, _read(output), time.monotonic() - started)
 
 
 def _read(output: IO[bytes] | None) -> str:

@@ -12,27 +12,27 @@ from dataclasses import dataclass, replace
 
 from dualdist.errors import LaunchError
 from dualdist.launch import host_probe, ssh
-from dualdist.launch.host_probe import Facts
+from dualdist.launch.host_probe import ProbedHost
 from dualdist.launch.interrupts import held
-from dualdist.launch.job import Host, Meeting, Site
+from dualdist.launch.job import Host, RendezvousAddress, Site
 from dualdist.version import __version__
 
 PROBE_S = 30.0
 AT_ONCE = 32
 
 # Runs the probe on hosts that are not this one, with its last arguments; LaunchError where one cannot take part.
-Ask = Callable[[Sequence[str], Sequence[str]], list[Facts]]
+Ask = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReachedHosts:
     """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores.
 
     `networks` are the interfaces by which all reach the first, where some host has others, too; else none are named.
     """
 
     hosts: tuple[Host, ...]
-    meeting: Meeting
+    meeting: RendezvousAddress
     back: tuple[str, ...]
     cores: tuple[int, ...]
     networks: tuple[str, ...]
@@ -54,13 +54,13 @@ def is_here(name: str) -> bool:
     return False
 
 
-def look(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> Reached:
+def look(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> ReachedHosts:
     """What the hosts say. LaunchError names the first that cannot take part, and why."""
     known = [replace(host, is_here=is_here(host.name)) for host in hosts]
     return judge(known, interface, host_probe.look(), lambda names, target: _asked(names, target, site, env))
 
 
-def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -> Reached:
+def judge(hosts: Sequence[Host], interface: str | None, here: ProbedHost, ask: Ask) -> ReachedHosts:
     """The first host is asked first, as the others have to reach it."""
     first = here if hosts[0].is_here else ask([hosts[0].name], ())[0]
     facts = {hosts[0].name: first}
@@ -76,10 +76,12 @@ def judge(hosts: Sequence[Host], interface: str | None, here: Facts, ask: Ask) -
     seen = [found.client for found in facts.values() if found.client]
     back = tuple(dict.fromkeys([*seen, *here.networks().values()]))
     cores = tuple(facts[host.name].cores for host in hosts)
-    return Reached(tuple(hosts), Meeting(address, first.port), back, cores, _networks(first, list(facts.values())))
+    return ReachedHosts(
+        tuple(hosts), RendezvousAddress(address, first.port), back, cores, _networks(first, list(facts.values()))
+    )
 
 
-def _networks(first: Facts, all_of_them: Sequence[Facts]) -> tuple[str, ...]:
+def _networks(first: ProbedHost, all_of_them: Sequence[ProbedHost]) -> tuple[str, ...]:
     known = {name for found in all_of_them for name in found.networks()}
     shared = tuple(
         name
@@ -89,7 +91,7 @@ def _networks(first: Facts, all_of_them: Sequence[Facts]) -> tuple[str, ...]:
     return () if known == set(shared) else shared
 
 
-def check_interface(host: str, facts: Facts, interface: str | None) -> None:
+def check_interface(host: str, facts: ProbedHost, interface: str | None) -> None:
     """LaunchError where the host lacks the interface that was named."""
     if interface is not None and interface not in facts.interfaces:
         raise LaunchError(
@@ -97,11 +99,11 @@ def check_interface(host: str, facts: Facts, interface: str | None) -> None:
         )
 
 
-def _listed(facts: Facts) -> str:
+def _listed(facts: ProbedHost) -> str:
     return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
 
 
-def _check(facts: Mapping[str, Facts], interface: str | None, first: str, address: str) -> None:
+def _check(facts: Mapping[str, ProbedHost], interface: str | None, first: str, address: str) -> None:
     for name, found in facts.items():
         check_interface(name, found, interface)
         if found.version != __version__:
@@ -117,9 +119,9 @@ def _check(facts: Mapping[str, Facts], interface: str | None, first: str, addres
             )
 
 
-def _asked(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[Facts]:
+def _asked(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[ProbedHost]:
     """Some at a time. Whatever ends this, Ctrl-C too, leaves no ssh behind."""
-    found: list[Facts] = []
+    found: list[ProbedHost] = []
     for start in range(0, len(hosts), AT_ONCE):
         some = hosts[start : start + AT_ONCE]
         deadline = time.monotonic() + PROBE_S
@@ -143,7 +145,7 @@ def _ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float) -> Facts:
+def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float) -> ProbedHost:
     try:
         said, error_said = asking.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired as error:
@@ -151,6 +153,6 @@ def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float)
     if asking.returncode != 0:
         raise LaunchError(ssh.failure(host, asking.returncode, error_said, site))
     try:
-        return Facts(**json.loads(said.strip().splitlines()[-1]))
+        return ProbedHost(**json.loads(said.strip().splitlines()[-1]))
     except (ValueError, TypeError, IndexError) as error:
         raise LaunchError(f"host {host!r} answers by {said[-200:]!r}, which this dualdist did not write") from error

@@ -25,7 +25,7 @@ SAME = "this host has the same address"
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProbedHost:
     """`interfaces` by name; `client` and `server` are the ends of the ssh connection, "" where there is none.
 
     `unreachable` says why, by address.
@@ -45,7 +45,7 @@ class Facts:
         return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
 
 
-def look(port: int = 0, addresses: Sequence[str] = ()) -> Facts:
+def look(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
     """The facts of this host, and whether it reaches another one; the port that it names was free a moment ago."""
     with socket.create_server(("", 0)) as free:
         own_port = free.getsockname()[1]
@@ -54,7 +54,7 @@ def look(port: int = 0, addresses: Sequence[str] = ()) -> Facts:
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda address: _unreachable(address, port, own), addresses)
         unreachable = {address: why for address, why in zip(addresses, reasons, strict=True) if why}
-    return Facts(name, usable_cores(), own, own_port, client, server, __version__, unreachable)
+    return ProbedHost(name, usable_cores(), own, own_port, client, server, __version__, unreachable)
 
 
 def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:

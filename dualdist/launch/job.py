@@ -96,7 +96,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousAddress:
     """Where the first host can be reached by the others, and a port that was free there."""
 
     address: str
@@ -121,7 +121,7 @@ class Site:
     is_root: bool = False
     task_cpus: int | None = None
     folder: str = "."
-    meeting: Meeting | None = None
+    meeting: RendezvousAddress | None = None
     networks: tuple[str, ...] = ()
     has_ssh: bool = True
     needs: Mapping[str, str] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Site:
             raise LaunchError(f"{name} was not found beside {self.python} or on PATH; {INSTALL[name]}")
         return self.tools[name]
 
-    def met(self) -> Meeting:
+    def met(self) -> RendezvousAddress:
         assert self.meeting is not None, "a job that names its own meeting needs a site that has one"
         return self.meeting
 

@@ -15,7 +15,7 @@ from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_lists
 from dualdist.launch import units
 from dualdist.launch.job import Host, cannot_keep, too_few_slots
-from dualdist.launch.option_conflicts import Choice, impossible, impossible_resources, unfit
+from dualdist.launch.option_conflicts import JobChoices, impossible, impossible_resources, unfit
 from dualdist.utils.suggest import meant
 
 # The keys and indices that lead from the top of the file to a value.
@@ -40,7 +40,7 @@ class YamlError(Exception):
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """What a YAML file says. `words` has the scalars as they are written, for those who want no numbers."""
 
     value: Any
@@ -52,9 +52,9 @@ class Document:
         return next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
 
 
-def read(text: str) -> Document:
+def read(text: str) -> YamlDocument:
     """The only document of the text; None where it is empty. Raises YamlError."""
-    document = Document(None)
+    document = YamlDocument(None)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         value = None if node is None else _value(node, (), document)
@@ -68,7 +68,7 @@ def read(text: str) -> Document:
     return replace(document, value=value)
 
 
-def _value(node: yaml.Node, path: KeyPath, into: Document) -> Any:
+def _value(node: yaml.Node, path: KeyPath, into: YamlDocument) -> Any:
     into.lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         return dict(_items(node, path, into))
@@ -83,7 +83,7 @@ def _value(node: yaml.Node, path: KeyPath, into: Document) -> Any:
     return next((parse(node.value) for pattern, parse in PLAIN if pattern.match(node.value)), node.value)
 
 
-def _items(node: yaml.MappingNode, path: KeyPath, into: Document) -> Iterator[tuple[str, Any]]:
+def _items(node: yaml.MappingNode, path: KeyPath, into: YamlDocument) -> Iterator[tuple[str, Any]]:
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
@@ -238,7 +238,7 @@ def loads(text: str, name: str, *, horovod_has_mpi: bool | None = None) -> JobFi
     return job
 
 
-def _settings(document: Document) -> dict[str, Any]:
+def _settings(document: YamlDocument) -> dict[str, Any]:
     """The top of the file, by the keys' own names."""
     if document.value is None:
         return {}
@@ -254,7 +254,7 @@ def _settings(document: Document) -> dict[str, Any]:
     return _as_written(values, document, ())
 
 
-def _as_written(values: dict[str, Any], document: Document, at: KeyPath) -> dict[str, Any]:
+def _as_written(values: dict[str, Any], document: YamlDocument, at: KeyPath) -> dict[str, Any]:
     """The mapping at this path, with words where numbers would lose how they were written."""
     found = dict(values)
     for key, inside in values.items():
@@ -349,6 +349,6 @@ def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tupl
     for found in impossible_resources(resources):
         yield ("resources", found.setting), found.message
     has_hosts = bool(job.hosts or job.hostfile)
-    choice = Choice(job.launcher, job.backend, job.transport, job.ranks, has_hosts, job.min_ranks)
+    choice = JobChoices(job.launcher, job.backend, job.transport, job.ranks, has_hosts, job.min_ranks)
     for found in impossible(choice, horovod_has_mpi=horovod_has_mpi):
         yield (found.setting,), found.message

@@ -22,7 +22,7 @@ RIVALS = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("p
 
 
 @dataclass(frozen=True)
-class Choice:
+class JobChoices:
     """What of a job decides whether its parts fit together; None for what is left open."""
 
     launcher: str | None = None
@@ -34,14 +34,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Impossible:
+class Conflict:
     """One sentence, and the setting that it is about."""
 
     setting: str
     message: str
 
 
-def impossible(choice: Choice, *, horovod_has_mpi: bool | None, instead: str = INSTEAD) -> Iterator[Impossible]:
+def impossible(choice: JobChoices, *, horovod_has_mpi: bool | None, instead: str = INSTEAD) -> Iterator[Conflict]:
     """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known.
 
     `instead` is what to do where the launcher starts no MPI.
@@ -51,35 +51,35 @@ def impossible(choice: Choice, *, horovod_has_mpi: bool | None, instead: str = I
         for setting, value in (("backend", backend), ("transport", transport)):
             if value == "mpi":
                 why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {instead}"
-                yield Impossible(setting, why)
+                yield Conflict(setting, why)
     if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
         valid = CARRIERS[backend]
         told = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
-        yield Impossible("transport", told + meant(transport, valid))
+        yield Conflict("transport", told + meant(transport, valid))
     if horovod_has_mpi is False and backend == "horovod":
         yield from _without_mpi(launcher, transport)
     if choice.min_ranks is not None and launcher not in (None, KEEPING):
         why = f"only {KEEPING} keeps ranks when others are lost, not {launcher}: choose it, or max_restarts"
-        yield Impossible("min_ranks", why)
+        yield Conflict("min_ranks", why)
     if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
-        yield Impossible("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
+        yield Conflict("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
 
 
-def impossible_resources(asked: Mapping[str, Any]) -> Iterator[Impossible]:
+def impossible_resources(asked: Mapping[str, Any]) -> Iterator[Conflict]:
     """What a scheduler cannot be asked for together; None, or no key, for what is left open."""
     for one, other in RIVALS:
         if asked.get(one) is not None and asked.get(other) is not None:
-            yield Impossible(other, f"{one} {asked[one]} and {other} {asked[other]} ask for one thing twice: give one")
+            yield Conflict(other, f"{one} {asked[one]} and {other} {asked[other]} ask for one thing twice: give one")
     tasks, gpus = asked.get("tasks_per_node"), asked.get("gpus_per_node")
     if tasks and gpus and gpus < tasks:
-        yield Impossible(
+        yield Conflict(
             "gpus_per_node",
             f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
             f"ask for {gpus} tasks, or for no GPUs",
         )
     time, notice = asked.get("time"), asked.get("requeue")
     if time is not None and notice is not None and (seconds := units.duration(time)) <= notice:
-        yield Impossible("requeue", f"requeue {notice}: the job has {seconds} seconds; expected fewer than that")
+        yield Conflict("requeue", f"requeue {notice}: the job has {seconds} seconds; expected fewer than that")
 
 
 def unfit(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:
@@ -90,12 +90,12 @@ def unfit(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> s
     return f"{ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not fit together"
 
 
-def _without_mpi(launcher: str | None, transport: str | None) -> Iterator[Impossible]:
+def _without_mpi(launcher: str | None, transport: str | None) -> Iterator[Conflict]:
     """For an installed Horovod without MPI."""
     if transport == "mpi":
-        yield Impossible("transport", f"the installed Horovod was built without MPI: {REBUILD}")
+        yield Conflict("transport", f"the installed Horovod was built without MPI: {REBUILD}")
     elif launcher in WITH_MPI and transport is None:
-        yield Impossible(
+        yield Conflict(
             "launcher",
             f"{launcher} starts MPI, but the installed Horovod was built without it: choose torchrun or the "
             f"transport gloo, or {REBUILD}",

@@ -24,7 +24,7 @@ from pathlib import Path
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.launch import control_channel, processes, stderr_summary
-from dualdist.launch.relay import Relay
+from dualdist.launch.relay import OutputRelay
 
 # Set by launchers that restart ranks, and by `dualdist run` where it does.
 ROUNDS = ("TORCHELASTIC_RESTART_COUNT", "DUALDIST_RUN_ROUND")
@@ -46,7 +46,7 @@ TAIL = 1 << 16
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """The program, and how its output is shown: `has_tag` marks lines with the rank, `has_host` also with the host."""
 
     program: tuple[str, ...]
@@ -55,14 +55,14 @@ class Settings:
     folder: str | None = None
 
 
-def words(settings: Settings) -> tuple[str, ...]:
+def words(settings: RankSettings) -> tuple[str, ...]:
     """Return the arguments of `python` for these settings; parse() is the inverse."""
     tag = ("--tag-host",) if settings.has_host else ("--tag",)
     folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
     return ("-m", "dualdist.launch.rank", *(tag if settings.has_tag else ()), *folder, *settings.program)
 
 
-def parse(arguments: Sequence[str]) -> Settings:
+def parse(arguments: Sequence[str]) -> RankSettings:
     """The settings of a command line; the program begins with the first word that is none of ours."""
     left, has_tag, has_host, folder = list(arguments), False, False, None
     while left and left[0].startswith("--"):
@@ -71,14 +71,14 @@ def parse(arguments: Sequence[str]) -> Settings:
         has_host = has_host or option == "--tag-host"
         if option.startswith("--log-dir="):
             folder = option.partition("=")[2]
-    return Settings(tuple(left), has_tag, has_host, folder)
+    return RankSettings(tuple(left), has_tag, has_host, folder)
 
 
-class Rank:
+class RankProcess:
     """The child and all that is watched for its sake."""
 
     def __init__(
-        self, settings: Settings, number: int | None, host: str, log: int | None, line: socket.socket | None
+        self, settings: RankSettings, number: int | None, host: str, log: int | None, line: socket.socket | None
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._line = line
@@ -146,16 +146,16 @@ class Rank:
 
     def _relay(
         self, source: int, console: int | None, log: int | None, tag: str, on_read: Callable[[bytes], object]
-    ) -> Relay:
+    ) -> OutputRelay:
         """A source goes to the console, where each line says whose it is, and to the log, where that is known."""
         targets = [target for target in (console, log) if target is not None]
-        relay = Relay(source, targets, tag=tag, keep=TAIL, on_read=on_read)
+        relay = OutputRelay(source, targets, tag=tag, keep=TAIL, on_read=on_read)
         self._selector.register(relay.source, selectors.EVENT_READ, relay)
         return relay
 
     def _step(self, wait_s: float) -> None:
         for key, _ in self._selector.select(max(0.0, wait_s)):
-            if isinstance(key.data, Relay):
+            if isinstance(key.data, OutputRelay):
                 self._pump(key.data)
             else:
                 key.data()
@@ -166,7 +166,7 @@ class Rank:
             processes.send([self._child.pid, *self._members()], signal.SIGKILL)
             self._deadline = time.monotonic() + GRACE_S
 
-    def _pump(self, relay: Relay) -> None:
+    def _pump(self, relay: OutputRelay) -> None:
         source = relay.source
         relay.pump()
         if not relay.is_open:
@@ -178,9 +178,9 @@ class Rank:
         if b"Traceback" in output:
             self._traceback_at = now
         if now < self._traceback_at + FAILING_S:
-            _tell(self._line, control_channel.Failing(self._reason()))
+            _tell(self._line, control_channel.RankFailing(self._reason()))
 
-    def _forget(self, relay: Relay) -> None:
+    def _forget(self, relay: OutputRelay) -> None:
         if relay.is_open:
             self._selector.unregister(relay.source)
 
@@ -225,7 +225,7 @@ class Rank:
     def _tell_end(self) -> None:
         text = self._reason() if self._child.returncode else ""
         age_s = time.monotonic() - self._traceback_at if self._traceback_at else 0.0
-        _tell(self._line, control_channel.Ended(self._child.returncode, age_s, self._told, text))
+        _tell(self._line, control_channel.RankEnded(self._child.returncode, age_s, self._told, text))
 
     def _reason(self) -> str:
         return stderr_summary.reason(self._error.tail.decode(errors="replace"))
@@ -240,8 +240,8 @@ def main() -> int:
     line = None
     if control_channel.LINK in os.environ:
         try:
-            address = control_channel.Address.loads(os.environ[control_channel.LINK])
-            line = control_channel.connect(address, control_channel.Hello(address.token, number, host, _round()))
+            address = control_channel.ControlAddress.loads(os.environ[control_channel.LINK])
+            line = control_channel.connect(address, control_channel.RankHello(address.token, number, host, _round()))
         except ValueError:
             print(f"{control_channel.LINK} is not what dualdist run writes: unset what is left over", file=sys.stderr)
             return 1
@@ -254,9 +254,9 @@ def main() -> int:
     except OSError as error:
         why = f"rank {_name(number)} cannot write its log ({error}): name another folder by --log-dir"
         print(why, file=sys.stderr)
-        _tell(line, control_channel.Ended(1, 0.0, False, why))
+        _tell(line, control_channel.RankEnded(1, 0.0, False, why))
         return 1
-    return _ended_like(Rank(settings, number, host, log, line).run())
+    return _ended_like(RankProcess(settings, number, host, log, line).run())
 
 
 def _end_daemon(pid: int) -> None:
@@ -266,7 +266,7 @@ def _end_daemon(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _tell(line: socket.socket | None, message: control_channel.Ended | control_channel.Failing) -> None:
+def _tell(line: socket.socket | None, message: control_channel.RankEnded | control_channel.RankFailing) -> None:
     """`dualdist run` knows, where it listens."""
     if line is not None:
         with contextlib.suppress(OSError):

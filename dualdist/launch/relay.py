@@ -15,7 +15,7 @@ LONGEST_LINE = 1 << 14
 LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
-class Relay:
+class OutputRelay:
     """From one pipe to some files. Each line gets `tag` in front and loses what `strip` matches there.
 
     The last `keep` bytes, as they came, are in `tail`. `on_read` gets what was read before it is written. A reader that

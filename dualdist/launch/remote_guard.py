@@ -65,10 +65,10 @@ def _line(environ: Mapping[str, str]) -> socket.socket | None:
     """None where nobody would answer: a pasted command has no `dualdist run`."""
     if control_channel.LINK not in environ:
         return None
-    address = control_channel.Address.loads(environ[control_channel.LINK])
+    address = control_channel.ControlAddress.loads(environ[control_channel.LINK])
     try:
         return control_channel.connect(
-            address, control_channel.Hello(address.token, None, socket.gethostname(), 0, is_keeper=True)
+            address, control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_keeper=True)
         )
     except control_channel.LinkError:
         return None

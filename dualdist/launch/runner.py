@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from dualdist.launch import env_defaults, host_check, host_probe, rank, ssh
 from dualdist.launch.control_channel import LINK
 from dualdist.launch.execute import look
-from dualdist.launch.job import Command, Job, Meeting, Site
+from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import commands
-from dualdist.launch.supervisor import Listener, Outcome, Supervisor
+from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.utils.exit_codes import REQUEUE
 from dualdist.utils.redaction import hidden
 
@@ -26,7 +26,7 @@ RESTARTING = ("torchrun",)
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How to run a job, whatever it is."""
 
     is_dry: bool = False
@@ -37,13 +37,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """What was done; no outcome where nothing was started. `is_spread`: ranks were on several hosts."""
 
     launcher: str
     commands: tuple[Command, ...]
     is_spread: bool
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
     restarts: int = 0
 
     def to_json(self) -> str:
@@ -58,7 +58,7 @@ class _Plan:
     job: Job
     launcher: str
     site: Site
-    settings: Settings
+    settings: RunSettings
     environ: Mapping[str, str]
     is_spread: bool
     restarts: int
@@ -68,10 +68,10 @@ class _Plan:
         """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
         if attempt == 0:
             return self
-        site = self.site if self.job.hosts else replace(self.site, meeting=Meeting(LOOPBACK, _free_port()))
+        site = self.site if self.job.hosts else replace(self.site, meeting=RendezvousAddress(LOOPBACK, _free_port()))
         return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(attempt)}))
 
-    def commands(self, listener: Listener | None = None) -> tuple[Command, ...]:
+    def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
         job, port = self.job, None
         if listener is not None:
             job = replace(job, env={**job.env, LINK: listener.address.dumps()})
@@ -86,20 +86,20 @@ class _Plan:
         return replace(self, site=site, job=replace(self.job, env=hidden(self.job.env))).commands()
 
 
-def run_job(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> Report:
+def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> RunReport:
     """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
     plan = _planned(job, launcher, settings, environ)
     if settings.is_dry:
-        return Report(launcher, plan.shown(), plan.is_spread)
+        return RunReport(launcher, plan.shown(), plan.is_spread)
     with ExitStack() as stack:
         # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
         is_local = _is_all_here(job, launcher)
-        listener = Listener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
+        listener = ControlListener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
         stack.callback(listener.close)
         return _rounds(plan, listener)
 
 
-def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, str]) -> _Plan:
+def _planned(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
     site, here = replace(look(), secrets=env_defaults.secrets(environ)), host_probe.look()
     site = replace(site, task_cpus=env_defaults.task_cpus(environ, job.ranks) if launcher == "srun" else None)
@@ -116,7 +116,7 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
             env_defaults.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)
         ]
     else:
-        site = replace(site, meeting=Meeting(LOOPBACK, _free_port()))
+        site = replace(site, meeting=RendezvousAddress(LOOPBACK, _free_port()))
         each = [env_defaults.threads(here.cores, job.ranks)]
     env = env_defaults.variables(
         environ,
@@ -126,7 +126,7 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
         has_hosts=bool(job.hosts),
     )
     is_spread = env_defaults.is_spread(environ, launcher, has_hosts=bool(job.hosts))
-    output = rank.Settings(job.program, settings.tag_output, is_spread, settings.log_dir)
+    output = rank.RankSettings(job.program, settings.tag_output, is_spread, settings.log_dir)
     is_launchers = launcher in RESTARTING and not job.hosts
     inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
     if job.min_ranks is not None:
@@ -135,7 +135,7 @@ def _planned(job: Job, launcher: str, settings: Settings, environ: Mapping[str, 
     return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
 
 
-def _rounds(plan: _Plan, listener: Listener) -> Report:
+def _rounds(plan: _Plan, listener: ControlListener) -> RunReport:
     """Start the job, and start it again after a failure as often as was asked for and the launcher does not itself."""
     began = time.monotonic()
     timeout_s, inner = plan.settings.timeout_s, plan.job.max_restarts
@@ -150,7 +150,7 @@ def _rounds(plan: _Plan, listener: Listener) -> Report:
         what = "a rank was told to stop" if outcome.code == REQUEUE else f"{who} failed"
         print(f"dualdist run: {what}; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
-    return Report(plan.launcher, current.shown(), plan.is_spread, outcome, attempt)
+    return RunReport(plan.launcher, current.shown(), plan.is_spread, outcome, attempt)
 
 
 def _is_all_here(job: Job, launcher: str) -> bool:

@@ -20,7 +20,7 @@ from dualdist.launch import control_channel, exit_status, processes
 from dualdist.launch.exit_status import RankEnd
 from dualdist.launch.interrupts import notices, undisturbed
 from dualdist.launch.job import Command
-from dualdist.launch.relay import Relay
+from dualdist.launch.relay import OutputRelay
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
 from dualdist.utils.redaction import hidden_in
 
@@ -39,7 +39,7 @@ FAILING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended. `why` says what ended it where that was neither a rank nor a launcher.
 
     `told` is the number of the signal by which the job was told to stop, or 0.
@@ -53,11 +53,11 @@ class Outcome:
 
 
 @dataclass
-class _Line:
+class _RankConnection:
     """A rank's line to us, and what has arrived of its next message; a stranger's, as long as it has not said hello."""
 
     opened_at: float
-    hello: control_channel.Hello | None = None
+    hello: control_channel.RankHello | None = None
     data: bytes = b""
     has_ended: bool = False
     failing: str = ""
@@ -69,18 +69,18 @@ class _Line:
 
 
 @dataclass
-class Listener:
+class ControlListener:
     """Where ranks report; open it before the commands are built, as they carry its address."""
 
     server: socket.socket
-    address: control_channel.Address
+    address: control_channel.ControlAddress
 
     @staticmethod
-    def open(addresses: Sequence[str], *, is_local: bool) -> Listener:
+    def open(addresses: Sequence[str], *, is_local: bool) -> ControlListener:
         """It listens on loopback only where all ranks run on this host."""
         server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
         server.setblocking(False)
-        return Listener(server, control_channel.Address.new(addresses, server.getsockname()[1]))
+        return ControlListener(server, control_channel.ControlAddress.new(addresses, server.getsockname()[1]))
 
     def close(self) -> None:
         self.server.close()
@@ -91,7 +91,7 @@ class Supervisor:
     """One run of a job. `restarts` is how often the launcher restarts failed ranks itself."""
 
     commands: Sequence[Command]
-    listener: Listener
+    listener: ControlListener
     environ: Mapping[str, str]
     restarts: int = 0
     stdout: int | None = None
@@ -99,8 +99,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[socket.socket, _Line] = {}
-        self._relays: list[Relay] = []
+        self._lines: dict[socket.socket, _RankConnection] = {}
+        self._relays: list[OutputRelay] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mark, self._marking = processes.marked(self.environ)
         self._has_cut = False
@@ -108,7 +108,7 @@ class Supervisor:
         self._to_tell: list[int] = []
         self._looked_at = time.monotonic()
 
-    def run(self, timeout_s: float | None) -> Outcome:
+    def run(self, timeout_s: float | None) -> JobOutcome:
         """Start all, and return when all have ended, on every host. LaunchError where a command cannot be started."""
         began = time.monotonic()
         self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
@@ -124,15 +124,15 @@ class Supervisor:
             self._end()
         return self._outcome(time.monotonic() - began, why)
 
-    def _outcome(self, seconds: float, why: str) -> Outcome:
+    def _outcome(self, seconds: float, why: str) -> JobOutcome:
         codes = [process.returncode for process in self._processes]
         failure = exit_status.first_failure(self.ends)
         if not why and exit_status.has_stopped(self.ends):
-            return Outcome(REQUEUE, seconds, told=self._told)
+            return JobOutcome(REQUEUE, seconds, told=self._told)
         if self._told and any([*codes, failure, why]):
-            return Outcome(128 + self._told, seconds, why=why, told=self._told)
+            return JobOutcome(128 + self._told, seconds, why=why, told=self._told)
         code = 124 if why else exit_status.exit_code(codes, failure, may_restart=self.restarts > 0)
-        return Outcome(code, seconds, failure if code and not why else None, why, self._told)
+        return JobOutcome(code, seconds, failure if code and not why else None, why, self._told)
 
     def _start(self, command: Command) -> None:
         relayed = bool(command.prefix)
@@ -156,7 +156,7 @@ class Supervisor:
                 process.stdin.write(f"{command.stdin}\n".encode())
         for source, target in ((process.stdout, self.stdout or 1), (process.stderr, 2)):
             if source is not None:
-                relay = Relay(os.dup(source.fileno()), [target], strip=command.prefix)
+                relay = OutputRelay(os.dup(source.fileno()), [target], strip=command.prefix)
                 source.close()
                 self._relays.append(relay)
                 self._selector.register(relay.source, selectors.EVENT_READ, lambda relay=relay: self._pump(relay))
@@ -246,7 +246,7 @@ class Supervisor:
             key.data()
         self._drop_strangers(HELLO_S)
 
-    def _pump(self, relay: Relay) -> None:
+    def _pump(self, relay: OutputRelay) -> None:
         source = relay.source
         relay.pump()
         if not relay.is_open:
@@ -259,7 +259,7 @@ class Supervisor:
             self._drop_strangers(0)
             return
         connection.setblocking(False)
-        self._lines[connection] = _Line(time.monotonic())
+        self._lines[connection] = _RankConnection(time.monotonic())
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(connection))
 
     def _drop_strangers(self, age_s: float) -> None:
@@ -287,10 +287,10 @@ class Supervisor:
                 self._drop(connection)
                 return
 
-    def _understood(self, connection: socket.socket, line: _Line, message: bytes) -> bool:
+    def _understood(self, connection: socket.socket, line: _RankConnection, message: bytes) -> bool:
         """A rank says who it is, then how it ended; whoever says anything else is no rank of ours."""
         if line.hello is None:
-            line.hello = control_channel.loads(control_channel.Hello, message)
+            line.hello = control_channel.loads(control_channel.RankHello, message)
             if line.hello is None or line.hello.token != self.listener.address.token or self._is_over(line.hello):
                 line.hello = None
                 return False
@@ -298,10 +298,10 @@ class Supervisor:
                 connection.sendall(control_channel.WELCOME + bytes([self._told] * bool(self._told and line.is_rank)))
                 control_channel.keep_alive(connection)
             return True
-        if failing := control_channel.loads(control_channel.Failing, message):
+        if failing := control_channel.loads(control_channel.RankFailing, message):
             line.failing, line.failing_at = failing.traceback, time.monotonic()
             return True
-        ended = control_channel.loads(control_channel.Ended, message)
+        ended = control_channel.loads(control_channel.RankEnded, message)
         if ended is None:
             return False
         line.has_ended = True
@@ -312,7 +312,7 @@ class Supervisor:
         )
         return True
 
-    def _is_over(self, hello: control_channel.Hello) -> bool:
+    def _is_over(self, hello: control_channel.RankHello) -> bool:
         """Whether the job needs the rank no more: one that the launcher starts anew when all were told to stop."""
         return self._has_cut or (bool(self._told) and any(end.round < hello.round for end in self.ends))
 

@@ -34,7 +34,7 @@ HYDRA = "hydra_pmi_proxy"
 REGARDLESS = "the program went on after an operation between ranks had failed"
 
 
-class Refusals:
+class RefusedCalls:
     """Calls between ranks that a program made after one had failed, each of which raised an error again."""
 
     def __init__(self) -> None:

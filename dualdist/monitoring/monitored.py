@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dualdist.backends.base import Backend, Buffer, Described, ReduceOp, Settling, Work
+from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
 from dualdist.collectives.negotiation import listed
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
-from dualdist.monitoring.rank_probe import RollCall
+from dualdist.monitoring.rank_probe import RankProbe
 from dualdist.monitoring.timeout_report import STORE_GONE, give_up, lost, silent_ranks
 
 if TYPE_CHECKING:
     import torch
 
 
-class Watch:
+class Monitor:
     """Lets the errors of operations between these ranks say which operation failed, and who was missing."""
 
-    def __init__(self, roll: RollCall | None, ranks: Sequence[int]) -> None:
+    def __init__(self, roll: RankProbe | None, ranks: Sequence[int]) -> None:
         self.roll = roll  # None in a job of one rank
         self.ranks = ranks
         # Is told "begun" or "done", the kind, the name and the size of what a watched backend moves.
@@ -34,15 +34,15 @@ class Watch:
         unheard = [observer]
         return lambda: unheard.pop()("done", kind, name, nbytes) if unheard else None
 
-    def over(self, what: object) -> _Over:
+    def over(self, what: object) -> _OperationScope:
         """A block in which this rank is in the operation `what`."""
-        return _Over(self, what)
+        return _OperationScope(self, what)
 
 
-class _Over:
+class _OperationScope:
     """Says where this rank is while it lasts, and which operation it was when it fails."""
 
-    def __init__(self, watch: Watch, what: object) -> None:
+    def __init__(self, watch: Monitor, what: object) -> None:
         self._watch = watch
         self._what = what
         self._before: tuple[object, float] | None = None
@@ -79,7 +79,7 @@ def _nothing() -> None:
     """There is nobody to tell."""
 
 
-def require_answers(watch: Watch) -> None:
+def require_answers(watch: Monitor) -> None:
     """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
     if watch.roll is None:
         return
@@ -91,10 +91,10 @@ def require_answers(watch: Watch) -> None:
         raise CollectiveTimeoutError("some ranks have gone quiet")
 
 
-class WatchedWork:
+class MonitoredWork:
     """Work whose errors say which operation it is, and which tells when it was first found to be over."""
 
-    def __init__(self, work: Work, what: object, watch: Watch, ended: Callable[[], None]) -> None:
+    def __init__(self, work: Work, what: object, watch: Monitor, ended: Callable[[], None]) -> None:
         self._work = work
         self._what = what
         self._watch = watch
@@ -118,10 +118,10 @@ class WatchedWork:
             self._ended()
 
 
-class _WatchedBuffer:
+class _MonitoredBuffer:
     """A buffer whose reductions are watched."""
 
-    def __init__(self, backend: WatchedBackend, buffer: Buffer) -> None:
+    def __init__(self, backend: MonitoredBackend, buffer: Buffer) -> None:
         self.values = buffer.values
         self.settles = buffer.settles
         self.rows = buffer.rows
@@ -129,16 +129,16 @@ class _WatchedBuffer:
         self._backend = backend
         self._buffer = buffer
 
-    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> WatchedWork:
+    def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> MonitoredWork:
         return self._backend._watched(
             "allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling)
         )
 
 
-class WatchedBackend:
+class MonitoredBackend:
     """A backend whose failing operations say which they are, and name the ranks that are missing."""
 
-    def __init__(self, backend: Backend, watch: Watch) -> None:
+    def __init__(self, backend: Backend, watch: Monitor) -> None:
         self._backend = backend
         self._watch = watch
         self.name = backend.name
@@ -162,16 +162,16 @@ class WatchedBackend:
     def is_open(self) -> bool:
         return self._backend.is_open
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> WatchedWork:
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> MonitoredWork:
         return self._watched("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name))
 
-    def allgather(self, tensor: torch.Tensor, name: str) -> WatchedWork:
+    def allgather(self, tensor: torch.Tensor, name: str) -> MonitoredWork:
         return self._watched("allgather", name, tensor, lambda: self._backend.allgather(tensor, name))
 
-    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> WatchedWork:
+    def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> MonitoredWork:
         return self._watched("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
 
-    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> WatchedWork:
+    def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> MonitoredWork:
         return self._watched("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
@@ -180,16 +180,16 @@ class WatchedBackend:
 
     def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
         buffer = self._backend.buffer(place, number, count, dtype, device)
-        return None if buffer is None else _WatchedBuffer(self, buffer)
+        return None if buffer is None else _MonitoredBuffer(self, buffer)
 
     def drop(self, place: int) -> None:
         self._backend.drop(place)
 
     def channel(self, key: str) -> Backend:
-        return WatchedBackend(self._backend.channel(key), self._watch)
+        return MonitoredBackend(self._backend.channel(key), self._watch)
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
-        return WatchedBackend(self._backend.subgroup(ranks, key), Watch(self._watch.roll, ranks))
+        return MonitoredBackend(self._backend.subgroup(ranks, key), Monitor(self._watch.roll, ranks))
 
     def built_with(self) -> dict[str, int]:
         return self._backend.built_with()
@@ -197,12 +197,12 @@ class WatchedBackend:
     def close(self) -> None:
         self._backend.close()
 
-    def _watched(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> WatchedWork:
-        what = Described(kind, name, tensor)
+    def _watched(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> MonitoredWork:
+        what = LazyDescription(kind, name, tensor)
         ended = self._watch.begun(kind, name, tensor)
         try:
             with self._watch.over(what):
-                return WatchedWork(start(), what, self._watch, ended)
+                return MonitoredWork(start(), what, self._watch, ended)
         except BaseException:
             ended()
             raise

@@ -38,7 +38,7 @@ CLOSE_S = 2.5
 STOP, CHANGE = "stop", "change"
 
 
-class Notice:
+class PreemptionNotice:
     """What this rank was told to do: by SIGTERM or SIGUSR1, by a file that appears, or by the program itself."""
 
     def __init__(self, file: Path | None = None) -> None:
@@ -102,7 +102,7 @@ class LastStep:
 
     def __init__(
         self,
-        notice: Notice,
+        notice: PreemptionNotice,
         store: Store | None,
         key: str,
         ranks: Sequence[int],
@@ -227,7 +227,7 @@ def notices() -> tuple[signal.Signals, ...]:
     return tuple(
         number
         for number, handler in handlers.items()
-        if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Notice)
+        if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), PreemptionNotice)
     )
 
 

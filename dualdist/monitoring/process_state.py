@@ -110,7 +110,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """A rank's process, as others on its host find it again."""
 
     pid: int
@@ -123,8 +123,8 @@ class Process:
         return json.dumps(astuple(self))
 
     @staticmethod
-    def loads(text: str) -> Process:
-        return Process(*json.loads(text))
+    def loads(text: str) -> ProcessIdentity:
+        return ProcessIdentity(*json.loads(text))
 
     def state(self) -> str:
         """What it does, in words; nothing where that cannot be told from here."""
@@ -151,15 +151,15 @@ class Process:
         return []
 
 
-def own() -> Process:
+def own() -> ProcessIdentity:
     """This process, which writes dumps from now on where it can."""
     return _own(os.getpid())  # a child that was forked is another one
 
 
 @functools.cache
-def _own(pid: int) -> Process:
+def _own(pid: int) -> ProcessIdentity:
     seen, main = _seen(pid), threading.main_thread().ident
-    return Process(pid, seen[1] if seen else 0, _namespace("self"), main or 0, _dump())
+    return ProcessIdentity(pid, seen[1] if seen else 0, _namespace("self"), main or 0, _dump())
 
 
 def _dump() -> int:

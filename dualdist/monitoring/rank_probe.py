@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dualdist.backends.base import Store
 from dualdist.errors import RendezvousError
-from dualdist.monitoring.process_state import OUR_THREADS, Line, Process, program_thread, stack_of
+from dualdist.monitoring.process_state import OUR_THREADS, Line, ProcessIdentity, program_thread, stack_of
 from dualdist.utils.deadline import Deadline
 
 # Seconds between two looks whether somebody asks, and while an answer is to be heard.
@@ -30,7 +30,7 @@ IN_PROGRAM = "in the program, outside of any operation"
 
 
 @dataclass(frozen=True)
-class Where:
+class RankPosition:
     """Ranks that are at one place of the program, with the seconds for which each has been there."""
 
     place: str
@@ -39,17 +39,17 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Roll:
+class ProbeResult:
     """What came of a question: where those are that have answered."""
 
     number: int
-    wheres: tuple[Where, ...]
+    wheres: tuple[RankPosition, ...]
 
     def answered(self) -> set[int]:
         return {rank for where in self.wheres for rank in where.seconds}
 
 
-class RollCall:
+class RankProbe:
     """Answers, in a thread, where this rank is; asks, when told to, where the others are.
 
     `processes` are those of all ranks, None of the ranks on other hosts. Where others have given up on this rank, its
@@ -57,7 +57,7 @@ class RollCall:
     """
 
     def __init__(
-        self, store: Store, rank: int, key: str, processes: Sequence[Process | None], timeout_s: float
+        self, store: Store, rank: int, key: str, processes: Sequence[ProcessIdentity | None], timeout_s: float
     ) -> None:
         self.rank = rank
         self.processes = processes
@@ -94,7 +94,7 @@ class RollCall:
         self._last_thread = thread
         self._back_since = time.monotonic()
 
-    def ask(self) -> Roll:
+    def ask(self) -> ProbeResult:
         """Where the ranks are that answer; RendezvousError where the store is gone."""
         number = self._answered + 1  # all ranks count alike, but for a question that one has not seen yet
         self._asked.add(number)
@@ -109,9 +109,9 @@ class RollCall:
             deadline.sleep(LOOK_SOON_S)
         said = self._collected(number, Deadline(ANSWER_S if is_first else 0.1))  # whoever was first has ended since
         self._store.set(answers, json.dumps([[where.place, where.stack, where.seconds] for where in said]))
-        return Roll(number, said)
+        return ProbeResult(number, said)
 
-    def _collected(self, number: int, deadline: Deadline) -> tuple[Where, ...]:
+    def _collected(self, number: int, deadline: Deadline) -> tuple[RankPosition, ...]:
         size, count = len(self.processes), self._name("replies", number)
         while self._store.add(count, 0) < size and not deadline.passed():
             deadline.sleep(LOOK_SOON_S)
@@ -121,9 +121,9 @@ class RollCall:
             if self._store.has(reply):
                 place, seconds, stack = json.loads(self._store.get(reply, 1.0))
                 found.setdefault((place, _as_lines(stack)), {})[rank] = seconds
-        return tuple(Where(place, stack, seconds) for (place, stack), seconds in found.items())
+        return tuple(RankPosition(place, stack, seconds) for (place, stack), seconds in found.items())
 
-    def tell(self, roll: Roll, text: str, late: Sequence[int]) -> None:
+    def tell(self, roll: ProbeResult, text: str, late: Sequence[int]) -> None:
         """All ranks that can print the text; returns when they have. `late` are those that are waited for."""
         number, heard = roll.number, self._name("heard", roll.number)
         _print(self.rank, text)
@@ -216,12 +216,12 @@ def _as_lines(stack: Sequence[Sequence[object]]) -> tuple[Line, ...]:
     return tuple((str(file), int(str(number)), str(name)) for file, number, name in stack)
 
 
-def _loads(number: int, text: str) -> Roll:
+def _loads(number: int, text: str) -> ProbeResult:
     wheres = json.loads(text)
-    return Roll(
+    return ProbeResult(
         number,
         tuple(
-            Where(place, _as_lines(stack), {int(rank): float(s) for rank, s in seconds.items()})
+            RankPosition(place, _as_lines(stack), {int(rank): float(s) for rank, s in seconds.items()})
             for place, stack, seconds in wheres
         ),
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from dualdist.collectives.negotiation import SHOWN, listed
 from dualdist.errors import RendezvousError
 from dualdist.monitoring import process_state as stacks
-from dualdist.monitoring.process_state import AMISS, ENDED, Line, Process
-from dualdist.monitoring.rank_probe import ANSWER_S, Roll, RollCall, Where
+from dualdist.monitoring.process_state import AMISS, ENDED, Line, ProcessIdentity
+from dualdist.monitoring.rank_probe import ANSWER_S, ProbeResult, RankPosition, RankProbe
 from dualdist.utils.deadline import call_within
 
 STORE_GONE = "the store of the job, which rank 0 or its launcher serves, does not answer"
@@ -22,7 +22,7 @@ TELL_S = 3.0
 
 
 @dataclass(frozen=True)
-class Silent:
+class SilentRank:
     """A rank that does not answer: what its process does, and where, as far as its host shows it to this rank."""
 
     rank: int
@@ -31,20 +31,22 @@ class Silent:
     pid: int = 0
 
 
-def silent_of(ranks: Sequence[int], processes: Sequence[Process | None]) -> list[Silent]:
+def silent_of(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> list[SilentRank]:
     """What can be seen from here of ranks that do not answer."""
     found = []
     for number, rank in enumerate(ranks):
         process = processes[rank]
         if process is None or number >= SHOWN:
-            found.append(Silent(rank))
+            found.append(SilentRank(rank))
             continue
         stack = process.stack()
-        found.append(Silent(rank, process.state(), tuple(stacks.trimmed(stack, is_in_operation=False)), process.pid))
+        found.append(
+            SilentRank(rank, process.state(), tuple(stacks.trimmed(stack, is_in_operation=False)), process.pid)
+        )
     return found
 
 
-def ended_of(ranks: Sequence[int], processes: Sequence[Process | None]) -> list[int]:
+def ended_of(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> list[int]:
     """Those whose processes have ended, as far as it can be seen from here."""
     found = []
     for rank in ranks:
@@ -54,7 +56,7 @@ def ended_of(ranks: Sequence[int], processes: Sequence[Process | None]) -> list[
     return found
 
 
-def give_up(roll: RollCall, ranks: Sequence[int], what: str, reason: str) -> str:
+def give_up(roll: RankProbe, ranks: Sequence[int], what: str, reason: str) -> str:
     """The whole error of an operation of these ranks; every rank of the job has printed it on return."""
     try:
         called = call_within(2 * ANSWER_S, roll.ask, lambda: RendezvousError("no answer"))
@@ -68,7 +70,7 @@ def give_up(roll: RollCall, ranks: Sequence[int], what: str, reason: str) -> str
     return text
 
 
-def lost(roll: RollCall, ranks: Sequence[int]) -> list[int]:
+def lost(roll: RankProbe, ranks: Sequence[int]) -> list[int]:
     """The ranks whose processes have ended or do not answer."""
     found = ended_of(ranks, roll.processes)
     with contextlib.suppress(RendezvousError, TimeoutError):
@@ -76,14 +78,14 @@ def lost(roll: RollCall, ranks: Sequence[int]) -> list[int]:
     return []
 
 
-def silent_ranks(roll: RollCall, ranks: Sequence[int]) -> list[int]:
+def silent_ranks(roll: RankProbe, ranks: Sequence[int]) -> list[int]:
     """Those that do not say where they are, wherever that may be; RendezvousError where nobody can be asked."""
     called = call_within(2 * ANSWER_S, roll.ask, lambda: RendezvousError(STORE_GONE))
     return [rank for rank in ranks if rank not in called.answered()]
 
 
 def in_words(
-    what: str, reason: str, wheres: Sequence[Where], silent: Sequence[Silent], *, is_store_there: bool = True
+    what: str, reason: str, wheres: Sequence[RankPosition], silent: Sequence[SilentRank], *, is_store_there: bool = True
 ) -> str:
     """Who is missing and for how long, in one line, and below it where in the program they are."""
     elsewhere = _elsewhere(what, wheres)
@@ -99,17 +101,17 @@ def in_words(
     return "; ".join(clauses) + "".join(blocks)
 
 
-def _elsewhere(what: str, wheres: Sequence[Where]) -> list[Where]:
+def _elsewhere(what: str, wheres: Sequence[RankPosition]) -> list[RankPosition]:
     return [where for where in wheres if where.place != f"in {what}"]
 
 
-def _of_silent(silent: Sequence[Silent]) -> list[str]:
+def _of_silent(silent: Sequence[SilentRank]) -> list[str]:
     unseen = [one.rank for one in silent if not one.state]
     clauses = [f"no answer from rank {one.rank}: its process {one.pid} {one.state}" for one in silent if one.state]
     return [*clauses, *([f"no answer from {listed(unseen)}: {UNSEEN}"] if unseen else [])]
 
 
-def _order_of(wheres: Sequence[Where]) -> str:
+def _order_of(wheres: Sequence[RankPosition]) -> str:
     """Who of those that are all there has come last."""
     seconds = {rank: s for where in wheres for rank, s in where.seconds.items()}
     if not seconds:
@@ -126,17 +128,17 @@ def _span(seconds: Iterable[float]) -> str:
     return f"{rounded[0]} s" if len(rounded) == 1 else f"{rounded[0]} to {rounded[-1]} s"
 
 
-def _seen_amiss(roll: RollCall, ranks: Sequence[int]) -> list[Silent]:
+def _seen_amiss(roll: RankProbe, ranks: Sequence[int]) -> list[SilentRank]:
     """Of ranks that cannot be asked, those of this host whose processes have ended, or are stopped."""
     silent = [rank for rank in ranks if (process := roll.processes[rank]) is not None and process.state() in AMISS]
     return silent_of(silent, roll.processes)
 
 
-def _of(called: Roll, ranks: Sequence[int]) -> list[Where]:
+def _of(called: ProbeResult, ranks: Sequence[int]) -> list[RankPosition]:
     """Where these ranks are, those that share a place together."""
     found = []
     for where in called.wheres:
         seconds = {rank: where.seconds[rank] for rank in ranks if rank in where.seconds}
         if seconds:
-            found.append(Where(where.place, where.stack, seconds))
+            found.append(RankPosition(where.place, where.stack, seconds))
     return found

@@ -28,7 +28,7 @@ SHOWN = 8  # ranks, at most, in a table
 SLOW = 0.01
 
 
-class Times:
+class WaitRecord:
     """Of one thing after the other: seconds since this rank was ready for it, and of these those that it waited."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Times:
             del self.ready[:KEPT], self.waited[:KEPT]
 
 
-class Waits:
+class WaitTimes:
     """What a rank remembers of a group from now on."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.operations, self.rounds = Times(), Times()
+        self.operations, self.rounds = WaitRecord(), WaitRecord()
         self._noticed_s = 0.0
 
     def operation(self, ready_since: float, waits_since: float | None) -> None:
@@ -67,7 +67,7 @@ class Waits:
         self._noticed_s = 0.0
         self.rounds.add(waited_s, waited_s)
 
-    def followed(self, times: Times) -> None:
+    def followed(self, times: WaitRecord) -> None:
         """This rank has joined, and nobody waited for it."""
         times.add(UNKNOWN, 0.0)
 

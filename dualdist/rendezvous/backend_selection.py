@@ -13,7 +13,7 @@ from dualdist.utils.suggest import one_of
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.rendezvous.saved_choice import Saved
+    from dualdist.rendezvous.saved_choice import SavedChoice
 
 
 def device_of(topology: Topology | None) -> torch.device:
@@ -99,7 +99,7 @@ def controller(transport: str, topology: Topology, environ: MutableMapping[str, 
     return "mpi" if backend.is_built_with_mpi() else "gloo"
 
 
-def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str], tell: Tell) -> Saved | None:
+def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str], tell: Tell) -> SavedChoice | None:
     """The saved choice that "auto" stands for, with the transport that was asked for or none."""
     from dualdist.rendezvous import saved_choice as choices
 
@@ -126,7 +126,7 @@ def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str],
     return found
 
 
-def _lack(saved: Saved) -> str | None:
+def _lack(saved: SavedChoice) -> str | None:
     """Why the choice does not count: other threads, or this Python lacks what the user's other one had; else None."""
     import torch
 
@@ -151,7 +151,7 @@ def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
 
-def told(saved: Saved, environ: Mapping[str, str]) -> str:
+def told(saved: SavedChoice, environ: Mapping[str, str]) -> str:
     from dualdist.rendezvous import saved_choice as choices
 
     return f"{saved} ({choices.path_of(environ)}; {BACKEND} goes before it)"

@@ -137,7 +137,7 @@ def listen(port: int, loopback_only: bool) -> socket.socket:
 
 
 @dataclass(frozen=True)
-class Invitation:
+class StoreAddress:
     """What rank 0 tells the others: on which host and port it listens, and under which addresses it may be reached."""
 
     host: str
@@ -145,20 +145,20 @@ class Invitation:
     port: int
 
     @staticmethod
-    def of(host: str, port: int, *, one_node: bool) -> Invitation:
+    def of(host: str, port: int, *, one_node: bool) -> StoreAddress:
         """To this host; the addresses are left out where nobody comes from another one."""
-        return Invitation(host, () if one_node else tuple(own_addresses()), port)
+        return StoreAddress(host, () if one_node else tuple(own_addresses()), port)
 
     def dumps(self) -> str:
         return json.dumps([self.host, self.addresses, self.port])
 
     @staticmethod
-    def loads(text: str) -> Invitation:
+    def loads(text: str) -> StoreAddress:
         try:
             host, addresses, port = json.loads(text)
             if not 0 < int(port) < 65536:
                 raise ValueError("no port")
-            return Invitation(str(host), tuple(map(str, addresses)), int(port))
+            return StoreAddress(str(host), tuple(map(str, addresses)), int(port))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise RendezvousError(f"rank 0's address reads {text[:80]!r}, which this dualdist did not write") from error
 

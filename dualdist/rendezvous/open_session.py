@@ -20,7 +20,7 @@ from dualdist.rendezvous.backend_selection import (
     told,
 )
 from dualdist.rendezvous.network_interfaces import host_identity
-from dualdist.rendezvous.rank_assignment import Place, Report, placed, processes_on_host, report_of, settle
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, placed, processes_on_host, report_of, settle
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, Store
-    from dualdist.backends.shm.exchange import Mailbox
+    from dualdist.backends.shm.exchange import ShmExchange
     from dualdist.collectives.group import Group
 
 STORE = "dualdist.store"
 
 
 @dataclass
-class Meeting:
+class RendezvousStore:
     """The store at which this process met the others, for its next sessions; rank 0 serves it while it lives.
 
     `round` is that of the agent that started the ranks, where its store outlives them.
@@ -46,7 +46,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Start:
+class SessionConfig:
     """What a session is opened from."""
 
     topology: Topology
@@ -54,7 +54,7 @@ class Start:
     transport: str  # that was asked for, or ""
     key: str  # of what the session keeps in the store: the same on all ranks, and new for every session
     timeout_s: float
-    meeting: Meeting
+    meeting: RendezvousStore
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Session:
             self.groups.clear()
 
 
-def open_session(requested: str, start: Start, tell: Tell) -> Session:
+def open_session(requested: str, start: SessionConfig, tell: Tell) -> Session:
     """The session on the backend that was asked for, on the program's own process group, or on what was saved."""
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
@@ -115,7 +115,7 @@ def open_session(requested: str, start: Start, tell: Tell) -> Session:
     return opened
 
 
-def _open_by(requested: str, start: Start) -> Session:
+def _open_by(requested: str, start: SessionConfig) -> Session:
     name = chosen_backend(requested, start.topology)
     if name == "mpi":
         from dualdist.backends.mpi import backend as mpi
@@ -136,7 +136,7 @@ def _existing_group() -> tuple[int, int] | None:
     return startup.existing_group()
 
 
-def _adopt(start: Start, group: tuple[int, int]) -> Session:
+def _adopt(start: SessionConfig, group: tuple[int, int]) -> Session:
     """Use the program's own process group. Where no launcher is seen, the group says how many ranks there are."""
     from dualdist.backends.native import startup
 
@@ -166,7 +166,7 @@ def _adopt(start: Start, group: tuple[int, int]) -> Session:
     return _session(backend, store, replace(start, topology=placed(topology, places)), places)
 
 
-def _open_horovod_on_mpi(start: Start) -> Session:
+def _open_horovod_on_mpi(start: SessionConfig) -> Session:
     from dualdist.backends.horovod import startup as horovod_start
     from dualdist.rendezvous import mpi_world
 
@@ -188,7 +188,7 @@ def _open_horovod_on_mpi(start: Start) -> Session:
     return _open_on_mpi(backend, start)
 
 
-def _open_on_mpi(backend: Backend, start: Start) -> Session:
+def _open_on_mpi(backend: Backend, start: SessionConfig) -> Session:
     """The session on a backend that runs over MPI, where ranks need no store to meet, but to tell who is missing."""
     places = _places_by(backend, start.topology, "", start.environ)
     start = replace(start, topology=placed(start.topology, places))
@@ -207,26 +207,28 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
     if topology.rank == 0:
         listener = network_interfaces.listen(0, loopback_only=topology.nodes == 1)
         port = listener.getsockname()[1]
-        broadcast_object(backend, network_interfaces.Invitation.of(host, port, one_node=topology.nodes == 1), 0, STORE)
+        broadcast_object(
+            backend, network_interfaces.StoreAddress.of(host, port, one_node=topology.nodes == 1), 0, STORE
+        )
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
-    invitation = broadcast_object(backend, network_interfaces.Invitation("", (), 0), 0, STORE)
+    invitation = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)
     return native_store.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
 
 
-def _open_over_store(name: str, start: Start) -> Session:
+def _open_over_store(name: str, start: SessionConfig) -> Session:
     """Open the backend where the ranks first meet at a store; a job of one rank needs none."""
     if name == "single":
         from dualdist.backends.single import SingleBackend
 
-        return _session(SingleBackend(), None, start, [Place(0, 0)])
-    from dualdist.backends.base import World
+        return _session(SingleBackend(), None, start, [RankLocation(0, 0)])
+    from dualdist.backends.base import InitContext
     from dualdist.backends.native import store as native_store
     from dualdist.rendezvous import store_rendezvous
 
     topology, environ, transport = start.topology, start.environ, start.transport
     deadline = Deadline(start.timeout_s)
     if topology.size == 1:
-        store, places, interface = None, [Place(0, 0)], None
+        store, places, interface = None, [RankLocation(0, 0)], None
     else:
         met = store_rendezvous.meet(
             topology,
@@ -243,7 +245,7 @@ def _open_over_store(name: str, start: Start) -> Session:
         start.meeting.store, start.meeting.round = store, met.round
         start = replace(start, key=met.key)
     topology = placed(topology, places)
-    world = World(topology, places, store, start.key, interface, environ, device_of(topology), start.timeout_s)
+    world = InitContext(topology, places, store, start.key, interface, environ, device_of(topology), start.timeout_s)
     backend: Backend
     if name == "native":
         from dualdist.backends.native import startup
@@ -256,23 +258,25 @@ def _open_over_store(name: str, start: Start) -> Session:
     return _session(backend, store, replace(start, topology=topology), places)
 
 
-def _places_by(backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]) -> list[Place]:
+def _places_by(
+    backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]
+) -> list[RankLocation]:
     """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
     from dualdist.collectives.control_plane import allgather_object
 
     mine = report_of(topology, host_identity(environ), backend.name, transport, process_state.own().dumps())
-    return settle([Report.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])
+    return settle([RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])
 
 
-def _session(backend: Backend, store: Store | None, start: Start, places: Sequence[Place]) -> Session:
+def _session(backend: Backend, store: Store | None, start: SessionConfig, places: Sequence[RankLocation]) -> Session:
     """The session on a backend that runs.
 
     The group of all ranks, whose failing operations name the ranks that are missing, has a line of its own: torch's
     default group is the program's, which may use it while ours is busy in a thread.
     """
     from dualdist.collectives.group import Group
-    from dualdist.monitoring.monitored import Watch
-    from dualdist.monitoring.rank_probe import RollCall
+    from dualdist.monitoring.monitored import Monitor
+    from dualdist.monitoring.rank_probe import RankProbe
 
     topology, key, timeout_s = start.topology, start.key, start.timeout_s
     if topology.size == 1:
@@ -281,7 +285,7 @@ def _session(backend: Backend, store: Store | None, start: Start, places: Sequen
     processes = processes_on_host(places, topology.rank)
     begun: list[Callable[[], None]] = [backend.close]
     try:
-        roll = None if store is None else RollCall(store, backend.rank, f"{key}/roll", processes, timeout_s)
+        roll = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
         begun += [] if roll is None else [roll.close]
         line = backend.channel("operations")
         exchange = open_mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
@@ -290,13 +294,13 @@ def _session(backend: Backend, store: Store | None, start: Start, places: Sequen
             with contextlib.suppress(DualdistError):  # what failed first says more
                 end()
         raise
-    world = Group(line, Watch(roll, backend.ranks), backend, exchange)
+    world = Group(line, Monitor(roll, backend.ranks), backend, exchange)
     return Session(world, topology, device_of(topology), timeout_s, hosts, store, key)
 
 
 def open_mailbox(
     store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], place: int, timeout_s: float
-) -> Mailbox | None:
+) -> ShmExchange | None:
     """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
     if store is None or place < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from dualdist.errors import TopologyError
-from dualdist.monitoring.process_state import Process
+from dualdist.monitoring.process_state import ProcessIdentity
 from dualdist.topology import Topology
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank says when the ranks meet; `node` and `local_rank` are None where its launcher did not tell."""
 
     rank: int
@@ -29,12 +29,12 @@ class Report:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def loads(text: str) -> Report:
-        return Report(**json.loads(text))
+    def loads(text: str) -> RankReport:
+        return RankReport(**json.loads(text))
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """A rank's node, its number on that node, the lowest rank that shares its host, and its process.
 
     A node is what the launcher calls one; a host is where processes can share memory.
@@ -46,9 +46,9 @@ class Place:
     process: str = field(default="", compare=False)
 
 
-def report_of(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> Report:
+def report_of(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:
     """What this rank says of itself: the fields that variables told, not the inferred ones."""
-    return Report(
+    return RankReport(
         rank=topology.rank,
         size=topology.size,
         host=host,
@@ -60,7 +60,7 @@ def report_of(topology: Topology, host: str, backend: str, transport: str = "", 
     )
 
 
-def settle(reports: Sequence[Report]) -> list[Place]:
+def settle(reports: Sequence[RankReport]) -> list[RankLocation]:
     """Give every rank its place, in rank order; TopologyError where the reports contradict each other.
 
     A node is what the launcher numbered so, or else a host; nodes without a number are numbered by their lowest rank.
@@ -88,17 +88,17 @@ def settle(reports: Sequence[Report]) -> list[Place]:
     nodes: dict[object, list[int]] = defaultdict(list)
     for report in reports:
         nodes[report.host if report.node is None else report.node].append(report.rank)
-    places: list[Place | None] = [None] * size
+    places: list[RankLocation | None] = [None] * size
     told = all(report.node is not None for report in reports)
     for index, (key, ranks) in enumerate(nodes.items()):
         node = reports[ranks[0]].node if told else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
-            places[rank] = Place(node, local_rank, first_on[reports[rank].host], reports[rank].process)
+            places[rank] = RankLocation(node, local_rank, first_on[reports[rank].host], reports[rank].process)
     return [place for place in places if place is not None]
 
 
-def _local_ranks(node: object, reports: Sequence[Report]) -> list[int]:
+def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
     """The local rank of each of one node's ranks: as told, or by rank order where nobody told."""
     told = [report.local_rank for report in reports if report.local_rank is not None]
     if not told:
@@ -113,7 +113,7 @@ def _local_ranks(node: object, reports: Sequence[Report]) -> list[int]:
     return told
 
 
-def placed(topology: Topology, places: Sequence[Place]) -> Topology:
+def placed(topology: Topology, places: Sequence[RankLocation]) -> Topology:
     """The topology with the node and local rank that the ranks found when they met."""
     mine = places[topology.rank]
     local_size = sum(place.node == mine.node for place in places)
@@ -130,7 +130,7 @@ def placed(topology: Topology, places: Sequence[Place]) -> Topology:
     )
 
 
-def processes_on_host(places: Sequence[Place], rank: int) -> list[Process | None]:
+def processes_on_host(places: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:
     """Everybody's process, by rank, None of those on other hosts than this rank's."""
     mine = places[rank].host
-    return [Process.loads(place.process) if place.process and place.host == mine else None for place in places]
+    return [ProcessIdentity.loads(place.process) if place.process and place.host == mine else None for place in places]

@@ -23,7 +23,7 @@ SCHEMA = 2  # 1 knew of no threads
 
 
 @dataclass(frozen=True)
-class Conditions:
+class ChoiceConditions:
     """Where a choice counts: on one host of this kind. `device` is "cpu" or the GPU's name, `cores` are all of them."""
 
     processor: str
@@ -35,7 +35,7 @@ class Conditions:
     threads: int  # torch's, of a rank
 
     @classmethod
-    def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> Conditions:
+    def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> ChoiceConditions:
         return cls(machine().processor, machine_cores(), device, launcher, mpi, ranks, threads)
 
     def __str__(self) -> str:
@@ -44,10 +44,10 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedChoice:
     """A choice: backend and transport, when and why they were chosen."""
 
-    conditions: Conditions
+    conditions: ChoiceConditions
     backend: str
     transport: str
     at: str
@@ -63,7 +63,7 @@ def path_of(environ: Mapping[str, str]) -> Path:
     return Path(folder, "dualdist", "choices.json")
 
 
-def load(path: Path) -> list[Saved]:
+def load(path: Path) -> list[SavedChoice]:
     """The choices of a file, none where there is no file; UsageError where it is damaged or of another dualdist."""
     try:
         if not path.is_file():  # opening a pipe would wait for somebody who writes
@@ -78,16 +78,16 @@ def load(path: Path) -> list[Saved]:
         raise UsageError(f"{path}: these saved choices cannot be read ({error!r}): delete the file") from error
 
 
-def _saved(kept: Mapping[str, Any]) -> Saved:
+def _saved(kept: Mapping[str, Any]) -> SavedChoice:
     """ValueError, TypeError or KeyError where this is none."""
-    found = Saved(**{**kept, "conditions": Conditions(**kept["conditions"])})
+    found = SavedChoice(**{**kept, "conditions": ChoiceConditions(**kept["conditions"])})
     if found.backend not in BACKENDS or found.transport not in TRANSPORTS:
         raise ValueError(f"{found.backend!r} over {found.transport!r} is no choice")
     hash(found.conditions)
     return found
 
 
-def save(path: Path, fresh: Sequence[Saved]) -> None:
+def save(path: Path, fresh: Sequence[SavedChoice]) -> None:
     """The file has these choices, in place of older ones under the same conditions; UsageError where it cannot."""
     replaced = {each.conditions for each in fresh}
     kept = [*(each for each in load(path) if each.conditions not in replaced), *fresh]
@@ -106,7 +106,9 @@ def can_count(topology: Topology) -> bool:
     return topology.launcher != "none" and is_on_one_host
 
 
-def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], tuple[str, int]]) -> Saved | None:
+def of_job(
+    saved: Sequence[SavedChoice], topology: Topology, device: Callable[[], tuple[str, int]]
+) -> SavedChoice | None:
     """The choice that was made for such a job on such a host, else one for other threads, if there is one.
 
     `device` gives "cpu" or a GPU's name, and a rank's threads, which take a while to find out.
@@ -114,6 +116,6 @@ def of_job(saved: Sequence[Saved], topology: Topology, device: Callable[[], tupl
     if not saved or not can_count(topology):
         return None
     name, threads = device()
-    here = Conditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
+    here = ChoiceConditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
     near = [each for each in saved if replace(each.conditions, threads=threads) == here]
     return next((each for each in near if each.conditions == here), next(iter(near), None))

@@ -23,8 +23,8 @@ from dualdist.backends.base import Store
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous import elastic_generation, mpi_world, network_interfaces
-from dualdist.rendezvous.network_interfaces import Invitation
-from dualdist.rendezvous.rank_assignment import Place, Report, report_of, settle
+from dualdist.rendezvous.network_interfaces import StoreAddress
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, report_of, settle
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
 
@@ -41,7 +41,7 @@ GRACE_S = 1.0
 Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
 
 
-class Exchange(Protocol):
+class AddressExchange(Protocol):
     """Carries one line of text from rank 0 to the others."""
 
     def publish(self, text: str) -> None:
@@ -58,7 +58,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class FileExchange:
+class FileAddressExchange:
     """A file that all ranks see. It appears whole, by a rename, and is removed when all have met."""
 
     path: Path
@@ -91,7 +91,7 @@ class FileExchange:
 
 
 @dataclass(frozen=True)
-class HorovodExchange:
+class HorovodAddressExchange:
     """A key in the HTTP store of horovodrun, in a scope of our own."""
 
     address: str
@@ -131,7 +131,7 @@ class HorovodExchange:
 
 
 @dataclass
-class MpiExchange:
+class MpiAddressExchange:
     """One broadcast from rank 0, which all ranks call once: rank 0 by publish, the others by read."""
 
     topology: Topology
@@ -152,7 +152,7 @@ class MpiExchange:
 
 
 @dataclass(frozen=True)
-class Met:
+class RendezvousResult:
     """What a rank knows when all have met: the store, where all ranks stand, and how to reach the others.
 
     `interface` is the network interface towards the other nodes, None where there is one node only. `key` is that of
@@ -160,7 +160,7 @@ class Met:
     """
 
     store: Store
-    places: list[Place]
+    places: list[RankLocation]
     interface: str | None
     key: str
     round: str
@@ -176,7 +176,7 @@ def meet(
     deadline: Deadline,
     transport: str = "",
     known_round: str = "",
-) -> Met:
+) -> RendezvousResult:
     """Bring all ranks together at one store; every rank calls this, with the backend and transport it will use.
 
     `session` names this meeting, alike on every rank; `known` and `known_round` are of an earlier one in this process.
@@ -186,13 +186,13 @@ def meet(
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
     report = report_of(topology, host, backend, transport, process_state.own().dumps())
 
-    def gather() -> Met:
+    def gather() -> RendezvousResult:
         round = known_round
         if known is None and elastic_generation.may_repeat(topology, environ):
             round = elastic_generation.agree(store, topology, deadline)
         key = f"{session}/{round}" if round else session
         places = assemble(store, report, key, deadline)
-        return Met(store, places, _interface(store, places, topology.rank, key, deadline), key, round)
+        return RendezvousResult(store, places, _interface(store, places, topology.rank, key, deadline), key, round)
 
     def late() -> DualdistError:
         return RendezvousError(
@@ -207,7 +207,7 @@ def meet(
             exchange.withdraw()
 
 
-def _interface(store: Store, places: list[Place], rank: int, session: str, deadline: Deadline) -> str | None:
+def _interface(store: Store, places: list[RankLocation], rank: int, session: str, deadline: Deadline) -> str | None:
     """The interface towards the other nodes; None where there are none.
 
     A rank elsewhere knows the address under which it reached rank 0, and tells it: on rank 0's node the way to rank 0
@@ -231,7 +231,7 @@ def _interface(store: Store, places: list[Place], rank: int, session: str, deadl
 
 def _open_store(
     topology: Topology, environ: MutableMapping[str, str], host: str, connect: Connect, deadline: Deadline
-) -> tuple[Store, Exchange | None]:
+) -> tuple[Store, AddressExchange | None]:
     """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
     given = environ.get(RENDEZVOUS)
     address, port = topology.address, topology.port
@@ -239,7 +239,7 @@ def _open_store(
     if given and urlsplit(given).scheme == "tcp":
         address, port = _address_of(given)
     elif given or topology.meeting in ("horovod", "mpi", "slurm"):
-        exchange = FileExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
+        exchange = FileAddressExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
         return _invite(topology, exchange, host, connect, deadline), exchange
     if address is None or port is None:
         raise TopologyError(
@@ -271,32 +271,32 @@ def _path_of(url: str) -> Path:
     return Path(parts.path)
 
 
-def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Exchange:
+def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> AddressExchange:
     if topology.meeting == "mpi":
-        return MpiExchange(topology, environ, deadline)
+        return MpiAddressExchange(topology, environ, deadline)
     if topology.meeting == "horovod":
-        return HorovodExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), "rank0")
+        return HorovodAddressExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), "rank0")
     folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
     step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
-    return FileExchange(Path(folder) / f".dualdist-{step}")
+    return FileAddressExchange(Path(folder) / f".dualdist-{step}")
 
 
-def _invite(topology: Topology, exchange: Exchange, host: str, connect: Connect, deadline: Deadline) -> Store:
+def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: Connect, deadline: Deadline) -> Store:
     """Rank 0 listens on a free port and publishes it by the exchange; the others read it and connect."""
     if topology.rank == 0:
         one_node = topology.nodes == 1 and "nodes" not in topology.inferred
         listener = network_interfaces.listen(0, loopback_only=one_node)
         port = listener.getsockname()[1]
-        exchange.publish(Invitation.of(host, port, one_node=one_node).dumps())
+        exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())
         return connect(network_interfaces.LOOPBACK, port, listener, deadline)
     while True:
         text = exchange.read()
         if text is not None:
-            invitation = Invitation.loads(text)
+            invitation = StoreAddress.loads(text)
             try:
                 return connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
             except RendezvousError:
-                if deadline.passed() or not isinstance(exchange, FileExchange):
+                if deadline.passed() or not isinstance(exchange, FileAddressExchange):
                     raise  # a file may be left over from a job that was killed: look again whether it was replaced
         if deadline.passed():
             raise RendezvousError(
@@ -305,7 +305,7 @@ def _invite(topology: Topology, exchange: Exchange, host: str, connect: Connect,
         deadline.sleep(0.05)
 
 
-def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list[Place]:
+def assemble(store: Store, report: RankReport, key: str, deadline: Deadline) -> list[RankLocation]:
     """Wait until all ranks have said who they are, and return everybody's place in rank order.
 
     Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that
@@ -332,13 +332,13 @@ def assemble(store: Store, report: Report, key: str, deadline: Deadline) -> list
         ) from late
     if objection:
         raise TopologyError(objection)
-    return [Place(*place) for place in places]
+    return [RankLocation(*place) for place in places]
 
 
 def _judge_all(store: Store, key: str, size: int, deadline: Deadline) -> None:
     """Write the verdict on everybody's report."""
     came = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
-    reports = [Report.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in came]
+    reports = [RankReport.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in came]
     try:
         _judge(store, key, "", settle(reports))
     except TopologyError as error:
@@ -351,7 +351,7 @@ def _object(store: Store, key: str, objection: str) -> NoReturn:
     raise TopologyError(objection)
 
 
-def _judge(store: Store, key: str, objection: str, places: list[Place] | None = None) -> None:
+def _judge(store: Store, key: str, objection: str, places: list[RankLocation] | None = None) -> None:
     """Write the verdict, an objection or everybody's place; the first one stands."""
     if store.add(f"{key}/judges", 1) == 1:
         store.set(f"{key}/verdict", json.dumps([objection, [astuple(place) for place in places or []]]))

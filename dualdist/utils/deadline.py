@@ -38,7 +38,7 @@ class Deadline:
         time.sleep(min(seconds, self.left_s()))
 
 
-class _Outcome(Generic[T]):
+class _CallOutcome(Generic[T]):
     value: T
     error: BaseException | None = None
 
@@ -49,7 +49,7 @@ def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], Dual
     The call runs in a thread of its own. Where it never returns the thread stays behind as a daemon, which does not
     keep the process alive: the caller is expected to end the job.
     """
-    outcome: _Outcome[T] = _Outcome()
+    outcome: _CallOutcome[T] = _CallOutcome()
 
     def run() -> None:
         try:

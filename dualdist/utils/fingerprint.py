@@ -33,7 +33,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     found: list[bytes] = [b""] * len(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         mine = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        chunks = Chunks(device)
+        chunks = ChunkHasher(device)
         sums = [chunks.sums(tensors[number].detach().resolve_conj().resolve_neg().contiguous()) for number in mine]
         together = torch.cat(sums).cpu()
         for number, own in zip(mine, together.split(list(map(len, sums))), strict=True):
@@ -43,7 +43,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     return found
 
 
-class Chunks:
+class ChunkHasher:
     """Adds up the chunks of one tensor after the other, in the same memory."""
 
     def __init__(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ ROOT = "horovod"
 FOLDER = str(Path(__file__).parents[1] / "hvd" / "named")
 
 
-class Alias(MetaPathFinder):
+class HorovodAlias(MetaPathFinder):
     """An import hook that has the last word on `horovod` and all names below it.
 
     `table` maps such names to modules of ours, which keep their own names too: one module object, hence the same
@@ -104,7 +104,7 @@ class Alias(MetaPathFinder):
                     sys.path.insert(place, FOLDER)
 
 
-class _SecondName(Loader):
+class _AliasLoader(Loader):
     """Gives a module that has another name already, and leaves it as it was."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
@@ -122,7 +122,7 @@ class _SecondName(Loader):
 
 def _second_name(fullname: str, found: ModuleSpec, load: Callable[[], ModuleType]) -> ModuleSpec:
     is_package = found.submodule_search_locations is not None
-    return ModuleSpec(fullname, _SecondName(load), origin=found.origin, is_package=is_package)
+    return ModuleSpec(fullname, _AliasLoader(load), origin=found.origin, is_package=is_package)
 
 
 def is_horovod(fullname: str) -> bool:
@@ -130,9 +130,9 @@ def is_horovod(fullname: str) -> bool:
     return fullname == ROOT or fullname.startswith(f"{ROOT}.")
 
 
-def installed_alias() -> Alias | None:
+def installed_alias() -> HorovodAlias | None:
     """The alias that is in place in this process."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Alias)), None)
+    return next((finder for finder in sys.meta_path if isinstance(finder, HorovodAlias)), None)
 
 
 @contextlib.contextmanager

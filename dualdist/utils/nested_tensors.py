@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Stands for the n-th tensor in a structure that is sent without its tensors."""
 
     index: int
@@ -19,12 +19,12 @@ class Slot:
 
 def taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The structure with its tensors moved to the list; what is one tensor in several places is in it once."""
-    slots: dict[object, Slot] = {}
+    slots: dict[object, TensorSlot] = {}
 
-    def moved(tensor: torch.Tensor) -> Slot:
+    def moved(tensor: torch.Tensor) -> TensorSlot:
         place = _place(tensor)
         if place not in slots:
-            slots[place] = Slot(len(tensors))
+            slots[place] = TensorSlot(len(tensors))
             tensors.append(tensor.detach())
         return slots[place]
 
@@ -43,7 +43,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The structure with the tensors in their places."""
-    return mapped(value, Slot, lambda slot: tensors[slot.index])
+    return mapped(value, TensorSlot, lambda slot: tensors[slot.index])
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:

@@ -54,7 +54,7 @@ print(json.dumps({"library": MPI.Get_library_version().strip("\\0 \\n"), "files"
 
 
 @dataclass(frozen=True)
-class SaidTorch:
+class TorchProbe:
     """The torch that `import torch` finds. `nccl` is the version it has; `gpus` are those that it can use.
 
     `gpu_warning` is what it said when it looked for them. `has_vision_operators` tells whether torchvision's compiled
@@ -75,7 +75,7 @@ class SaidTorch:
 
 
 @dataclass(frozen=True)
-class SaidHorovod:
+class HorovodProbe:
     """With what the installed Horovod was built; `nccl` is that version's number, as 21805, or ""."""
 
     gloo: bool
@@ -84,29 +84,29 @@ class SaidHorovod:
 
 
 @dataclass(frozen=True)
-class SaidMpi4py:
+class Mpi4pyProbe:
     """The MPI that mpi4py would use: what it calls itself, and its files."""
 
     library: str
     files: tuple[str, ...] = ()
 
 
-def ask_torch(environ: Mapping[str, str]) -> SaidTorch | str:
+def ask_torch(environ: Mapping[str, str]) -> TorchProbe | str:
     """What torch says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_TORCH, environ, TORCH_S)
-    return said if isinstance(said, str) else SaidTorch(**said)
+    return said if isinstance(said, str) else TorchProbe(**said)
 
 
-def ask_horovod(environ: Mapping[str, str]) -> SaidHorovod | str:
+def ask_horovod(environ: Mapping[str, str]) -> HorovodProbe | str:
     """What Horovod says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_HOROVOD, environ, HOROVOD_S)
-    return said if isinstance(said, str) else SaidHorovod(**said)
+    return said if isinstance(said, str) else HorovodProbe(**said)
 
 
-def ask_mpi4py(environ: Mapping[str, str]) -> SaidMpi4py | str:
+def ask_mpi4py(environ: Mapping[str, str]) -> Mpi4pyProbe | str:
     """What mpi4py says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_MPI4PY, environ, MPI4PY_S)
-    return said if isinstance(said, str) else SaidMpi4py(said["library"], tuple(said["files"]))
+    return said if isinstance(said, str) else Mpi4pyProbe(said["library"], tuple(said["files"]))
 
 
 def _ask(program: str, environ: Mapping[str, str], timeout_s: float) -> dict[str, Any] | str:

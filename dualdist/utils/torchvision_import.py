@@ -46,7 +46,7 @@ def load_torchvision() -> ModuleType:
         ) from error
 
 
-class WhenImported(MetaPathFinder):
+class TorchvisionImportHook(MetaPathFinder):
     """Prepares the first `import torchvision` of a program that cannot call load_torchvision(), and finds nothing."""
 
     def find_spec(

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 import dualdist as dd
-from dualdist.checkpoint.files import Progress, read_newest
+from dualdist.checkpoint.files import ReadProgress, read_newest
 from dualdist.checkpoint.writer import DRAFTS
 
 COUNT = 1 << 17  # floats, as many as take some milliseconds to write
@@ -60,7 +60,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         acknowledged = max(life(folder, draws.uniform(0, LIFE_S)), steps)
         drafts = list(folder.glob(DRAFTS))
         cut_short += bool(drafts)
-        found = read_newest(folder, Progress())
+        found = read_newest(folder, ReadProgress())
         if found is not None:
             steps = found.content["extra"]["step"]
             assert found.content["extra"]["weight"].unique().tolist() == [steps]

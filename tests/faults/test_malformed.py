@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from dualdist.bench.compare import launches
 from dualdist.bench.compare import runner as comparison
-from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, Progress, read_newest
+from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, ReadProgress, read_newest
 from dualdist.checkpoint.writer import write
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
@@ -29,8 +29,8 @@ from dualdist.launch import control_channel, hosts
 from dualdist.launch.job_file import JobFile, Resources, loads
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.rendezvous import saved_choice
-from dualdist.rendezvous.network_interfaces import Invitation
-from dualdist.rendezvous.saved_choice import Conditions, Saved
+from dualdist.rendezvous.network_interfaces import StoreAddress
+from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
@@ -229,7 +229,9 @@ def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) ->
     effort.fuzz("lists of hosts", damaged(["a:2,b:2"]), lambda text: error_of(lambda: hosts.parse(text), UsageError))
 
 
-SAVED = Saved(Conditions("a", 2, "cpu", "torchrun", False, 2, 1), "native", "shm", "2026-01-01", "1.3x faster")
+SAVED = SavedChoice(
+    ChoiceConditions("a", 2, "cpu", "torchrun", False, 2, 1), "native", "shm", "2026-01-01", "1.3x faster"
+)
 
 
 @pytest.mark.smoke
@@ -269,10 +271,10 @@ def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: P
 @pytest.mark.smoke
 def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, effort: Effort) -> None:
     def save(step: int) -> Path:
-        return write(tmp_path, {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}}, None, Progress())
+        return write(tmp_path, {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}}, None, ReadProgress())
 
     def step_found() -> int:
-        found = read_newest(tmp_path, Progress())
+        found = read_newest(tmp_path, ReadProgress())
         assert found is not None
         return int(found.content[EXTRA]["step"])
 
@@ -299,15 +301,15 @@ def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, e
 @pytest.mark.smoke
 def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> None:
     def check(text: str) -> None:
-        if not error_of(lambda: Invitation.loads(text), RendezvousError):
-            assert 0 < Invitation.loads(text).port < 65536
+        if not error_of(lambda: StoreAddress.loads(text), RendezvousError):
+            assert 0 < StoreAddress.loads(text).port < 65536
 
     lists = altered(["host", ["10.0.0.1", "10.0.0.2"], 4711])
     effort.fuzz("invitations", lists | altered({"a": 1, "b": 2, "3": 3}), check)
     for message in (
-        control_channel.Hello("t", 0, "h", 0),
-        control_channel.Ended(1, 0.0, False, "x"),
-        control_channel.Failing("x"),
+        control_channel.RankHello("t", 0, "h", 0),
+        control_channel.RankEnded(1, 0.0, False, "x"),
+        control_channel.RankFailing("x"),
     ):
         heard = partial(control_channel.loads, type(message))
         texts = altered(asdict(message))

@@ -20,7 +20,7 @@ from harness.mpi import OpenMPI
 from launch.running import interrupted
 
 from dualdist.rendezvous import saved_choice
-from dualdist.rendezvous.saved_choice import Conditions, Saved
+from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
 # The README's lines that begin so; the options behind them make them short.
@@ -266,9 +266,9 @@ def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -
     assert "verdict   nothing was measured" in outcome.stdout
 
 
-def choice(backend: str) -> Saved:
-    here = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
-    return Saved(here, backend, "gloo", "2026-01-01", "1.31x faster than another")
+def choice(backend: str) -> SavedChoice:
+    here = ChoiceConditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
+    return SavedChoice(here, backend, "gloo", "2026-01-01", "1.31x faster than another")
 
 
 @pytest.fixture

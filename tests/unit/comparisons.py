@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dualdist.bench.compare.launches import Launch, Rank
+from dualdist.bench.compare.launches import Launch, RankRecord
 
 WARMUP, STEPS = 2, 5
 LOSSES = [2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0]
 
 
-def rank(number: int, step_s: float, **changes: object) -> Rank:
+def rank(number: int, step_s: float, **changes: object) -> RankRecord:
     """One of two ranks on CPUs, whose timed steps all take step_s."""
     found = {
         "rank": number,
@@ -43,7 +43,7 @@ def rank(number: int, step_s: float, **changes: object) -> Rank:
         "machine_s": 1.0,
         "own_s": 0.5,
     }
-    return Rank.model_validate(found | changes)
+    return RankRecord.model_validate(found | changes)
 
 
 def launch(cell: str, number: int, step_s: float, **changes: object) -> Launch:

@@ -10,9 +10,9 @@ from typing import Any
 
 from dualdist.doctor import Diagnosis, Finding, judge
 from dualdist.doctor.diagnosis import place
-from dualdist.doctor.facts import Facts, Host, Starter
+from dualdist.doctor.facts import HostFacts, InstallationFacts, MpiStarter
 from dualdist.horovod_build.record import BuildRecord
-from dualdist.utils.package_probe import SaidMpi4py, SaidTorch
+from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe
 
 VERSIONS: dict[str, str | None] = {
     "dualdist": "1",
@@ -23,20 +23,20 @@ VERSIONS: dict[str, str | None] = {
     "mpi4py": "4.1.2",
 }
 HOROVOD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", gloo=True, mpi=True, mpi_version="Open MPI 4.1.8")
-OPENMPI4 = Starter("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
-OPENMPI5 = Starter("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
-MPICH = Starter("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
-HOST = Host(
+OPENMPI4 = MpiStarter("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
+OPENMPI5 = MpiStarter("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
+MPICH = MpiStarter("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
+HOST = HostFacts(
     "vm", cores=8, all_cores=8, shm_free=1 << 34, interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, address="10.0.0.1"
 )
-FACTS = Facts(
+FACTS = InstallationFacts(
     versions=VERSIONS,
     host=HOST,
     python="/v/python",
     abi="cpython-311-x86_64-linux-gnu",
-    torch=SaidTorch("2.13.0+cpu"),
+    torch=TorchProbe("2.13.0+cpu"),
     horovod=HOROVOD,
-    mpi4py=SaidMpi4py("Open MPI v4.1.8, package"),
+    mpi4py=Mpi4pyProbe("Open MPI v4.1.8, package"),
     starters=(OPENMPI4,),
 )
 
@@ -48,33 +48,37 @@ def recorded(table: str, index: int = 0) -> dict[str, str]:
     return dict(RECORDS[table][index]["env"])
 
 
-def other(**changes: Any) -> Facts:
+def other(**changes: Any) -> InstallationFacts:
     return replace(FACTS, **changes)
 
 
-def horovod(**changes: Any) -> Facts:
+def horovod(**changes: Any) -> InstallationFacts:
     return replace(FACTS, horovod=replace(HOROVOD, **changes))
 
 
-def on_host(facts: Facts = FACTS, **changes: Any) -> Facts:
+def on_host(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
     return replace(facts, host=replace(facts.host, **changes))
 
 
-def with_torch(facts: Facts = FACTS, **changes: Any) -> Facts:
-    assert isinstance(facts.torch, SaidTorch)
+def with_torch(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
+    assert isinstance(facts.torch, TorchProbe)
     return replace(facts, torch=replace(facts.torch, **changes))
 
 
-def with_versions(facts: Facts = FACTS, **versions: str | None) -> Facts:
+def with_versions(facts: InstallationFacts = FACTS, **versions: str | None) -> InstallationFacts:
     return replace(facts, versions={**facts.versions, **versions})
 
 
-def diagnosis(environ: Mapping[str, str] | None = None, facts: Facts = FACTS, ranks: int | None = None) -> Diagnosis:
+def diagnosis(
+    environ: Mapping[str, str] | None = None, facts: InstallationFacts = FACTS, ranks: int | None = None
+) -> Diagnosis:
     environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
     return judge(place(environ), environ, facts, ranks)
 
 
-def found(environ: Mapping[str, str] | None = None, facts: Facts = FACTS, ranks: int | None = None) -> dict[str, str]:
+def found(
+    environ: Mapping[str, str] | None = None, facts: InstallationFacts = FACTS, ranks: int | None = None
+) -> dict[str, str]:
     """The level of each finding, by its name."""
     return {each.name: each.level for each in diagnosis(environ, facts, ranks).findings}
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualdist.horovod_build.machine import Cuda, Machine, Mpi, Nccl, Torch
+from dualdist.horovod_build.machine import (
+    BuildMachine,
+    CudaToolkit,
+    MpiInstallation,
+    NcclInstallation,
+    TorchInstallation,
+)
 
-TORCH = Torch(version="2.13.0+cpu", git="cf30153c", cxx11_abi=True, cuda=None, hip=None, cxx_standard=17)
+TORCH = TorchInstallation(version="2.13.0+cpu", git="cf30153c", cxx11_abi=True, cuda=None, hip=None, cxx_standard=17)
 CUDA_TORCH = replace(TORCH, version="2.13.0+cu128", cuda="12.8")
-CUDA = Cuda(home="/usr/local/cuda-12.8", version="12.8")
-NCCL = Nccl(include="/venv/nvidia/nccl/include", library="/venv/nvidia/nccl/lib/libnccl.so.2", version="2.27.5")
-MPI = Mpi(
+CUDA = CudaToolkit(home="/usr/local/cuda-12.8", version="12.8")
+NCCL = NcclInstallation(
+    include="/venv/nvidia/nccl/include", library="/venv/nvidia/nccl/lib/libnccl.so.2", version="2.27.5"
+)
+MPI = MpiInstallation(
     compiler="/venv/bin/mpicxx", vendor="Open MPI", version="4.1.8", library_dirs=(), mpirun="/venv/bin/mpirun"
 )  # fmt: skip
-MACHINE = Machine(
+MACHINE = BuildMachine(
     python="/venv/bin/python",
     python_version=(3, 11),
     abi_tag="cpython-311-x86_64-linux-gnu",

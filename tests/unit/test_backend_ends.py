@@ -14,12 +14,12 @@ from dualdist.backends.base import Backend
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.native.backend import NativeBackend
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import HostLine, line_bytes
+from dualdist.backends.shm.backend import HostChannel, line_bytes
 from dualdist.backends.shm.segment import share
 from dualdist.backends.single import SingleBackend
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
-from dualdist.rendezvous.open_session import Meeting, Start, _session
-from dualdist.rendezvous.rank_assignment import Place
+from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _session
+from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 
@@ -35,7 +35,7 @@ def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
     alone = Topology(rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, launcher="none", source="the test")
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
-        _session(backend, None, Start(alone, {}, "", "key", 5.0, Meeting()), [Place(0, 0)])
+        _session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])
     assert not backend.is_open
 
 
@@ -44,7 +44,7 @@ def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
     segment = share(TcpStore(store, "", "the test"), "key", 0, 1, line_bytes(1), Deadline(5.0))  # type: ignore[arg-type]
     leaders = SingleBackend()
     native = NativeBackend(dict, [0], 0, store, contextlib.nullcontext, 5.0, owned=False, on_gpu=False)
-    native._host = HostLine(segment, [0], leaders, 5.0, is_only_host=False)
+    native._host = HostChannel(segment, [0], leaders, 5.0, is_only_host=False)
     native.timeout_s = 77.0
     assert (native._host.neighbours.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dualdist.backends.base import NO_PLACE, ReduceOp
-from dualdist.backends.single import Finished, SingleBackend
-from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, Recipe
+from dualdist.backends.single import CompletedWork, SingleBackend
+from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
-from dualdist.ddp.compression import CASTS, Compressor
+from dualdist.ddp.compression import CASTS, GradientCompressor
 
 
 class Signs:
@@ -34,12 +34,12 @@ class Alike(SingleBackend):
         super().__init__()
         self.size = size
 
-    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Finished:
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
         assert op == "sum"
         mine = buffer.clone()
         for _ in range(self.size - 1):
             buffer += mine
-        return Finished(buffer)
+        return CompletedWork(buffer)
 
 
 @pytest.mark.parametrize("size", [1, 2, 128, 256, 3000])
@@ -49,10 +49,10 @@ class Alike(SingleBackend):
     ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
 )
 @pytest.mark.parametrize("flag", [TAKES_PART, HAS_JOINED, DROPS])
-def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: Compressor | None, flag: int) -> None:
+def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientCompressor | None, flag: int) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
     plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), NO_PLACE)
-    bucket = Bucket(plan, Recipe("sum", compressor), Alike(size), set())
+    bucket = Bucket(plan, ReducerConfig("sum", compressor), Alike(size), set())
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
     bucket.launch([torch.zeros(3), sparse, None], flag)
     bucket.wait()

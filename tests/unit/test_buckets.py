@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.ddp.bucket_plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, Recipe, plan_buckets
+from dualdist.ddp.bucket_plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, ReducerConfig, plan_buckets
 
 DTYPES = (torch.float32, torch.float16, torch.float64)
 SIZES = st.integers(min_value=1, max_value=3 * FIRST_BUCKET_BYTES)
@@ -30,7 +30,7 @@ def nbytes(params: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
 @given(PARAMETERS)
 def test_every_parameter_travels_once_with_its_kind(specs: list[tuple[int, torch.dtype]]) -> None:
     params = parameters(specs)
-    buckets = plan_buckets(params, backwards(params), Recipe())
+    buckets = plan_buckets(params, backwards(params), ReducerConfig())
     assert sorted(number for bucket in buckets for number in bucket) == list(range(len(params)))
     for bucket in buckets:
         assert len({params[number].dtype for number in bucket}) == 1
@@ -40,13 +40,13 @@ def test_every_parameter_travels_once_with_its_kind(specs: list[tuple[int, torch
 @given(PARAMETERS)
 def test_a_bucket_is_closed_by_the_parameter_that_fills_it(specs: list[tuple[int, torch.dtype]]) -> None:
     params = parameters(specs)
-    for bucket in plan_buckets(params, backwards(params), Recipe()):
+    for bucket in plan_buckets(params, backwards(params), ReducerConfig()):
         assert nbytes(params, bucket[:-1]) < BUCKET_BYTES
 
 
 def test_the_first_bucket_is_small() -> None:
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 200)
-    first, *others = plan_buckets(params, backwards(params), Recipe())
+    first, *others = plan_buckets(params, backwards(params), ReducerConfig())
     assert nbytes(params, first) == FIRST_BUCKET_BYTES
     assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
 
@@ -55,21 +55,21 @@ def test_what_does_not_fill_two_first_buckets_travels_together() -> None:
     eighth = (FIRST_BUCKET_BYTES // 8 // 4, torch.float32)
     for count, buckets in ((15, 1), (16, 2)):
         params = parameters([eighth] * count)
-        assert len(plan_buckets(params, backwards(params), Recipe())) == buckets
+        assert len(plan_buckets(params, backwards(params), ReducerConfig())) == buckets
 
 
 def test_one_device_a_bucket() -> None:
     params = [torch.empty(4), torch.empty(4, device="meta")]
-    assert plan_buckets(params, backwards(params), Recipe()) == [(1,), (0,)]
+    assert plan_buckets(params, backwards(params), ReducerConfig()) == [(1,), (0,)]
 
 
 def test_the_order_is_that_in_which_gradients_arrive() -> None:
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 6)
-    first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], Recipe())
+    first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], ReducerConfig())
     assert (first, second) == ((3, 1), (0, 2, 5, 4))
 
 
 def test_sizes_are_the_callers() -> None:
     params = parameters([(1 << 18, torch.float32)] * 8)
-    recipe = Recipe(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
+    recipe = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
     assert [len(bucket) for bucket in plan_buckets(params, backwards(params), recipe)] == [2, 3, 3]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualdist.bench.compare.matrix import Cell, Facts, Refused, places_of, references, refusal, sorted_out
-from dualdist.bench.jobs import Place, Setting
+from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, references, refusal, sorted_out
+from dualdist.bench.jobs import Contestant, MeasurementSettings
 from dualdist.cli import compare
 from dualdist.cli.compare_request import cells_of
 from dualdist.doctor import Availability
@@ -18,13 +18,13 @@ from dualdist.launch.launchers import Site
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 HERE = Availability(True, "1", "")
 HOROVOD = replace(HERE, gloo=True, mpi=True, nccl=None)
-FACTS = Facts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
+FACTS = MatrixFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
 GPUS = replace(FACTS, gpus=2)
 
 
-def reason(words: str, facts: Facts = FACTS, site: Site = SITE) -> str | None:
+def reason(words: str, facts: MatrixFacts = FACTS, site: Site = SITE) -> str | None:
     launcher, backend, transport = words.split()
-    return refusal(Place(backend, transport, launcher), Setting(2), site, facts)
+    return refusal(Contestant(backend, transport, launcher), MeasurementSettings(2), site, facts)
 
 
 def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> None:
@@ -44,12 +44,12 @@ def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> 
 
 def test_every_combination_that_was_asked_for_is_a_cell_and_none_is_dropped() -> None:
     places = places_of(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    cells, refused = sorted_out(places, Setting(2), SITE, FACTS)
+    cells, refused = sorted_out(places, MeasurementSettings(2), SITE, FACTS)
     assert len(places) == 8
     assert [cell.place for cell in cells] == [
-        Place("native", "shm", "torchrun"),
-        Place("native", "shm", "mpirun"),
-        Place("mpi", "mpi", "mpirun"),
+        Contestant("native", "shm", "torchrun"),
+        Contestant("native", "shm", "mpirun"),
+        Contestant("mpi", "mpi", "mpirun"),
     ]
     assert len(refused) == 5
     assert all(each.reason for each in refused)
@@ -99,7 +99,7 @@ def test_gpus_decide_between_nccl_and_the_others() -> None:
 
 
 def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> None:
-    cells = [Cell("dualdist", Place("horovod", "mpi", "mpirun"))]
+    cells = [Cell("dualdist", Contestant("horovod", "mpi", "mpirun"))]
     found = list(references(["ddp", "hvd", "none", "one"], cells, FACTS))
     assert [each.label for each in found if isinstance(each, Cell)] == [
         "DDP over gloo (torchrun)",
@@ -108,14 +108,14 @@ def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> Non
         "one rank",
     ]
     (alone,) = references(["hvd"], [], FACTS)
-    assert isinstance(alone, Refused)
+    assert isinstance(alone, RefusedCell)
 
 
 def asked(*words: str) -> list[Cell]:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
     args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
-    return cells_of(args, SITE, Setting(2))[0]
+    return cells_of(args, SITE, MeasurementSettings(2))[0]
 
 
 def test_references_are_launched_once_and_unknown_ones_refused_beside_a_script_too() -> None:
@@ -157,7 +157,7 @@ def test_names_that_nobody_has_are_refused(
 
 
 def test_labels_and_keys_tell_cells_apart() -> None:
-    place = Place("native", "shm", "torchrun")
+    place = Contestant("native", "shm", "torchrun")
     cells = [Cell("dualdist", place), Cell("dualdist", place, copy=1), Cell("dualdist", place, slow=1.05, copy=2)]
     assert [cell.label for cell in cells] == [
         "native over shm (torchrun)",

@@ -19,11 +19,11 @@ from dualdist.bench.paired import least_launches
 from dualdist.errors import UsageError
 from dualdist.rendezvous import saved_choice as choices
 from dualdist.rendezvous.backend_selection import saved_choice
-from dualdist.rendezvous.saved_choice import Conditions, Saved
+from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
 from dualdist.topology import Topology
 
-HERE = Conditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
-SAVED = Saved(HERE, "horovod", "gloo", "2026-01-01", "1.31x faster than native over shm (torchrun)")
+HERE = ChoiceConditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
+SAVED = SavedChoice(HERE, "horovod", "gloo", "2026-01-01", "1.31x faster than native over shm (torchrun)")
 DAMAGED = [
     "",
     "5",
@@ -57,8 +57,8 @@ def test_every_launcher_that_started_several_has_its_fastest_saved() -> None:
         "e": of("e", 0.1, "srun", "native", "shm"),
     }
     torchrun, mpirun, srun = chosen(contenders, "today")
-    assert isinstance(torchrun, Saved)
-    assert isinstance(mpirun, Saved)
+    assert isinstance(torchrun, SavedChoice)
+    assert isinstance(mpirun, SavedChoice)
     assert (torchrun.conditions, torchrun.backend, torchrun.transport) == (HERE, "native", "shm")
     assert torchrun.why == "1.50x faster than b"
     assert (mpirun.conditions.launcher, mpirun.conditions.mpi, mpirun.backend) == ("mpirun", True, "mpi")
@@ -84,18 +84,18 @@ def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -
     drawn = (
         {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(runs)]) for name in names} for _ in range(200)
     )
-    assert sum(isinstance(told, Saved) for each in drawn for told in chosen(each, "today")) <= 14
+    assert sum(isinstance(told, SavedChoice) for each in drawn for told in chosen(each, "today")) <= 14
 
 
 def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None:
     assert [least_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
 
-    def told(names: str, runs: int) -> Saved | str:
+    def told(names: str, runs: int) -> SavedChoice | str:
         (found,) = chosen({name: launches(name, [place] * runs) for place, name in enumerate(names, 1)}, "today")
         return found
 
     assert str(told("abc", 6)).endswith(": 3 contenders need 7 runs of each")
-    assert isinstance(told("abc", 7), Saved)
+    assert isinstance(told("abc", 7), SavedChoice)
     assert str(told("abcd", 7)).endswith(": 4 contenders need 8 runs of each")
 
 
@@ -158,7 +158,7 @@ def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
 
 
 def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
-    def found(job: Topology, device: str = "cpu", saved: Saved = SAVED, threads: int = 1) -> Saved | None:
+    def found(job: Topology, device: str = "cpu", saved: SavedChoice = SAVED, threads: int = 1) -> SavedChoice | None:
         return choices.of_job([saved], job, lambda: (device, threads))
 
     assert found(JOB) == SAVED

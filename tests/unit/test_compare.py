@@ -16,11 +16,18 @@ import torch
 
 from dualdist.bench import scale, startup
 from dualdist.bench.cases import CONTENDERS, MODELS, StepOptions
-from dualdist.bench.jobs import FOREIGN, Place, Planned, Setting, launched, places, worker_command
-from dualdist.bench.ranks.interleaving import Sight, Turn, interleave, order_of, repeats_to_fill, together
+from dualdist.bench.jobs import FOREIGN, Contestant, MeasurementSettings, PlannedJob, launched, places, worker_command
+from dualdist.bench.ranks.interleaving import (
+    RankTimings,
+    TimedContender,
+    interleave,
+    order_of,
+    repeats_to_fill,
+    together,
+)
 from dualdist.bench.ranks.models import case_of
-from dualdist.bench.report import Table, check_file, dumps, plain, record, size_words, typed
-from dualdist.bench.scale import Link, ScaleOptions
+from dualdist.bench.report import FigureTable, check_file, dumps, plain, record, size_words, typed
+from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import where_raw_starts
 from dualdist.bench.step import check
 from dualdist.cli.bench import _numbers, _size
@@ -50,7 +57,9 @@ def test_neighbours_change() -> None:
 
 def test_every_contender_is_timed_in_every_round_after_an_untimed_lead() -> None:
     calls: list[str] = []
-    turns = [Turn(name, lambda n=name: calls.append(f"lead {n}"), lambda n=name: calls.append(n)) for name in "ab"]
+    turns = [
+        TimedContender(name, lambda n=name: calls.append(f"lead {n}"), lambda n=name: calls.append(n)) for name in "ab"
+    ]
     met: list[int] = []
     sight = interleave(turns, 3, 2, meet=lambda: met.append(len(calls)), synchronize=lambda: None, node=0)
     assert calls == ["lead a", *"aaa", "lead b", *"bbb", "lead b", *"bbb", "lead a", *"aaa"]
@@ -60,8 +69,8 @@ def test_every_contender_is_timed_in_every_round_after_an_untimed_lead() -> None
 
 
 def test_a_call_takes_as_long_as_on_its_slowest_rank_and_costs_what_all_spend() -> None:
-    def sight(node: int, seconds: float, cpu_s: float) -> Sight:
-        return Sight(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
+    def sight(node: int, seconds: float, cpu_s: float) -> RankTimings:
+        return RankTimings(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
 
     found = together([sight(0, 1.0, 0.25), sight(0, 3.0, 0.5), sight(1, 2.0, 0.125)])
     assert found == {"seconds": {"a": [3.0]}, "cpu_s": {"a": [0.875]}, "foreign_cores": [1.875]}
@@ -74,12 +83,12 @@ def test_repeats_fill_a_block_within_bounds(seconds: float, repeats: int) -> Non
 
 def test_places_take_their_own_transport_before_the_common_one() -> None:
     assert places("native,horovod:mpi", None, None) == [
-        Place("native", None, "torchrun"),
-        Place("horovod", "mpi", "mpirun"),
+        Contestant("native", None, "torchrun"),
+        Contestant("horovod", "mpi", "mpirun"),
     ]
     assert places("native,horovod", "gloo", "mpirun") == [
-        Place("native", "gloo", "mpirun"),
-        Place("horovod", "gloo", "mpirun"),
+        Contestant("native", "gloo", "mpirun"),
+        Contestant("horovod", "gloo", "mpirun"),
     ]
 
 
@@ -101,7 +110,9 @@ def test_places_that_are_none_are_refused(
 
 
 def test_worker_is_started_by_the_places_launcher_with_the_places_variables() -> None:
-    built = worker_command(Place("horovod", "gloo", "torchrun"), ["step"], Setting(2, env={"A": "b"}), SITE)
+    built = worker_command(
+        Contestant("horovod", "gloo", "torchrun"), ["step"], MeasurementSettings(2, env={"A": "b"}), SITE
+    )
     assert built.env == {
         "OMP_NUM_THREADS": "1",
         "A": "b",
@@ -113,13 +124,13 @@ def test_worker_is_started_by_the_places_launcher_with_the_places_variables() ->
 
 def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
     site = replace(SITE, tools={"srun": "/v/srun"})
-    built = worker_command(Place("native", None, "srun"), ["step"], Setting(2, threads=4), site)
+    built = worker_command(Contestant("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
     assert "--cpus-per-task=4" in built.argv
     assert built.env["OMP_NUM_THREADS"] == "4"
 
 
 def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:
-    built = worker_command(Place("native", None, "spawn"), ["step"], Setting(3, device="cpu"), SITE)
+    built = worker_command(Contestant("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
     assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.spawned", "3")
     assert built.env["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -127,7 +138,7 @@ def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() ->
 @pytest.mark.parametrize("prefix", ["", "[1,1]<stderr>:"])
 def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_says_after_it(prefix: str) -> None:
     program = f"print('{prefix}ValueError: boom'); [print('after', n) for n in range(99)]; raise SystemExit(3)"
-    failing = Planned("x", Command((sys.executable, "-c", program), prefix=r"\[\d+,\d+\]<\w+>:"), ())
+    failing = PlannedJob("x", Command((sys.executable, "-c", program), prefix=r"\[\d+,\d+\]<\w+>:"), ())
     with pytest.raises(LaunchError) as told:
         launched(failing, 60)
     head, exception, *shown = str(told.value).splitlines()
@@ -137,7 +148,9 @@ def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_sa
 
 def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of_its_failure() -> None:
     program = "import os, sys; sys.exit('no ' + os.environ['A_TOKEN'])"
-    failing = Planned("x", Command((sys.executable, "-c", program, "--env=B_TOKEN=hush-2"), {"A_TOKEN": "hush-1"}), ())
+    failing = PlannedJob(
+        "x", Command((sys.executable, "-c", program, "--env=B_TOKEN=hush-2"), {"A_TOKEN": "hush-1"}), ()
+    )
     assert failing.line.startswith("env 'A_TOKEN=***' ")
     assert failing.line.endswith(" '--env=B_TOKEN=***'")
     with pytest.raises(LaunchError, match=r"no \*\*\*$") as told:
@@ -146,7 +159,7 @@ def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of
     assert typed(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
         "dualdist bench step '--env=B_TOKEN=***' --env 'A_TOKEN=***'"
     )
-    slow = Planned("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
+    slow = PlannedJob("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
     with pytest.raises(LaunchError, match=r"was not done after") as told:
         launched(slow, 0.5)
     assert "hush" not in str(told.value)
@@ -172,11 +185,11 @@ def test_a_file_may_lie_in_the_folder_that_will_be_made(tmp_path: Path) -> None:
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:
-    check(["hvd"], Place("horovod", None, "torchrun"))
+    check(["hvd"], Contestant("horovod", None, "torchrun"))
     with pytest.raises(UsageError, match="--backend horovod"):
-        check(["hvd"], Place("native", None, "torchrun"))
+        check(["hvd"], Contestant("native", None, "torchrun"))
     with pytest.raises(UsageError, match="expected different ones of none, ddp"):
-        check(["ddp", "ddp"], Place("native", None, "torchrun"))
+        check(["ddp", "ddp"], Contestant("native", None, "torchrun"))
 
 
 def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
@@ -186,11 +199,11 @@ def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
         where_raw_starts(found, launcher_was_named=True)
 
 
-def started(kind: str, number: int) -> tuple[Planned, list[dict[str, Any]]]:
-    tags = {"place": Place("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
+def started(kind: str, number: int) -> tuple[PlannedJob, list[dict[str, Any]]]:
+    tags = {"place": Contestant("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
     held: dict[str, Any] = dict.fromkeys(startup.HELD, 1)
     report = {"seconds": dict.fromkeys(startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
-    return Planned("x", Command(("x",)), (), tags), [report]
+    return PlannedJob("x", Command(("x",)), (), tags), [report]
 
 
 def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
@@ -202,7 +215,7 @@ def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
 
 
 def test_scale_without_its_step_or_its_sweep_predicts_nothing_and_shows_the_rest() -> None:
-    for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", Link(1e-6, 1e-9))):
+    for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", LinkModel(1e-6, 1e-9))):
         found = scale.judge([], options)
         assert found["outlook"] == []
         assert list(scale.tables(found)) == []
@@ -233,7 +246,7 @@ def test_models_are_as_large_as_they_say(name: str, tensors: int, millions: floa
 
 
 def test_plain_table_aligns_words_left_and_figures_right() -> None:
-    table = Table("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
+    table = FigureTable("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
     assert plain(table) == "title\nname      ms\n------------\na        1.0\nlonger  10.0\n"
 
 

@@ -13,8 +13,8 @@ import pytest
 from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor import peer
-from dualdist.doctor.checks.hosts import Reported, find
-from dualdist.doctor.facts import Host
+from dualdist.doctor.checks.hosts import HostReport, find
+from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.hosts import address_of, known, told_by
 from dualdist.doctor.smoke_test import last_words
 from dualdist.errors import LaunchError
@@ -23,11 +23,11 @@ from dualdist.version import __version__
 GOOD = replace(HOST, versions=VERSIONS)
 
 
-def host(name: str = "a", *, at: str = "10.0.0.1", **changes: Any) -> Reported:
+def host(name: str = "a", *, at: str = "10.0.0.1", **changes: Any) -> HostReport:
     fields = {"name", "slots", "problem", "host", "skew_s", "skew_error_s", "reached", "names"}
     about = {key: value for key, value in changes.items() if key not in fields}
     mine = replace(GOOD, name=name, address=at, interfaces={"lo": "127.0.0.1", "eth0": at}, **about)
-    return Reported(**{"name": name, "host": mine, **{k: v for k, v in changes.items() if k in fields}})
+    return HostReport(**{"name": name, "host": mine, **{k: v for k, v in changes.items() if k in fields}})
 
 
 def calls(*bad: tuple[str, int], why: str = "no answer; is the address right?", other: str = "") -> dict[str, Any]:
@@ -39,7 +39,7 @@ HERE, THERE = ("10.0.0.2", 40000), ("10.0.0.2", 29500)
 OTHER: Any = {"dualdist": "0", "torch": "2.12.0"}
 TABLE = [
     ("two that are alike", [host(reached=calls()), host("b", at="10.0.0.2")], {}),
-    ("one that does not answer", [host(), Reported("b", problem="host 'b' cannot be reached by ssh: ...")],
+    ("one that does not answer", [host(), HostReport("b", problem="host 'b' cannot be reached by ssh: ...")],
      {"host-unusable": "error"}),
     ("a firewall", [host(reached=calls(HERE, THERE)), host("b")], {"hosts-cut-off": "error"}),
     ("a firewalled port", [host(reached=calls(THERE)), host("b")], {"port-blocked": "warning"}),
@@ -113,7 +113,7 @@ def test_a_user_for_ssh_is_no_part_of_a_hosts_name() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_hosts_are_judged_by_what_they_said(hosts: list[Reported], expected: dict[str, str]) -> None:
+def test_hosts_are_judged_by_what_they_said(hosts: list[HostReport], expected: dict[str, str]) -> None:
     assert {each.name: each.level for each in find(hosts)} == expected
 
 
@@ -143,4 +143,4 @@ def test_findings_name_the_host_and_the_reason() -> None:
 def test_limits_count_the_ranks_of_each_host_and_connections_those_of_the_job() -> None:
     ranks = [host(slots=2, shm_free=96 << 20, files=(600, 600)), host("b", slots=100)]
     assert {each.name for each in find(ranks)} == {"too-few-files"}
-    assert isinstance(ranks[0].host, Host)
+    assert isinstance(ranks[0].host, HostFacts)

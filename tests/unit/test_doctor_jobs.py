@@ -19,7 +19,7 @@ from doctor_facts import (
     with_versions,
 )
 
-from dualdist.doctor.facts import Facts
+from dualdist.doctor.facts import InstallationFacts
 
 SRUN = recorded("slurm_srun-none_N2x2")
 BUSY = on_host(cores=4, all_cores=4)
@@ -131,7 +131,9 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("facts", "environ", "ranks", "expected"), [row[1:] for row in JOBS], ids=[r[0] for r in JOBS])
-def test_a_host_and_a_job_are_judged_together(facts: Facts, environ: Any, ranks: int | None, expected: Any) -> None:
+def test_a_host_and_a_job_are_judged_together(
+    facts: InstallationFacts, environ: Any, ranks: int | None, expected: Any
+) -> None:
     assert found(environ, facts, ranks) == expected
 
 

@@ -27,13 +27,13 @@ from doctor_facts import (
     with_versions,
 )
 
-from dualdist.cli.doctor import Paint, lines
+from dualdist.cli.doctor import Painter, lines
 from dualdist.doctor import to_json
 from dualdist.doctor.collect import kinds_of_mpi
-from dualdist.doctor.facts import Facts, Starter, family_of
+from dualdist.doctor.facts import InstallationFacts, MpiStarter, family_of
 from dualdist.doctor.findings import fixes
 from dualdist.environments import detect
-from dualdist.utils.package_probe import SaidMpi4py
+from dualdist.utils.package_probe import Mpi4pyProbe
 
 # A launch that is sound, and yet not what a training wants: a script or a shell in an allocation of several tasks.
 ALONE = {
@@ -52,7 +52,7 @@ def test_a_sound_launch_on_a_sound_installation_is_healthy(table: str) -> None:
         facts = replace(
             FACTS,
             starters=(MPICH,),
-            mpi4py=SaidMpi4py("MPICH Version: 4.0.2"),
+            mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2"),
             horovod=replace(HOROVOD, mpi_version="MPICH 4.0.2"),
         )
     told = diagnosis(environ, facts)
@@ -111,19 +111,19 @@ INSTALLATIONS = [
     ("a foreign Horovod that says nothing", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0", gloo=None)), {}, {}),
     ("Horovod without Gloo", horovod(gloo=False), {}, {"horovod-without-gloo": "warning"}),
     ("Horovod without Gloo, wanted", horovod(gloo=False), TORCHRUN | ASKED, {"horovod-without-gloo": "error"}),
-    ("Open MPI 5", other(starters=(OPENMPI5,), mpi4py=SaidMpi4py("Open MPI v5.0.11"),
+    ("Open MPI 5", other(starters=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
      horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11")), {}, {"horovodrun-openmpi-5": "warning"}),
-    ("Open MPI 5, patched", other(starters=(OPENMPI5,), mpi4py=SaidMpi4py("Open MPI v5.0.11"),
+    ("Open MPI 5, patched", other(starters=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
      horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11", patches=("horovod/runner/mpi_run.py: x",))), {},
      {"horovodrun-openmpi-5": "info"}),
-    ("Open MPI 5 and a foreign Horovod", other(starters=(OPENMPI5,), mpi4py=SaidMpi4py("Open MPI v5.0.11"),
+    ("Open MPI 5 and a foreign Horovod", other(starters=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
      horovod=replace(HOROVOD, gloo=None, mpi=None, mpi_version=None)), {}, {"horovodrun-openmpi-5": "warning"}),
-    ("Open MPI 5 and a Horovod without MPI", other(starters=(OPENMPI5,), mpi4py=SaidMpi4py("Open MPI v5.0.11"),
+    ("Open MPI 5 and a Horovod without MPI", other(starters=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
      horovod=replace(HOROVOD, mpi=False, mpi_version=None)), {}, {}),
-    ("mpi4py of another MPI", other(mpi4py=SaidMpi4py("MPICH Version: 4.0.2")), {}, {"mpi4py-other-mpi": "warning"}),
-    ("mpi4py of another MPI, under it", other(mpi4py=SaidMpi4py("MPICH Version: 4.0.2")), MPIRUN,
+    ("mpi4py of another MPI", other(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), {}, {"mpi4py-other-mpi": "warning"}),
+    ("mpi4py of another MPI, under it", other(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), MPIRUN,
      {"mpi4py-other-mpi": "error"}),
-    ("mpi4py of an MPI that is not known", other(mpi4py=SaidMpi4py("Fujitsu MPI")), {}, {}),
+    ("mpi4py of an MPI that is not known", other(mpi4py=Mpi4pyProbe("Fujitsu MPI")), {}, {}),
     ("broken mpi4py", other(mpi4py="RuntimeError: cannot load MPI library"), {}, {"mpi4py-broken": "warning"}),
     ("broken mpi4py, wanted", other(mpi4py="RuntimeError: cannot load"), MPIRUN, {"mpi4py-broken": "error"}),
     ("two MPIs, one behind the other", other(starters=(OPENMPI4, MPICH)), {}, {"two-mpis": "info"}),
@@ -136,7 +136,9 @@ INSTALLATIONS = [
 @pytest.mark.parametrize(
     ("facts", "environ", "expected"), [row[1:] for row in INSTALLATIONS], ids=[r[0] for r in INSTALLATIONS]
 )
-def test_an_installation_is_judged_by_what_would_happen(facts: Facts, environ: dict[str, str], expected: Any) -> None:
+def test_an_installation_is_judged_by_what_would_happen(
+    facts: InstallationFacts, environ: dict[str, str], expected: Any
+) -> None:
     assert found(environ, facts) == expected
 
 
@@ -152,7 +154,7 @@ def test_findings_say_what_was_seen_and_what_to_type() -> None:
     assert "has 64 MiB free, which should be 96 MiB or more for 2 ranks" in told.seen
     told = the("thread-oversubscription", diagnosis({"OMP_NUM_THREADS": "4"}, on_host(cores=4, all_cores=4), 2))
     assert "export OMP_NUM_THREADS=2" in told.do
-    told = the("mpi4py-other-mpi", diagnosis({}, other(mpi4py=SaidMpi4py("MPICH Version: 4.0.2", ("/l/libmpi.so",)))))
+    told = the("mpi4py-other-mpi", diagnosis({}, other(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2", ("/l/libmpi.so",)))))
     assert "/l/libmpi.so" in told.seen
     assert "/v/mpirun (Open MPI 4.1.8)" in told.seen
     told = the("slurm-one-process", diagnosis(recorded("slurm_sbatch_plain")))
@@ -191,7 +193,7 @@ def test_a_broken_environment_has_no_place_and_will_fail() -> None:
 
 def test_the_table_says_what_the_json_says() -> None:
     told = diagnosis(recorded("slurm_sbatch_openmpi4", 3), horovod(torch="1"))
-    text = "\n".join(lines(told, Paint(_Nowhere(), {})))
+    text = "\n".join(lines(told, Painter(_Nowhere(), {})))
     for words in (
         "rank 3 of 4, local rank 1, node 1 (inferred)",
         "by mpirun",
@@ -199,7 +201,7 @@ def test_the_table_says_what_the_json_says() -> None:
         "warning",
     ):
         assert all(part in text for part in words.split(", ")), text
-    assert "unknown: the variables are broken" in "\n".join(lines(diagnosis({"RANK": "0"}), Paint(_Nowhere(), {})))
+    assert "unknown: the variables are broken" in "\n".join(lines(diagnosis({"RANK": "0"}), Painter(_Nowhere(), {})))
 
 
 class _Nowhere:
@@ -243,4 +245,4 @@ def test_the_kinds_that_srun_knows_are_read(said: str, kinds: tuple[str, ...] | 
 
 def test_a_starter_says_whose_it_is() -> None:
     assert str(OPENMPI4) == "/v/mpirun (Open MPI 4.1.8)"
-    assert str(Starter("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"
+    assert str(MpiStarter("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"

@@ -11,7 +11,7 @@ from doctor_facts import HOROVOD, MPIRUN, RECORDS, VERSIONS, recorded
 
 from dualdist.doctor.context import available
 from dualdist.doctor.diagnosis import place
-from dualdist.doctor.explain import Explanation, explain
+from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.environments import detect
 from dualdist.environments.env_values import FIELDS
 
@@ -19,15 +19,15 @@ BACKENDS = available(VERSIONS, HOROVOD)
 SOUND = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]
 
 
-def explained(environ: Mapping[str, str], **changes: Any) -> Explanation:
+def explained(environ: Mapping[str, str], **changes: Any) -> TopologyExplanation:
     return explain(environ, place(environ), changes.get("backends", BACKENDS), has_gpu=changes.get("has_gpu", False))
 
 
-def sources(told: Explanation) -> dict[str, str]:
+def sources(told: TopologyExplanation) -> dict[str, str]:
     return {part.name: part.source for part in told.parts}
 
 
-def ignored(told: Explanation) -> dict[str, str]:
+def ignored(told: TopologyExplanation) -> dict[str, str]:
     return {each.name: each.why for each in told.ignored}
 
 

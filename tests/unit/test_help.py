@@ -18,7 +18,7 @@ from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
 from dualdist.cli.bench import WHATS
-from dualdist.cli.doctor import Paint, is_coloured
+from dualdist.cli.doctor import Painter, is_coloured
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
 
 HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in WHATS)]
@@ -142,7 +142,7 @@ def test_colours_are_for_terminals_on_which_nobody_forbids_them(
 ) -> None:
     stream = _Stream(is_terminal=is_terminal)
     assert is_coloured(stream, environ) == expected
-    assert Paint(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")
+    assert Painter(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")
 
 
 @pytest.mark.parametrize(

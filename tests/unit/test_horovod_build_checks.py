@@ -9,9 +9,9 @@ from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, NCCL, TORCH
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build.checks import checked
-from dualdist.horovod_build.machine import Machine, Options
+from dualdist.horovod_build.machine import BuildMachine, BuildOptions
 
-CPU, GLOO, GPU = Options(), Options(mpi=False), Options(gpu=True)
+CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
 LACKING = [
@@ -44,7 +44,9 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("options", "machine", "words"), [row[1:] for row in LACKING], ids=[row[0] for row in LACKING])
-def test_what_is_missing_is_named_with_what_to_type(options: Options, machine: Machine, words: list[str]) -> None:
+def test_what_is_missing_is_named_with_what_to_type(
+    options: BuildOptions, machine: BuildMachine, words: list[str]
+) -> None:
     with pytest.raises(BuildError) as caught:
         checked(options, machine)
     for word in words:
@@ -61,5 +63,5 @@ def test_what_is_missing_is_named_with_what_to_type(options: Options, machine: M
         (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc", cxx_standard=20))),
     ],
 )
-def test_a_machine_that_has_all_that_is_asked_for_passes(options: Options, machine: Machine) -> None:
+def test_a_machine_that_has_all_that_is_asked_for_passes(options: BuildOptions, machine: BuildMachine) -> None:
     checked(options, machine)

@@ -9,8 +9,8 @@ import pytest
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build.effects import environment, explain, run, telling_lines, unpack
-from dualdist.horovod_build.install import Progress, percent_of
-from dualdist.horovod_build.plan import Command
+from dualdist.horovod_build.install import BuildProgress, percent_of
+from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.probe import cache_folder, demanded_standard, library_dirs, mpi_identity, search_path
 
 FAILURES = [
@@ -113,7 +113,7 @@ class Terminal(io.StringIO):
 
 
 def show(stream: io.StringIO) -> list[str]:
-    progress = Progress(stream)
+    progress = BuildProgress(stream)
     for percent in (1, 2, 9, 11, 12, 55, 100):
         progress.line(f"[{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
     progress.done()
@@ -131,7 +131,7 @@ def test_progress_is_one_changing_line_on_a_terminal() -> None:
 
 
 def test_a_command_s_variables_replace_and_remove() -> None:
-    command = Command(("true",), (("A", "1"), ("B", "")))
+    command = BuildCommand(("true",), (("A", "1"), ("B", "")))
     assert environment(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
     assert str(command) == "env -u B A=1 true"
 
@@ -139,19 +139,24 @@ def test_a_command_s_variables_replace_and_remove() -> None:
 def test_a_failing_command_names_its_log_and_keeps_all_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(BuildError, match=r"(?s)compiling failed.*x\.cc:1: error: wrong.*full output is in .*log"):
-        run(Command(("sh", "-c", "echo one; echo 'x.cc:1: error: wrong' >&2; exit 3")), {}, what="compiling", log=log)
+        run(
+            BuildCommand(("sh", "-c", "echo one; echo 'x.cc:1: error: wrong' >&2; exit 3")),
+            {},
+            what="compiling",
+            log=log,
+        )
     assert log.read_text().splitlines()[1:] == ["one", "x.cc:1: error: wrong"]
 
 
 def test_a_command_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) -> None:
-    command = Command(("/bin/sh", "-c", "/bin/sleep 600 & echo started; wait"))
+    command = BuildCommand(("/bin/sh", "-c", "/bin/sleep 600 & echo started; wait"))
     with pytest.raises(BuildError, match=r"the trial did not end within 0\.5 s"):
         run(command, {}, what="the trial", log=tmp_path / "log", timeout_s=0.5)
 
 
 def test_a_command_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"installing failed: .*no-such-program"):
-        run(Command(("/no-such-program",)), {}, what="installing", log=tmp_path / "log")
+        run(BuildCommand(("/no-such-program",)), {}, what="installing", log=tmp_path / "log")
 
 
 def test_a_damaged_archive_is_an_error_of_ours(tmp_path: Path) -> None:

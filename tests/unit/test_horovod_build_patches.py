@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.patches import Patch, apply, digest, patched, patches_for
+from dualdist.horovod_build.patches import SourcePatch, apply, digest, patched, patches_for
 
 # Copied from the sdist of Horovod 0.28.1 around each place that is changed.
 SOURCES = {
@@ -105,7 +105,7 @@ def test_a_missing_file_is_refused_by_name(source: Path) -> None:
 
 def test_a_text_that_stands_twice_is_refused() -> None:
     with pytest.raises(BuildError, match="2 times, expected 1"):
-        patched("a a", Patch("f", "a", "b", "why"))
+        patched("a a", SourcePatch("f", "a", "b", "why"))
 
 
 def test_other_patches_have_another_digest() -> None:

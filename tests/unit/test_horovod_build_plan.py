@@ -10,18 +10,18 @@ import pytest
 from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, MPI, NCCL, TORCH
 
 from dualdist.horovod_build import plan
-from dualdist.horovod_build.machine import Machine, Options
+from dualdist.horovod_build.machine import BuildMachine, BuildOptions
 
 PATH = "/venv/bin:/usr/bin"
 WORK = Path("/tmp/work")
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
 
-def key(machine: Machine = MACHINE, options: Options | None = None, debug: bool = False) -> str:
-    return plan.make_plan(options or Options(), machine, PATH, debug).key
+def key(machine: BuildMachine = MACHINE, options: BuildOptions | None = None, debug: bool = False) -> str:
+    return plan.make_plan(options or BuildOptions(), machine, PATH, debug).key
 
 
-def variables(todo: plan.Plan) -> dict[str, str]:
+def variables(todo: plan.BuildPlan) -> dict[str, str]:
     return dict(plan.build(todo, WORK).variables)
 
 
@@ -41,14 +41,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("machine", CHANGES.values(), ids=CHANGES.keys())
-def test_another_input_is_another_key(machine: Machine) -> None:
+def test_another_input_is_another_key(machine: BuildMachine) -> None:
     assert key(machine) != key()
 
 
 def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
-    keys = [key(), key(options=Options(mpi=False)), key(options=Options(version="0.28.0")), key(debug=True)]
-    keys += [key(GPU_MACHINE), key(GPU_MACHINE, Options(gpu=True))]
-    keys += [key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), Options(gpu=True))]
+    keys = [key(), key(options=BuildOptions(mpi=False)), key(options=BuildOptions(version="0.28.0")), key(debug=True)]
+    keys += [key(GPU_MACHINE), key(GPU_MACHINE, BuildOptions(gpu=True))]
+    keys += [key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), BuildOptions(gpu=True))]
     keys += [key(replace(GPU_MACHINE, cuda=replace(CUDA, version="12.9")))]
     assert len(set(keys)) == len(keys)
 
@@ -62,7 +62,7 @@ def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
     ],
     ids=["another environment", "another patch level of MPI", "another day"],
 )
-def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: Machine) -> None:
+def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: BuildMachine) -> None:
     assert key(machine) == key()
 
 
@@ -73,19 +73,19 @@ def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: Machine
 def test_torch_s_headers_decide_on_the_c_standard(version: str, header_says: int | None, standard: int) -> None:
     machine = replace(MACHINE, torch=replace(TORCH, version=version, cxx_standard=header_says))
     assert plan.cxx_standard(machine) == standard
-    patches = plan.make_plan(Options(), machine, PATH).patches
+    patches = plan.make_plan(BuildOptions(), machine, PATH).patches
     assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
 
 
 def test_the_build_does_not_see_the_flags_of_a_make_around_it() -> None:
-    seen = variables(plan.make_plan(Options(), MACHINE, PATH))
+    seen = variables(plan.make_plan(BuildOptions(), MACHINE, PATH))
     assert seen["MAKEFLAGS"] == "-j2"
     assert seen["MFLAGS"] == seen["MAKELEVEL"] == ""
-    assert variables(plan.make_plan(Options(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
+    assert variables(plan.make_plan(BuildOptions(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
 
 
 def test_without_mpi_the_build_takes_gloo_alone() -> None:
-    todo = plan.make_plan(Options(mpi=False), replace(MACHINE, mpi=None), PATH)
+    todo = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi=None), PATH)
     assert variables(todo)["HOROVOD_WITHOUT_MPI"] == "1"
     assert variables(todo)["HOROVOD_WITH_MPI"] == ""
     assert list(plan.trials(todo)) == ["gloo"]
@@ -93,7 +93,7 @@ def test_without_mpi_the_build_takes_gloo_alone() -> None:
 
 
 def test_gpu_asks_for_nccl_from_the_package() -> None:
-    todo = plan.make_plan(Options(gpu=True), GPU_MACHINE, PATH)
+    todo = plan.make_plan(BuildOptions(gpu=True), GPU_MACHINE, PATH)
     seen = variables(todo)
     assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert seen["HOROVOD_CUDA_HOME"] == CUDA.home
@@ -103,7 +103,7 @@ def test_gpu_asks_for_nccl_from_the_package() -> None:
 
 
 def test_dry_run_prints_commands_that_a_shell_can_read() -> None:
-    todo = plan.make_plan(Options(), MACHINE, PATH)
+    todo = plan.make_plan(BuildOptions(), MACHINE, PATH)
     lines = plan.describe(todo, WORK, kept=False)
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     programs = [
@@ -118,12 +118,12 @@ def test_dry_run_prints_commands_that_a_shell_can_read() -> None:
 
 
 def test_dry_run_with_a_kept_wheel_neither_downloads_nor_builds() -> None:
-    text = "\n".join(plan.describe(plan.make_plan(Options(), MACHINE, PATH), WORK, kept=True))
+    text = "\n".join(plan.describe(plan.make_plan(BuildOptions(), MACHINE, PATH), WORK, kept=True))
     assert " download " not in text
     assert " wheel " not in text
     assert "--force-reinstall" in text
 
 
 def test_the_wheel_s_name_is_what_pip_will_call_it() -> None:
-    name = plan.make_plan(Options(), MACHINE, PATH).kept_wheel.name
+    name = plan.make_plan(BuildOptions(), MACHINE, PATH).kept_wheel.name
     assert name == "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

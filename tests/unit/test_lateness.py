@@ -9,16 +9,16 @@ import pytest
 
 import dualdist
 from dualdist.monitoring.process_state import BUSY, SHOWN, STATES, parsed, program_thread, shown, stack_of, trimmed
-from dualdist.monitoring.rank_probe import IN_PROGRAM, Where
-from dualdist.monitoring.timeout_report import Silent, in_words
+from dualdist.monitoring.rank_probe import IN_PROGRAM, RankPosition
+from dualdist.monitoring.timeout_report import SilentRank, in_words
 
 OURS = str(Path(dualdist.__file__).with_name("operations.py"))
 WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"
 HERE = ("<program>", 7, "train")
 
 
-def at(place: str, seconds: dict[int, float], *stack: tuple[str, int, str]) -> Where:
-    return Where(place, stack, seconds)
+def at(place: str, seconds: dict[int, float], *stack: tuple[str, int, str]) -> RankPosition:
+    return RankPosition(place, stack, seconds)
 
 
 ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
@@ -36,13 +36,13 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
         ),
         pytest.param(
             [ARRIVED],
-            [Silent(1, STATES["T"], (), 4711)],
+            [SilentRank(1, STATES["T"], (), 4711)],
             "no answer from rank 1: its process 4711 is stopped by a signal, so that its stack cannot be had",
             id="stopped",
         ),
         pytest.param(
             [ARRIVED],
-            [Silent(1), Silent(3)],
+            [SilentRank(1), SilentRank(3)],
             "no answer from ranks 1, 3: ended, stopped, or in C code that keeps Python's lock",
             id="on another host",
         ),
@@ -51,7 +51,9 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
         pytest.param([], [], "no rank says where it is", id="nobody"),
     ],
 )
-def test_who_is_missing_stands_in_the_first_line(wheres: list[Where], silent: list[Silent], expected: str) -> None:
+def test_who_is_missing_stands_in_the_first_line(
+    wheres: list[RankPosition], silent: list[SilentRank], expected: str
+) -> None:
     found = in_words(WHAT, REASON, wheres, silent).splitlines()[0]
     assert found == f"{WHAT}: {REASON}; {expected}"
 
@@ -63,7 +65,7 @@ def test_an_operation_whose_name_begins_alike_is_another() -> None:
 
 def test_stacks_stand_below_once_for_all_ranks_that_are_there() -> None:
     missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
-    found = in_words(WHAT, REASON, missing, [Silent(4, BUSY, (HERE,), 4711)]).splitlines()
+    found = in_words(WHAT, REASON, missing, [SilentRank(4, BUSY, (HERE,), 4711)]).splitlines()
     assert found[1:] == [
         "  Stack of ranks 1, 3:",
         '    File "<program>", line 7, in train',
@@ -77,7 +79,7 @@ def test_stacks_stand_below_once_for_all_ranks_that_are_there() -> None:
 def test_without_a_store_the_one_who_serves_it_is_named() -> None:
     found = in_words(WHAT, REASON, [], [], is_store_there=False)
     assert "the store of the job, which rank 0 or its launcher serves, does not answer; see what rank 0" in found
-    found = in_words(WHAT, REASON, [], [Silent(0, STATES["T"], (), 5)], is_store_there=False)
+    found = in_words(WHAT, REASON, [], [SilentRank(0, STATES["T"], (), 5)], is_store_there=False)
     assert "does not answer; no answer from rank 0: its process 5 is stopped by a signal" in found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.launch import control_channel, env_defaults, rank
 from dualdist.launch.exit_status import RankEnd, describe, exit_code, first_failure, has_stopped
-from dualdist.launch.relay import Relay
+from dualdist.launch.relay import OutputRelay
 from dualdist.launch.stderr_summary import is_consequence, reason
 
 VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
@@ -144,22 +144,22 @@ def test_a_failure_is_told_with_rank_host_and_signal() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        rank.Settings(("train.py", "--tag", "-m")),
-        rank.Settings(("-m", "train", "--log-dir=x"), has_tag=True, has_host=True, folder="a b"),
-        rank.Settings(("x.py",), has_tag=True, folder="logs"),
+        rank.RankSettings(("train.py", "--tag", "-m")),
+        rank.RankSettings(("-m", "train", "--log-dir=x"), has_tag=True, has_host=True, folder="a b"),
+        rank.RankSettings(("x.py",), has_tag=True, folder="logs"),
     ],
 )
-def test_a_ranks_words_are_read_as_they_were_written(settings: rank.Settings) -> None:
+def test_a_ranks_words_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
     words = rank.words(settings)
     assert words[:2] == ("-m", "dualdist.launch.rank")
     assert rank.parse(words[2:]) == settings
 
 
 def test_an_address_is_read_as_it_was_written() -> None:
-    address = control_channel.Address.new(("10.0.0.1", "127.0.0.1"), 4711)
-    assert control_channel.Address.loads(address.dumps()) == address
-    assert control_channel.loads(control_channel.Hello, b"GET / HTTP/1.1") is None
-    assert control_channel.loads(control_channel.Ended, b'{"code": 1}') is None
+    address = control_channel.ControlAddress.new(("10.0.0.1", "127.0.0.1"), 4711)
+    assert control_channel.ControlAddress.loads(address.dumps()) == address
+    assert control_channel.loads(control_channel.RankHello, b"GET / HTTP/1.1") is None
+    assert control_channel.loads(control_channel.RankEnded, b'{"code": 1}') is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_an_address_is_read_as_it_was_written() -> None:
 )  # fmt: skip
 def test_lines_are_relayed_whole(chunks: list[bytes], tag: str, strip: str, expected: bytes) -> None:
     (source, writer), (reader, target) = os.pipe(), os.pipe()
-    relay = Relay(source, [target], tag=tag, strip=strip, keep=4)
+    relay = OutputRelay(source, [target], tag=tag, strip=strip, keep=4)
     for chunk in chunks:
         os.write(writer, chunk)
         relay.pump()
@@ -192,7 +192,7 @@ def test_lines_are_relayed_whole(chunks: list[bytes], tag: str, strip: str, expe
 
 def test_a_reader_that_has_gone_ends_the_writer() -> None:
     (source, writer), (reader, target) = os.pipe(), os.pipe()
-    relay = Relay(source, [target])
+    relay = OutputRelay(source, [target])
     os.close(reader)
     os.write(writer, b"a")
     relay.pump()

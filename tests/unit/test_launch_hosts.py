@@ -12,13 +12,13 @@ import pytest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import hosts, ssh
 from dualdist.launch.host_check import is_here, judge
-from dualdist.launch.host_probe import Facts, look
+from dualdist.launch.host_probe import ProbedHost, look
 from dualdist.launch.launchers import Host, Site
 from dualdist.version import __version__
 
 SITE = Site("/v/bin/python", {}, "/v/bin", folder="/shared/job")
-HERE = Facts("a", 8, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}, 4711, "", "", __version__)
-THERE = Facts("b", 4, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, 4712, "10.0.0.1", "10.0.0.2", __version__)
+HERE = ProbedHost("a", 8, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}, 4711, "", "", __version__)
+THERE = ProbedHost("b", 4, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, 4712, "10.0.0.1", "10.0.0.2", __version__)
 A, B = Host("a", 2, is_here=True), Host("b", 2)
 
 
@@ -89,7 +89,7 @@ def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
 def test_ranks_meet_where_ssh_reached_the_first_host_and_the_others_try_that() -> None:
     calls: list[tuple[Sequence[str], Sequence[str]]] = []
 
-    def ask(names: Sequence[str], target: Sequence[str]) -> list[Facts]:
+    def ask(names: Sequence[str], target: Sequence[str]) -> list[ProbedHost]:
         calls.append((names, target))
         return [THERE] * len(names)
 

@@ -12,7 +12,7 @@ from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
 from dualdist.launch.execute import mpi_of
 from dualdist.launch.job import Mpi
-from dualdist.launch.launchers import LAUNCHERS, Host, Job, Meeting, Site, command, commands
+from dualdist.launch.launchers import LAUNCHERS, Host, Job, RendezvousAddress, Site, command, commands
 from dualdist.launch.launchers.horovodrun import own_names
 
 TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
@@ -233,7 +233,9 @@ def test_mpiruns_own_host_need_not_have_the_ranks_interface() -> None:
 
 
 def met() -> Site:
-    return Site("/v/bin/python", TOOLS, "/v/bin", folder="/home/me/my work", meeting=Meeting("10.0.0.1", 4711))
+    return Site(
+        "/v/bin/python", TOOLS, "/v/bin", folder="/home/me/my work", meeting=RendezvousAddress("10.0.0.1", 4711)
+    )
 
 
 def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None:

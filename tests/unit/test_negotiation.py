@@ -5,12 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.collectives.negotiation import Decision, Joined, Offer, Row, decide
+from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, Response, decide
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 ROWS = st.lists(
     st.builds(
-        lambda names, waits, joined: Row((), "", Joined(1, 2, 3.0, 4)) if joined else row(*names, waiting=waits),
+        lambda names, waits, joined: (
+            RankRequests((), "", JoinedAt(1, 2, 3.0, 4)) if joined else row(*names, waiting=waits)
+        ),
         st.lists(NAMES, unique=True),
         st.booleans(),
         st.booleans(),
@@ -20,28 +22,28 @@ ROWS = st.lists(
 )
 
 
-def offer(name: str, kind: str = "allreduce", **terms: object) -> Offer:
-    return Offer(kind, name, {"tensors": ["float32(2,)"], **terms})
+def offer(name: str, kind: str = "allreduce", **terms: object) -> CollectiveRequest:
+    return CollectiveRequest(kind, name, {"tensors": ["float32(2,)"], **terms})
 
 
-def row(*names: str, waiting: bool | str = False) -> Row:
+def row(*names: str, waiting: bool | str = False) -> RankRequests:
     """A rank that offers reductions of these names, and waits for the last one, or for a given one."""
     name = waiting if isinstance(waiting, str) else names[-1] if waiting and names else ""
-    return Row(tuple(offer(name) for name in names), name)
+    return RankRequests(tuple(offer(name) for name in names), name)
 
 
-def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> Row:
-    return Row(joined=Joined(exchanges, rounds, clock_s, named=7))
+def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> RankRequests:
+    return RankRequests(joined=JoinedAt(exchanges, rounds, clock_s, named=7))
 
 
 @given(ROWS)
-def test_a_row_survives_its_bytes(rows: list[Row]) -> None:
+def test_a_row_survives_its_bytes(rows: list[RankRequests]) -> None:
     for one in rows:
-        assert Row.loads(one.dumps()) == one
+        assert RankRequests.loads(one.dumps()) == one
 
 
 @given(ROWS)
-def test_only_what_all_active_ranks_offer_is_agreed(rows: list[Row]) -> None:
+def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) -> None:
     decision = decide(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     everywhere = set.intersection(*[{o.name for o in one.offers} for one in active]) if active else set()
@@ -50,7 +52,7 @@ def test_only_what_all_active_ranks_offer_is_agreed(rows: list[Row]) -> None:
 
 
 @given(ROWS)
-def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[Row]) -> None:
+def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[RankRequests]) -> None:
     decision = decide(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     if decision.refused:
@@ -62,12 +64,12 @@ def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[Row]) -> None:
 
 def test_the_order_is_that_of_the_first_active_rank() -> None:
     rows = [joined(1), row("b", "a", "c"), row("a", "c", "b")]
-    assert decide(rows, range(3)) == Decision(agreed=("b", "a", "c"))
+    assert decide(rows, range(3)) == Response(agreed=("b", "a", "c"))
 
 
 def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
-    odd = Row((offer("x", op="max"),), "x")
-    rows = [Row((offer("x", op="sum"),), "x")] * 2 + [odd]
+    odd = RankRequests((offer("x", op="max"),), "x")
+    rows = [RankRequests((offer("x", op="sum"),), "x")] * 2 + [odd]
     (name, reason), *others = decide(rows, (3, 5, 6)).refused
     assert (name, others) == ("x", [])
     assert "ranks 3, 5 allreduce of float32(2,), op sum" in reason
@@ -75,7 +77,7 @@ def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
 
 
 def test_different_kinds_of_one_name_are_refused() -> None:
-    rows = [Row((offer("x"),)), Row((offer("x", "broadcast"),))]
+    rows = [RankRequests((offer("x"),)), RankRequests((offer("x", "broadcast"),))]
     assert decide(rows, range(2)).refused[0][0] == "x"
 
 
@@ -87,11 +89,11 @@ def test_ranks_that_wait_for_different_operations_are_told_so_each() -> None:
 
 
 def test_a_rank_that_goes_on_may_still_come() -> None:
-    assert decide([row("a", waiting=True), row("b")], range(2)) == Decision()
+    assert decide([row("a", waiting=True), row("b")], range(2)) == Response()
 
 
 def test_what_does_not_work_with_joined_ranks_is_refused() -> None:
-    rows = [Row((offer("x", "allgather"),), "x"), joined(3)]
+    rows = [RankRequests((offer("x", "allgather"),), "x"), joined(3)]
     assert "rank 1 called join" in decide(rows, range(2)).refused[0][1]
     assert decide([row("x"), joined(3)], range(2)).agreed == ("x",)
 
@@ -104,7 +106,7 @@ def test_the_last_to_join_is_the_one_that_did_most_with_the_others() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    many = Offer("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
+    many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
     assert many.what.endswith("and 12 more")
-    few = [Row((offer("x", op="sum"),))] * 12 + [Row((offer("x", op="max"),))]
+    few = [RankRequests((offer("x", op="sum"),))] * 12 + [RankRequests((offer("x", op="max"),))]
     assert "and 4 more" in decide(few, range(13)).refused[0][1]

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from dualdist.errors import TopologyError
-from dualdist.rendezvous.rank_assignment import Place, Report, placed, report_of, settle
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, placed, report_of, settle
 from dualdist.topology import Topology
 
 
-def reports(*said: tuple[str, int | None, int | None]) -> list[Report]:
+def reports(*said: tuple[str, int | None, int | None]) -> list[RankReport]:
     """One report a rank, of (host, node, local rank)."""
     return [
-        Report(rank, len(said), host, node, local_rank, "native") for rank, (host, node, local_rank) in enumerate(said)
+        RankReport(rank, len(said), host, node, local_rank, "native")
+        for rank, (host, node, local_rank) in enumerate(said)
     ]
 
 
@@ -42,7 +43,7 @@ def reports(*said: tuple[str, int | None, int | None]) -> list[Report]:
 def test_every_rank_gets_its_place(
     said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
 ) -> None:
-    assert settle(reports(*said)) == [Place(*place) for place in expected]
+    assert settle(reports(*said)) == [RankLocation(*place) for place in expected]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_every_rank_gets_its_place(
         ),
     ],
 )
-def test_contradictions_are_named(spoiled: list[Report], words: list[str]) -> None:
+def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -> None:
     with pytest.raises(TopologyError) as caught:
         settle(spoiled)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -73,15 +74,15 @@ def test_contradictions_are_named(spoiled: list[Report], words: list[str]) -> No
 
 def test_a_report_survives_its_journey() -> None:
     report = reports(('host/with "quotes" and ü', None, 3))[0]
-    assert Report.loads(report.dumps()) == report
+    assert RankReport.loads(report.dumps()) == report
 
 
 def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
     told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node", "nodes"}))
     assert report_of(told, "a", "native").node is None
     assert report_of(told, "a", "native").local_rank == 0
-    found = placed(replace(told, local_rank=1, local_size=2), [Place(0, 0), Place(0, 1)])
+    found = placed(replace(told, local_rank=1, local_size=2), [RankLocation(0, 0), RankLocation(0, 1)])
     assert (found.node, found.nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
     assert not found.inferred
     with pytest.raises(TopologyError, match=r"local_size=1 .*make it 2"):
-        placed(told, [Place(0, 1), Place(0, 0)])
+        placed(told, [RankLocation(0, 1), RankLocation(0, 0)])

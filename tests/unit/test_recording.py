@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.diagnostics.recording import Plan, Recorder
+from dualdist.diagnostics.recording import Recorder, RecordingPlan
 
 STEPS = 5
 
@@ -28,7 +28,7 @@ class Derived(torch.optim.SGD):
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
     monkeypatch.setattr(atexit, "register", lambda *_: None)
-    return Recorder(Plan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
+    return Recorder(RecordingPlan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Derived])

@@ -7,7 +7,7 @@ import json
 import pytest
 from doctor_facts import RECORDS, diagnosis
 
-from dualdist.cli.doctor import Paint, explained, lines
+from dualdist.cli.doctor import Painter, explained, lines
 from dualdist.doctor import to_json
 from dualdist.doctor.context import available
 from dualdist.doctor.diagnosis import place
@@ -99,7 +99,7 @@ def test_nothing_that_is_printed_names_a_foreign_variable() -> None:
         def isatty(self) -> bool:
             return False
 
-    paint = Paint(Nowhere(), {})
+    paint = Painter(Nowhere(), {})
     for rows in RECORDS.values():
         environ = rows[0]["env"] | SECRETS
         told = diagnosis(environ)

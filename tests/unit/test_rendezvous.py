@@ -16,7 +16,7 @@ from dualdist.errors import DualdistError, RendezvousError, TopologyError, Usage
 from dualdist.rendezvous.network_interfaces import (
     LOOPBACK,
     OWN_IPV6,
-    Invitation,
+    StoreAddress,
     address_of,
     host_identity,
     interface_towards,
@@ -24,8 +24,8 @@ from dualdist.rendezvous.network_interfaces import (
     listen,
     wait_until_listening,
 )
-from dualdist.rendezvous.rank_assignment import Place, Report
-from dualdist.rendezvous.store_rendezvous import FileExchange, Met, _interface, assemble, meet
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport
+from dualdist.rendezvous.store_rendezvous import FileAddressExchange, RendezvousResult, _interface, assemble, meet
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
 
@@ -45,14 +45,14 @@ def new_client() -> Callable[[], TcpStore]:
     return connect
 
 
-def report(rank: int, size: int) -> Report:
-    return Report(rank, size, "host", None, None, "native")
+def report(rank: int, size: int) -> RankReport:
+    return RankReport(rank, size, "host", None, None, "native")
 
 
-def outcomes(new_client: Callable[[], TcpStore], came: Sequence[Report], timeout_s: float) -> list[object]:
+def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], timeout_s: float) -> list[object]:
     """What assemble() gave each of those that came: places, or the error."""
 
-    def attend(mine: Report) -> object:
+    def attend(mine: RankReport) -> object:
         try:
             return assemble(new_client(), mine, "key", Deadline(timeout_s))
         except DualdistError as error:
@@ -64,7 +64,7 @@ def outcomes(new_client: Callable[[], TcpStore], came: Sequence[Report], timeout
 
 @pytest.mark.parametrize("size", [2, 7])
 def test_all_ranks_learn_all_places(new_client: Callable[[], TcpStore], size: int) -> None:
-    expected = [Place(0, rank) for rank in range(size)]
+    expected = [RankLocation(0, rank) for rank in range(size)]
     assert outcomes(new_client, [report(rank, size) for rank in range(size)], 30) == [expected] * size
 
 
@@ -88,13 +88,13 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
     environ = {"DUALDIST_RENDEZVOUS": (tmp_path / "meet").as_uri()}
     deadline = Deadline(30)
 
-    def attend(rank: int) -> Met:  # as a session does, it keeps the store, which rank 0 serves
+    def attend(rank: int) -> RendezvousResult:  # as a session does, it keeps the store, which rank 0 serves
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
         return meet(topology, environ, "session", "native", native_store.connect, None, deadline)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
-    assert [met.places for met in found] == [[Place(0, 0), Place(0, 1), Place(0, 2)]] * 3
+    assert [met.places for met in found] == [[RankLocation(0, 0), RankLocation(0, 1), RankLocation(0, 2)]] * 3
     assert {met.interface for met in found} == {None}
     assert list(tmp_path.iterdir()) == []
 
@@ -103,11 +103,11 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     environ = {"DUALDIST_RENDEZVOUS": path.as_uri()}
     with listen(0, loopback_only=True) as gone:
-        stale = Invitation(host_identity({}), (), gone.getsockname()[1])
-    FileExchange(path).publish(stale.dumps())
+        stale = StoreAddress(host_identity({}), (), gone.getsockname()[1])
+    FileAddressExchange(path).publish(stale.dumps())
     started = threading.Event()
 
-    def attend(rank: int) -> Met:
+    def attend(rank: int) -> RendezvousResult:
         if rank == 0:
             started.wait(30)
         started.set()
@@ -116,7 +116,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
-    assert [met.places for met in found] == [[Place(0, 0), Place(0, 1)]] * 2
+    assert [met.places for met in found] == [[RankLocation(0, 0), RankLocation(0, 1)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="no-such-folder"):
-        FileExchange(tmp_path / "no-such-folder" / "meet").publish("text")
+        FileAddressExchange(tmp_path / "no-such-folder" / "meet").publish("text")
 
 
 def test_an_invitation_survives_its_journey_and_garbage_is_refused() -> None:
-    invitation = Invitation("host", ("10.0.0.1", "10.0.0.2"), 1234)
-    assert Invitation.loads(invitation.dumps()) == invitation
+    invitation = StoreAddress("host", ("10.0.0.1", "10.0.0.2"), 1234)
+    assert StoreAddress.loads(invitation.dumps()) == invitation
     for garbage in ("", "{}", "[1]", '["a", 3, 4]', "null"):
         with pytest.raises(RendezvousError):
-            Invitation.loads(garbage)
+            StoreAddress.loads(garbage)
 
 
 def test_loopback_is_an_interface() -> None:
@@ -148,7 +148,7 @@ def test_loopback_is_an_interface() -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
     store = native_store.TcpStore(dist.HashStore(), address, "the test's store")
-    places = [Place(0, 0), Place(1, 0)]
+    places = [RankLocation(0, 0), RankLocation(1, 0)]
     own = {line.split()[-1] for line in Path(OWN_IPV6).read_text().splitlines()} if Path(OWN_IPV6).exists() else set()
     expected = "lo" if address == LOOPBACK or "lo" in own else None
     assert [_interface(store, places, rank, "key", Deadline(5)) for rank in (1, 0)] == [expected] * 2

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dualdist.backends.native import store as native_store
-from dualdist.monitoring.monitored import Watch
-from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RollCall
+from dualdist.monitoring.monitored import Monitor
+from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RankProbe
 from dualdist.monitoring.timeout_report import give_up, silent_ranks
 from dualdist.rendezvous.network_interfaces import LOOPBACK, listen
 from dualdist.utils.deadline import Deadline
 
-Enroll = Callable[[int, int], list[RollCall]]
+Enroll = Callable[[int, int], list[RankProbe]]
 # Seconds that the interpreter takes to end.
 TAKES_S = 3
 STORE = """
@@ -39,8 +39,8 @@ import time
 from dualdist.backends.native import store as native_store
 from dualdist.utils.deadline import Deadline
 from dualdist.rendezvous.network_interfaces import LOOPBACK
-from dualdist.monitoring.rank_probe import RollCall
-RollCall(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
+from dualdist.monitoring.rank_probe import RankProbe
+RankProbe(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
 class TakesLongToEnd:
     seconds = float(sys.argv[2])
     def __del__(self):
@@ -57,12 +57,12 @@ def enroll() -> Iterator[Enroll]:
     listener = listen(0, loopback_only=True)
     port = listener.getsockname()[1]
     kept = [native_store.connect(LOOPBACK, port, listener, Deadline(10))]
-    made: list[RollCall] = []
+    made: list[RankProbe] = []
 
-    def make(count: int, size: int) -> list[RollCall]:
+    def make(count: int, size: int) -> list[RankProbe]:
         for rank in range(count):
             kept.append(native_store.connect(LOOPBACK, port, None, Deadline(10)))
-            made.append(RollCall(kept[-1], rank, "key", [None] * size, 60))
+            made.append(RankProbe(kept[-1], rank, "key", [None] * size, 60))
         return made
 
     yield make
@@ -90,14 +90,14 @@ def test_all_who_give_up_at_once_ask_one_question_and_everybody_prints(
     assert silent_ranks(rolls[1], range(4)) == [3]
 
 
-def waits(roll: RollCall, what: str) -> str:
-    with Watch(roll, range(4)).over(what):
+def waits(roll: RankProbe, what: str) -> str:
+    with Monitor(roll, range(4)).over(what):
         return give_up(roll, range(4), what, "late")
 
 
 def test_an_operation_within_another_is_left_for_that_one(enroll: Enroll) -> None:
     rolls = enroll(2, 2)
-    watch = Watch(rolls[0], range(2))
+    watch = Monitor(rolls[0], range(2))
     with watch.over("join"):
         with watch.over("allreduce"):
             pass

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import dualdist as dd
-from dualdist.data.sampler import Remainder, Share
+from dualdist.data.sampler import EpochShare, Remainder
 from dualdist.errors import UsageError
 
 COUNT = 20
@@ -26,8 +26,8 @@ def _one_rank() -> Iterator[None]:
     dd.shutdown()
 
 
-def shares(count: int, start: int, size: int, remainder: Remainder) -> list[Share]:
-    return [Share(count, start, rank, size, remainder) for rank in range(size)]
+def shares(count: int, start: int, size: int, remainder: Remainder) -> list[EpochShare]:
+    return [EpochShare(count, start, rank, size, remainder) for rank in range(size)]
 
 
 @settings(deadline=None)

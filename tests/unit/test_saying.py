@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.progress_bar import _Bar
+from dualdist.progress_bar import _ProgressBar
 
 SAYS = """
 import logging, sys
@@ -95,7 +95,7 @@ def test_progress_is_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
 )
 def test_progress_says_how_far_and_how_long(total: int | None, done: int, passed: float, expected: str) -> None:
     clock, out = [0.0], io.StringIO()
-    bar = _Bar("x", total, out, lambda: clock[0])
+    bar = _ProgressBar("x", total, out, lambda: clock[0])
     for _ in range(done):
         bar.advance()
     clock[0] = passed
@@ -105,7 +105,7 @@ def test_progress_says_how_far_and_how_long(total: int | None, done: int, passed
 
 def test_a_file_gets_a_line_a_minute() -> None:
     clock, out = [0.0], io.StringIO()
-    bar = _Bar("", None, out, lambda: clock[0])
+    bar = _ProgressBar("", None, out, lambda: clock[0])
     for _ in range(300):
         clock[0] += 1.0
         bar.advance()

@@ -8,9 +8,9 @@ import pytest
 
 from dualdist.bench.allreduce import algorithm_bandwidth, bus_bandwidth
 from dualdist.bench.cases import sizes_up_to
-from dualdist.bench.scale import ALGORITHMS, Link, fit, outlook, predicted
+from dualdist.bench.scale import ALGORITHMS, LinkModel, fit, outlook, predicted
 
-LINK = Link(25e-6, 1 / 2e9)
+LINK = LinkModel(25e-6, 1 / 2e9)
 SIZES = sizes_up_to(16 << 20)
 
 
@@ -54,7 +54,7 @@ def test_neither_parameter_comes_out_negative(sweep: list[tuple[int, float]], ze
     ],
 )
 def test_costs_are_the_papers(algorithm: str, ranks: int, seconds: float) -> None:
-    assert predicted(algorithm, Link(1.0, 1 / 8), ranks, 16) == pytest.approx(seconds)
+    assert predicted(algorithm, LinkModel(1.0, 1 / 8), ranks, 16) == pytest.approx(seconds)
 
 
 def test_many_ranks_cost_a_ring_its_latency_and_a_tree_its_bytes() -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualdist.backends.base import Settling
+from dualdist.backends.base import Epilogue
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import STAGE_BYTES, HostLine, line_bytes
-from dualdist.backends.shm.exchange import Letters, open_mailbox
-from dualdist.backends.shm.segment import Neighbours, objection, share
+from dualdist.backends.shm.backend import STAGE_BYTES, HostChannel, line_bytes
+from dualdist.backends.shm.exchange import ShmMessage, open_mailbox
+from dualdist.backends.shm.segment import SegmentPeers, objection, share
 from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
 from dualdist.utils.deadline import Deadline
 
@@ -109,7 +109,7 @@ def test_a_killed_process_is_noticed_though_its_child_lives() -> None:
         segment = share(store, "key", 0, 2, 1 << 12, Deadline(TIMEOUT_S))
         child = here.recv()
         assert segment.is_alive(1)
-        neighbours = Neighbours(segment, (4, 5), TIMEOUT_S)
+        neighbours = SegmentPeers(segment, (4, 5), TIMEOUT_S)
         other.kill()
         with pytest.raises(RankLostError, match="rank 5"):
             neighbours.wait(lambda: False)
@@ -124,7 +124,7 @@ def test_a_wait_ends() -> None:
     store = TcpStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "", "the test")
     segment = share(store, "key", 0, 1, 1 << 12, Deadline(TIMEOUT_S))
     with pytest.raises(CollectiveTimeoutError, match=r"0\.5 s"):
-        Neighbours(segment, [0], 0.5).wait(lambda: False)
+        SegmentPeers(segment, [0], 0.5).wait(lambda: False)
 
 
 def talk(store: TcpStore, place: int, size: int) -> list[list[bytes]]:
@@ -132,7 +132,7 @@ def talk(store: TcpStore, place: int, size: int) -> list[list[bytes]]:
     chance, heard = random.Random(place), []
     for number in range(200):
         payload = b"%d.%d:" % (place, number) + b"x" * chance.choice([0, 3, 900, 1010, 1011, 1012, 1013, 5000])
-        heard.append([said.split(b":")[0] + b"%d" % len(said) for said in Letters(mailbox, payload).wait()])
+        heard.append([said.split(b":")[0] + b"%d" % len(said) for said in ShmMessage(mailbox, payload).wait()])
     return heard
 
 
@@ -149,7 +149,7 @@ def compare(store: TcpStore, place: int, size: int) -> list[bool]:
     said = [(b"same", b"same"), (b"same", b"some"), (b"short", b"shorter"), (b"x" * 2000, b"x" * 2000)]
     found = []
     for pair in said:
-        letters = Letters(mailbox, pair[place])
+        letters = ShmMessage(mailbox, pair[place])
         found.append(letters.are_alike())
         letters.wait()
     return found
@@ -161,7 +161,7 @@ def test_alike_is_told_apart_from_different(in_processes: InProcesses) -> None:
 
 def operate(store: TcpStore, place: int, size: int) -> None:
     segment = share(store, "key", place, size, line_bytes(size), Deadline(TIMEOUT_S))
-    line = HostLine(segment, range(size), None, TIMEOUT_S, is_only_host=True)
+    line = HostChannel(segment, range(size), None, TIMEOUT_S, is_only_host=True)
     most = 3 * STAGE_BYTES // 8
     chance = random.Random(0)
     for number in range(120):
@@ -192,7 +192,7 @@ def test_operations_of_every_size_in_any_order_keep_their_values(in_processes: I
 
 def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
     segment = share(store, "key", place, size, line_bytes(size), Deadline(TIMEOUT_S))
-    line = HostLine(segment, range(size), None, TIMEOUT_S, is_only_host=True)
+    line = HostChannel(segment, range(size), None, TIMEOUT_S, is_only_host=True)
     buffers, places = [], []
     for _ in range(3):
         places.append(line.reserve(4 * count)[0])
@@ -204,7 +204,7 @@ def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
         works = []
         for buffer in buffers:
             buffer.values.copy_(torch.arange(count) % 97 + place + number)
-            works.append(buffer.allreduce("sum", "x", Settling(half, lambda piece: piece.mul_(2))))
+            works.append(buffer.allreduce("sum", "x", Epilogue(half, lambda piece: piece.mul_(2))))
         if place == number % size:
             time.sleep(0.002)  # the others must wait for this rank's part of the result
         expected = (torch.arange(count) % 97 + number) * size + size * (size - 1) // 2

@@ -19,7 +19,7 @@ import dualdist as dd
 from dualdist.backends.native.store import TcpStore
 from dualdist.elastic import training_state
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
-from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, Notice, file_of
+from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, file_of
 
 LOOK_S = 0.02
 STEPS = 400
@@ -27,7 +27,7 @@ STEPS = 400
 
 def ranks_of(size: int) -> list[LastStep]:
     store = TcpStore(dist.HashStore(), "", "the test's store")
-    lasts = [LastStep(Notice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
+    lasts = [LastStep(PreemptionNotice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
     for last in lasts:
         last.start()
     return lasts
@@ -87,7 +87,7 @@ def test_a_rank_that_is_done_holds_up_nobody() -> None:
 def test_a_rank_that_does_not_answer_is_named() -> None:
     """Nothing of it is there."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
-    here = LastStep(Notice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
+    here = LastStep(PreemptionNotice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
     here.start()
     here.notice.tell(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not say within 0\.3 s"):
@@ -114,7 +114,7 @@ class Gone:
 @pytest.mark.parametrize("calls", range(10))
 def test_a_store_that_is_lost_is_an_error_from_which_elastic_training_goes_on(calls: int, error: Exception) -> None:
     """Whichever of its answers is the first that does not come."""
-    last = LastStep(Notice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
+    last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
     last.notice.tell(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):
         last.passed()
@@ -134,8 +134,8 @@ def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
 
 
 @pytest.fixture
-def notice() -> Iterator[Notice]:
-    found = Notice()
+def notice() -> Iterator[PreemptionNotice]:
+    found = PreemptionNotice()
     yield found
     found.close()
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -143,7 +143,7 @@ def notice() -> Iterator[Notice]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_tells_and_ends_nothing(notice: Notice, number: signal.Signals) -> None:
+def test_a_signal_tells_and_ends_nothing(notice: PreemptionNotice, number: signal.Signals) -> None:
     notice.listen()
     notice.listen()
     for each in (number, signal.SIGTERM):
@@ -151,7 +151,7 @@ def test_a_signal_tells_and_ends_nothing(notice: Notice, number: signal.Signals)
     assert (notice.kind, notice.words) == (STOP, number.name)
 
 
-def test_a_signal_that_the_program_handles_stays_the_programs(notice: Notice) -> None:
+def test_a_signal_that_the_program_handles_stays_the_programs(notice: PreemptionNotice) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -162,7 +162,7 @@ def test_a_signal_that_the_program_handles_stays_the_programs(notice: Notice) ->
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_another_thread_leaves_signals_alone(notice: Notice) -> None:
+def test_another_thread_leaves_signals_alone(notice: PreemptionNotice) -> None:
     thread = threading.Thread(target=notice.listen)
     thread.start()
     thread.join()
@@ -171,7 +171,7 @@ def test_another_thread_leaves_signals_alone(notice: Notice) -> None:
 
 def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "stop"
-    found = Notice(path)
+    found = PreemptionNotice(path)
     found.look()
     assert not found.kind
     path.touch()

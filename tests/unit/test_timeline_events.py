@@ -17,9 +17,9 @@ import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.timeline_events import Listener
-from dualdist.diagnostics.timeline_writer import Ahead, between, measure, worst_ns
-from dualdist.diagnostics.trace_format import STEPS, Clock, Event, Span, document, rank_events
+from dualdist.diagnostics.timeline_events import EventListener
+from dualdist.diagnostics.timeline_writer import ClockOffset, between, measure, worst_ns
+from dualdist.diagnostics.trace_format import STEPS, ClockModel, Event, TraceSpan, document, rank_events
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -36,10 +36,10 @@ def complete(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]
 
 def test_spans_become_complete_events_in_microseconds(tmp_path: Path) -> None:
     spans = [
-        Span(COMPUTE, "forward Net", 2_000, 5_500),
-        Span(COMMUNICATION, "allreduce x", 3_000, 9_000, {"bytes": 8}, (("agreeing", 3_000, 4_000),)),
+        TraceSpan(COMPUTE, "forward Net", 2_000, 5_500),
+        TraceSpan(COMMUNICATION, "allreduce x", 3_000, 9_000, {"bytes": 8}, (("agreeing", 3_000, 4_000),)),
     ]
-    events = written(rank_events(1, "rank 1", spans, Clock(1_000)), tmp_path)
+    events = written(rank_events(1, "rank 1", spans, ClockModel(1_000)), tmp_path)
     (forward,) = complete(events, COMPUTE)
     assert (forward["name"], forward["pid"], forward["ts"], forward["dur"]) == ("forward Net", 1, 1.0, 3.5)
     whole, part = complete(events, COMMUNICATION)
@@ -56,8 +56,8 @@ def test_communication_that_overlaps_takes_tracks_of_its_own(tmp_path: Path) -> 
         spans = []
         for number in range(40):
             start = chance.randrange(1000)
-            spans.append(Span(COMMUNICATION, str(number), start, start + chance.randrange(1, 200)))
-        events = written(rank_events(0, "rank 0", spans, Clock(0)), tmp_path)
+            spans.append(TraceSpan(COMMUNICATION, str(number), start, start + chance.randrange(1, 200)))
+        events = written(rank_events(0, "rank 0", spans, ClockModel(0)), tmp_path)
         lanes = {event["tid"] for event in complete(events, COMMUNICATION)}
         most = max(sum(span.start_ns <= at < span.end_ns for span in spans) for at in range(1200))
         assert len(lanes) == most
@@ -78,19 +78,23 @@ def test_a_file_that_is_no_trace_is_found_out(tmp_path: Path) -> None:
 
 def test_a_clock_that_drifts_is_followed() -> None:
     """It was 1 ms ahead at its 10 s, and 3 ms at its 20 s."""
-    clock = Clock(0, 10 * 10**9, 1e6, 20 * 10**9, 3e6)
+    clock = ClockModel(0, 10 * 10**9, 1e6, 20 * 10**9, 3e6)
     assert clock.microseconds(10 * 10**9) == 10e6 - 1e3
     assert clock.microseconds(15 * 10**9) == 15e6 - 2e3
     assert clock.microseconds(20 * 10**9) == 20e6 - 3e3
     assert clock.microseconds(5 * 10**9) == 5e6 - 1e3
-    assert Clock(5_000).microseconds(7_500) == 2.5
+    assert ClockModel(5_000).microseconds(7_500) == 2.5
 
 
 @pytest.mark.parametrize(
     ("least", "most", "expected"),
-    [(-5, 7, Ahead(0.0, 7.0, 1)), (100, 140, Ahead(120.0, 20.0, 1)), (-140, -100, Ahead(-120.0, 20.0, 1))],
+    [
+        (-5, 7, ClockOffset(0.0, 7.0, 1)),
+        (100, 140, ClockOffset(120.0, 20.0, 1)),
+        (-140, -100, ClockOffset(-120.0, 20.0, 1)),
+    ],
 )
-def test_the_middle_of_the_bounds_is_taken_or_nought_within_them(least: int, most: int, expected: Ahead) -> None:
+def test_the_middle_of_the_bounds_is_taken_or_nought_within_them(least: int, most: int, expected: ClockOffset) -> None:
     assert between(least, most, 1) == expected
 
 
@@ -148,7 +152,7 @@ class Stubborn(torch.optim.SGD):
 def test_a_step_that_raises_hides_none_of_those_after_it() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Stubborn([weight], lr=0.1)
-    listener = Listener()
+    listener = EventListener()
     listener.start()
     try:
         listener.watch(optimizer)

@@ -32,7 +32,7 @@ def test_a_training_whose_allreduces_cannot_be_timed_is_recorded_and_says_why(
         raise UnsupportedError("only on CPU tensors")  # as raw mpi4py says of a GPU's, and no runner has a GPU
 
     monkeypatch.setattr(
-        baselines, "collective_of", lambda backend: baselines.Collective("x", in_place, torch.Tensor.clone)
+        baselines, "collective_of", lambda backend: baselines.BaselineAllreduce("x", in_place, torch.Tensor.clone)
     )
     options = TrainOptions("mlp", "dualdist", batch=2, warmup=1, steps=2, sizes=(8,))
     assert train(options, tmp_path, 0.0) == {"unmeasured": "only on CPU tensors"}

@@ -14,12 +14,12 @@ from scipy import stats
 
 from dualdist.bench.compare.equivalence import sameness
 from dualdist.bench.compare.figures import result
-from dualdist.bench.compare.launches import Launch, Rank, by_cell, foreign_of
+from dualdist.bench.compare.launches import Launch, RankRecord, by_cell, foreign_of
 from dualdist.bench.compare.matrix import OURS, Cell
 from dualdist.bench.compare.runner import unfit
-from dualdist.bench.compare.schedule import Limits, Rounds, order_of
+from dualdist.bench.compare.schedule import LaunchSchedule, ScheduleLimits, order_of
 from dualdist.bench.compare.verdict import Verdict, against, ranking, verdict
-from dualdist.bench.jobs import Place
+from dualdist.bench.jobs import Contestant
 from dualdist.bench.paired import LEAST_LAUNCHES, centre, ratio_of, student
 
 TRIALS = 200
@@ -274,11 +274,11 @@ def test_of_the_same_launches_a_bootstrap_over_steps_sees_a_difference_that_is_n
     assert ratio_of(*steps).differs_from(1.0)
 
 
-PLACE = Place("native", "shm", "torchrun")
+PLACE = Contestant("native", "shm", "torchrun")
 
 
 def test_figures_follow_from_what_ranks_recorded() -> None:
-    cell, one, none = Cell(OURS, PLACE), Cell("one", Place("auto", None, "python")), Cell("none", PLACE)
+    cell, one, none = Cell(OURS, PLACE), Cell("one", Contestant("auto", None, "python")), Cell("none", PLACE)
     found = [launch(cell.key, number, 0.2) for number in range(6)]
     found += [launch(none.key, number, 0.15) for number in range(6)]
     found += [launch(one.key, number, 0.1) for number in range(6)]
@@ -297,7 +297,7 @@ def test_figures_follow_from_what_ranks_recorded() -> None:
 
 
 def test_of_a_script_no_efficiency_is_told_as_nobody_knows_what_one_rank_has_to_do_alone() -> None:
-    cell, one = Cell(OURS, PLACE), Cell("one", Place("auto", None, "python"))
+    cell, one = Cell(OURS, PLACE), Cell("one", Contestant("auto", None, "python"))
     found = [launch(each.key, 0, 0.1).model_copy(update={"batch": None}) for each in (cell, one)]
     assert [each.efficiency for each in result([cell, one], [], found, "complete").cells] == [None, None]
 
@@ -316,7 +316,7 @@ def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() 
 
 
 def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
-    def ranks(*nodes: int, **changes: object) -> list[Rank]:
+    def ranks(*nodes: int, **changes: object) -> list[RankRecord]:
         return [rank(number, 0.1, node=node, **changes) for number, node in enumerate(nodes)]
 
     seen: dict[str, object] = {"window_s": 2.0, "machine_s": 3.0, "own_s": 1.0}
@@ -328,7 +328,7 @@ def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
 
 
 def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
-    cell, other = Cell(OURS, PLACE), Cell(OURS, Place("horovod", "gloo", "torchrun"))
+    cell, other = Cell(OURS, PLACE), Cell(OURS, Contestant("horovod", "gloo", "torchrun"))
     failed = Launch(cell=other.key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
     found = result([cell, other], [], [launch(cell.key, 0, 1.0), failed], "complete")
     assert [(each.cell, each.reason) for each in found.refused] == [(other, "exit code 1\nno such device")]
@@ -336,14 +336,14 @@ def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
 
 
 def test_who_alone_was_launched_of_several_has_not_won() -> None:
-    cells = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun")]
+    cells = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun")]
     said = result(cells, [], [launch(cells[0].key, 0, 1.0)], "the budget of 60 s was used up").verdict
     assert said.kind == "too few"
     assert said.sentence.startswith("no verdict: of 2 contenders native over shm (torchrun) alone was launched")
 
 
 def test_no_cell_is_dropped_without_a_reason() -> None:
-    cells = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+    cells = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
     failed = Launch(cell=cells[1].key, round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
     run = [launch(cells[0].key, 0, 1.0), launch(cells[1].key, 0, 1.0), failed]
     found = result(cells, [], run, "the budget of 9 s was used up")
@@ -357,7 +357,7 @@ def test_no_cell_is_dropped_without_a_reason() -> None:
 def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
     cell = Cell(OURS, PLACE)
     assert unfit(cell, launch(cell.key, 0, 1.0).ranks) is None
-    told = unfit(Cell(OURS, Place("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    told = unfit(Cell(OURS, Contestant("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
     assert told is not None
     assert told.startswith(
         "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
@@ -365,7 +365,7 @@ def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
     assert "it took 2 steps" in str(unfit(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
 
 
-CELLS = [Cell(OURS, Place("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+CELLS = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
 
 
 def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
@@ -376,7 +376,7 @@ def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
 
 
 def test_the_first_round_begins_with_the_contenders() -> None:
-    cells = [Cell(kind, Place("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
+    cells = [Cell(kind, Contestant("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
     for seed in range(20):
         assert {cell.kind for cell in order_of(cells, 0, seed)[: len(CELLS)]} == {OURS}
     assert {order_of(cells, 1, seed)[0].kind for seed in range(20)} > {OURS}
@@ -396,7 +396,7 @@ class Clock:
 
 def test_no_round_begins_that_would_not_end_within_the_budget() -> None:
     clock = Clock(10.0)
-    rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
+    rounds = LaunchSchedule(CELLS, ScheduleLimits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert rounds.left_s() == 100.0  # all would take longer
     assert len(list(rounds)) == 9  # three rounds of 30 s
     assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 30 s")
@@ -404,7 +404,7 @@ def test_no_round_begins_that_would_not_end_within_the_budget() -> None:
 
 def test_a_first_round_that_takes_too_long_is_broken_off() -> None:
     clock = Clock(60.0)
-    rounds = Rounds(CELLS, Limits(9, 100.0), clock.launch, clock=lambda: clock.now)
+    rounds = LaunchSchedule(CELLS, ScheduleLimits(9, 100.0), clock.launch, clock=lambda: clock.now)
     assert len(list(rounds)) == 2
     assert "used up in the first round; a round takes about 180 s, more than the budget" in rounds.ended
 
@@ -414,7 +414,9 @@ def test_every_run_that_goes_on_comes_further_though_no_round_fits_the_budget() 
     for _ in range(4):
         before = len(done)
         clock = Clock(60.0)
-        rounds = Rounds(CELLS, Limits(2, 100.0), clock.launch, done, clock=lambda clock=clock: clock.now)
+        rounds = LaunchSchedule(
+            CELLS, ScheduleLimits(2, 100.0), clock.launch, done, clock=lambda clock=clock: clock.now
+        )
         done += list(rounds)
         assert len(done) > before
     assert rounds.ended == "complete"
@@ -422,9 +424,9 @@ def test_every_run_that_goes_on_comes_further_though_no_round_fits_the_budget() 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was() -> None:
     first, second = Clock(1.0), Clock(1.0)
-    rounds = iter(Rounds(CELLS, Limits(3, 100.0), first.launch, clock=lambda: first.now))
+    rounds = iter(LaunchSchedule(CELLS, ScheduleLimits(3, 100.0), first.launch, clock=lambda: first.now))
     done = [next(rounds) for _ in range(4)]
-    again = Rounds(CELLS, Limits(3, 100.0), second.launch, done, clock=lambda: second.now)
+    again = LaunchSchedule(CELLS, ScheduleLimits(3, 100.0), second.launch, done, clock=lambda: second.now)
     assert again.left_s() == 5.0
     rest = list(again)
     assert again.ended == "complete"
@@ -437,7 +439,7 @@ def test_no_round_is_gone_back_to_as_its_weather_is_gone() -> None:
     done = [
         launch(cell.key, number, 0.1) for cell in CELLS[:2] for number in range(4) if (cell, number) != (CELLS[1], 3)
     ]
-    rounds = Rounds(CELLS, Limits(6, 100.0), clock.launch, done, clock=lambda: clock.now)
+    rounds = LaunchSchedule(CELLS, ScheduleLimits(6, 100.0), clock.launch, done, clock=lambda: clock.now)
     assert len(rounds.left) == 8
     assert len(list(rounds)) == 8
     late = {number for key, number in clock.log if key == CELLS[2].key}
@@ -452,4 +454,4 @@ def test_a_cell_that_failed_is_not_launched_again() -> None:
         found = clock.launch(cell, number)
         return found.model_copy(update={"error": "no"}) if cell == CELLS[1] else found
 
-    assert len(list(Rounds(CELLS, Limits(3, 100.0), failing, clock=lambda: clock.now))) == 7
+    assert len(list(LaunchSchedule(CELLS, ScheduleLimits(3, 100.0), failing, clock=lambda: clock.now))) == 7

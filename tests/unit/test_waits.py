@@ -7,11 +7,11 @@ import math
 import pytest
 
 from dualdist.monitoring import wait_times
-from dualdist.monitoring.wait_times import SlowRanks, Times, Waits, summed_up
+from dualdist.monitoring.wait_times import SlowRanks, WaitRecord, WaitTimes, summed_up
 
 
 def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, float]], dropped: int = 0) -> bytes:
-    found = Waits()
+    found = WaitTimes()
     found.began -= 100.0
     found.operations.dropped = dropped
     for times, rows in ((found.operations, operations), (found.rounds, rounds)):
@@ -58,7 +58,7 @@ def test_what_one_rank_has_forgotten_or_not_done_yet_is_left_out() -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_times, "KEPT", 10)
-    times = Times()
+    times = WaitRecord()
     for number in range(105):
         times.add(number, 0)
     assert times.dropped + len(times.ready) == 105

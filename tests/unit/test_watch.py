@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dualdist.backends.base import Described
+from dualdist.backends.base import LazyDescription
 from dualdist.errors import CollectiveError, RankLostError
-from dualdist.monitoring.monitored import Watch, WatchedWork
+from dualdist.monitoring.monitored import Monitor, MonitoredWork
 
 
 class Broken:
@@ -20,8 +20,10 @@ class Broken:
         raise RankLostError("a connection broke")
 
 
-@pytest.mark.parametrize("look", [WatchedWork.done, WatchedWork.wait])
+@pytest.mark.parametrize("look", [MonitoredWork.done, MonitoredWork.wait])
 def test_an_error_names_the_operation_whether_it_is_waited_for_or_looked_at(look: object) -> None:
-    work = WatchedWork(Broken(), Described("allreduce", "x", torch.ones(3)), Watch(None, [0, 1]), lambda: None)
+    work = MonitoredWork(
+        Broken(), LazyDescription("allreduce", "x", torch.ones(3)), Monitor(None, [0, 1]), lambda: None
+    )
     with pytest.raises(CollectiveError, match=r"allreduce 'x' of float32\(3,\): a connection broke"):
         look(work)  # type: ignore[operator]

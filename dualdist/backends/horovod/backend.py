@@ -26,7 +26,7 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.horovod_build.record import read_record
-from dualdist.rendezvous.rank_assignment import Place
+from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.horovod_names import real_horovod
 
@@ -39,7 +39,7 @@ Settings = dict[str, "str | None"]  # None: unset
 ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
 
 
-def slots_of(places: Sequence[Place]) -> list[Settings]:
+def slots_of(places: Sequence[RankLocation]) -> list[Settings]:
     """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
     local_sizes = Counter(place.node for place in places)
     columns: dict[int, list[int]] = defaultdict(list)

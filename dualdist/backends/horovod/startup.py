@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from dualdist.backends.base import Store, World
+from dualdist.backends.base import InitContext, Store
 from dualdist.backends.horovod.backend import (
     ALONE,
     INSTALL,
@@ -28,7 +28,7 @@ from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import BackendUnavailableError, DualdistError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.horovod_build.record import read_record
 from dualdist.rendezvous import network_interfaces
-from dualdist.rendezvous.network_interfaces import Invitation
+from dualdist.rendezvous.network_interfaces import StoreAddress
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
@@ -78,7 +78,7 @@ def start_on_mpi(
     return _over_all(hvd, _transport(hvd, "mpi", device), timeout_s, _nothing, nullcontext)
 
 
-def start_on_gloo(world: World) -> HorovodBackend:
+def start_on_gloo(world: InitContext) -> HorovodBackend:
     """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and says so in our store.
 
     A new server for every start, also where horovodrun runs one: Horovod's server forgets how many ranks have left each
@@ -139,7 +139,7 @@ def _serve_or_find(
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
         port, stop = _serve(slots)
-        store.set(f"{key}/rendezvous", Invitation.of(host, port, one_node=topology.nodes == 1).dumps())
+        store.set(f"{key}/rendezvous", StoreAddress.of(host, port, one_node=topology.nodes == 1).dumps())
         return (
             (network_interfaces.own_addresses() or [network_interfaces.LOOPBACK])[0]
             if topology.nodes > 1
@@ -148,7 +148,7 @@ def _serve_or_find(
             stop,
         )
     try:
-        invitation = Invitation.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
+        invitation = StoreAddress.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "

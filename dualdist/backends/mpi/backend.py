@@ -27,8 +27,16 @@ import torch
 
 from dualdist.backends.base import ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffers
-from dualdist.backends.mpi.work import BYTES_PER_S, CLOSED, DATATYPES, Asked, Called, Mpi, Staged
-from dualdist.backends.single import EVERY_DTYPE, Finished
+from dualdist.backends.mpi.work import (
+    BYTES_PER_S,
+    CLOSED,
+    DATATYPES,
+    HostStagedWork,
+    MpiBlockingCall,
+    MpiCalls,
+    MpiRequest,
+)
+from dualdist.backends.single import EVERY_DTYPE, CompletedWork
 from dualdist.errors import (
     CollectiveTimeoutError,
     DualdistError,
@@ -63,7 +71,7 @@ class MpiBackend(PlainBuffers):
     shows_begun = True
 
     def __init__(
-        self, mpi: Mpi | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float
+        self, mpi: MpiCalls | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float
     ) -> None:
         self.mpi: Any = mpi
         self.ranks = tuple(ranks)
@@ -72,9 +80,9 @@ class MpiBackend(PlainBuffers):
         self.timeout_s = timeout_s
         self.reducible = frozenset(DATATYPES) if self.size > 1 else EVERY_DTYPE
         self.is_open = True
-        self.under_way: set[Asked | Called] = set()
+        self.under_way: set[MpiRequest | MpiBlockingCall] = set()
         self._comms = comms
-        self._calls: queue.SimpleQueue[Called | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[MpiBlockingCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._children: list[MpiBackend] = []
 
@@ -208,25 +216,27 @@ class MpiBackend(PlainBuffers):
         if not self.is_open:
             raise NotInitializedError(CLOSED)
         if self.size == 1 or (is_alike and tensor.numel() == 0):
-            return Finished(tensor if in_place else torch.cat([tensor] * self.size))
+            return CompletedWork(tensor if in_place else torch.cat([tensor] * self.size))
         if not tensor.is_cuda:
             return start(tensor)
         if self.mpi.takes_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
             return start(tensor)
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        return Staged(start(copy), tensor, in_place=in_place)
+        return HostStagedWork(start(copy), tensor, in_place=in_place)
 
     def _ask(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
         with self.mpi.calls():
             requests = begin()
-            return Asked(self, requests, result, given) if requests else Finished(result)  # as far as this rank goes
+            return (
+                MpiRequest(self, requests, result, given) if requests else CompletedWork(result)
+            )  # as far as this rank goes
 
-    def _call(self, call: Callable[[], object], result: torch.Tensor) -> Called:
+    def _call(self, call: Callable[[], object], result: torch.Tensor) -> MpiBlockingCall:
         if self._thread is None:
             self._thread = threading.Thread(target=self._make_calls, name="dualdist-mpi", daemon=True)
             self._thread.start()
-        work = Called(self, call, result)
+        work = MpiBlockingCall(self, call, result)
         self._calls.put(work)
         if self.mpi.patience_s:
             work.is_over_within(min(self.mpi.patience_s + result.nbytes / BYTES_PER_S, self.timeout_s))
@@ -280,7 +290,7 @@ def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: floa
 
     api = call_within(timeout_s, lambda: mpi_world.start(topology, environ), error)
     cores = usable_cores(), machine_cores()
-    mpi = Mpi(api, patience_s(*cores, topology.local_size, torch.get_num_threads()))
+    mpi = MpiCalls(api, patience_s(*cores, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)
     backend.open(api.COMM_WORLD)
     atexit.register(backend.at_exit)

@@ -47,7 +47,7 @@ PAUSE_S = 0.0001
 CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 
 
-class Mpi:
+class MpiCalls:
     """MPI as it runs in this process. Calls are kept apart where it was not built to take several at once."""
 
     def __init__(self, api: Any, patience_s: float) -> None:
@@ -94,19 +94,19 @@ class Mpi:
         return CollectiveError(f"MPI failed ({text})")
 
 
-class Line(Protocol):
+class MpiChannel(Protocol):
     """What operations need to know of the line that they travel on."""
 
-    mpi: Mpi
+    mpi: MpiCalls
     timeout_s: float
     is_open: bool
     under_way: set[Any]  # kept until MPI is done with their memory, whatever became of whoever waited
 
 
-class Asked:
+class MpiRequest:
     """Operations that were begun without blocking, and are over when MPI says so."""
 
-    def __init__(self, line: Line, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
+    def __init__(self, line: MpiChannel, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
         self._line = line
         self._requests = requests
         self._result = result
@@ -152,10 +152,10 @@ class Asked:
         return self._result
 
 
-class Called:
+class MpiBlockingCall:
     """An operation that a line's thread makes by a call that blocks."""
 
-    def __init__(self, line: Line, call: Callable[[], object], result: torch.Tensor) -> None:
+    def __init__(self, line: MpiChannel, call: Callable[[], object], result: torch.Tensor) -> None:
         self._line = line
         self._call = call
         self._result = result
@@ -194,7 +194,7 @@ class Called:
         return self._result
 
 
-class Staged:
+class HostStagedWork:
     """Work on a copy in the host's memory; the result goes back to the GPU."""
 
     def __init__(self, work: Work, target: torch.Tensor, *, in_place: bool) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffer
 from dualdist.backends.native.store import LATE, TcpStore, first_line
-from dualdist.backends.shm.backend import WHOLE_BYTES, HostLine, line_bytes
+from dualdist.backends.shm.backend import WHOLE_BYTES, HostChannel, line_bytes
 from dualdist.backends.shm.segment import share
 from dualdist.errors import (
     BackendUnavailableError,
@@ -127,7 +127,7 @@ class NativeBackend:
         self.unhook: Callable[[], None] = lambda: None  # undoes what the default group's start did to the process
         self._on_gpu = on_gpu
         self._hosts = hosts
-        self._host: HostLine | None = None
+        self._host: HostChannel | None = None
         self._is_full = False  # shared memory had no room
         self._said: set[str] = set()  # once, by all lines together
         self._children: list[NativeBackend] = []
@@ -299,7 +299,7 @@ class NativeBackend:
         leaders = None
         if not is_only_host and place == 0:
             leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
-        self._host = HostLine(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
+        self._host = HostChannel(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
         self.shows_begun = is_only_host
         if not self._on_gpu:
             self.transport = "shm"

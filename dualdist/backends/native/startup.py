@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dualdist.backends.base import World
+from dualdist.backends.base import InitContext
 from dualdist.backends.native.backend import NativeBackend, ProcessGroup
 from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.errors import BackendUnavailableError, RendezvousError, UnsupportedError
@@ -58,7 +58,7 @@ def _world(kinds: Iterable[str]) -> dict[str, ProcessGroup]:
     return dict.fromkeys(kinds, group)
 
 
-def start(world: World, *, shares_memory: bool) -> NativeBackend:
+def start(world: InitContext, *, shares_memory: bool) -> NativeBackend:
     """Set up torch.distributed's default group over the store; a group of one needs none."""
     if not dist.is_available():
         raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")

@@ -17,23 +17,23 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.backends.shm.exchange import Mailbox
+from dualdist.backends.shm.exchange import ShmExchange
 from dualdist.backends.shm.exchange import nbytes as mailbox_bytes
 from dualdist.backends.shm.reduction import (
     BEGUN,
     PIECE_BYTES,
     POSTED,
     REDUCE,
-    OnHost,
-    Passing,
-    Posted,
-    Reduction,
-    Shared,
+    BufferReduction,
+    MultiHostReduction,
+    PostedRows,
     SharedBuffer,
-    Whole,
+    ShmSlots,
+    SmallReduction,
+    StagedCollective,
     shared_bytes,
 )
-from dualdist.backends.shm.segment import Neighbours, Segment, pages
+from dualdist.backends.shm.segment import SegmentPeers, SharedSegment, pages
 from dualdist.collectives.control_plane import as_bytes
 from dualdist.errors import BackendUnavailableError
 
@@ -53,28 +53,34 @@ def line_bytes(size: int) -> int:
     return mailbox_bytes(size) + STAGES * shared_bytes(size, size + 1, STAGE_BYTES)
 
 
-class HostLine:
+class HostChannel:
     """A line between the ranks of one host, who all call the same in the same order; leaders reach other hosts."""
 
     def __init__(
-        self, segment: Segment, ranks: Sequence[int], leaders: Backend | None, timeout_s: float, *, is_only_host: bool
+        self,
+        segment: SharedSegment,
+        ranks: Sequence[int],
+        leaders: Backend | None,
+        timeout_s: float,
+        *,
+        is_only_host: bool,
     ) -> None:
-        self.neighbours = Neighbours(segment, ranks, timeout_s)
+        self.neighbours = SegmentPeers(segment, ranks, timeout_s)
         self.is_only_host = is_only_host
         self.leaders = leaders  # the line between the hosts' first ranks, on those
-        self.under_way: list[OnHost] = []
+        self.under_way: list[BufferReduction] = []
         self._segment = segment
-        self._mailbox = Mailbox(self.neighbours)
+        self._mailbox = ShmExchange(self.neighbours)
         slots = segment.size + 1
         stage_bytes, start = shared_bytes(segment.size, slots, STAGE_BYTES), mailbox_bytes(segment.size)
-        self._stages = [Shared(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
+        self._stages = [ShmSlots(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
         self._end = start + STAGES * stage_bytes
         self._reserved: dict[int, int] = {}  # where buffers start -> bytes of a slot
-        self._made: dict[int, Shared] = {}
-        self._dropped: dict[int, Shared] = {}
+        self._made: dict[int, ShmSlots] = {}
+        self._dropped: dict[int, ShmSlots] = {}
         self._turn = 0
         self._begun = 0  # operations that pass through the stages
-        self._last: Whole | None = None
+        self._last: SmallReduction | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -152,29 +158,29 @@ class HostLine:
             except BackendUnavailableError:
                 return None
         if start not in self._made:
-            self._made[start] = Shared(self._segment, start, nbytes, self._slots)
+            self._made[start] = ShmSlots(self._segment, start, nbytes, self._slots)
         return SharedBuffer(self, self._made[start], number, count, dtype)
 
     def drop(self, start: int) -> None:
         """Nobody uses it any more, but for those who still look at what lies there: every rank says so."""
         shared = self._made.pop(start, None)
-        self._dropped[start] = shared or Shared(self._segment, start, self._reserved[start], self._slots)
+        self._dropped[start] = shared or ShmSlots(self._segment, start, self._reserved[start], self._slots)
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""
         if self.is_only_host and buffer.nbytes <= WHOLE_BYTES:
             self._finish_last()
-            self._last = Whole(self, buffer, op)
+            self._last = SmallReduction(self, buffer, op)
             return self._last
         return self._passing(lambda: self._in_pieces(buffer, op, name))
 
-    def _passing(self, run: Callable[[], torch.Tensor]) -> Passing:
+    def _passing(self, run: Callable[[], torch.Tensor]) -> StagedCollective:
         """What happens when it is waited for; the others see now that it has begun."""
         self._begun += 1
         stage, number = self._stages[0], self._begun
         stage.say(BEGUN, number)
         # Where there are other hosts, whether those have begun it is not known here.
-        return Passing(run, lambda: self.is_only_host and stage.have_all(BEGUN, number))
+        return StagedCollective(run, lambda: self.is_only_host and stage.have_all(BEGUN, number))
 
     def _in_pieces(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
         """Two ranks read all of each other's values; more ranks share the work out, which takes them two phases."""
@@ -183,10 +189,10 @@ class HostLine:
         if self.is_only_host and self._segment.size == 2:
             self._in_pieces_of_two(flat, op)
             return buffer
-        begun: list[tuple[torch.Tensor, Reduction]] = []
+        begun: list[tuple[torch.Tensor, MultiHostReduction]] = []
         for number, piece in enumerate(flat.split(STAGE_BYTES // flat.itemsize)):
             stage = self._filled(piece)
-            begun.append((piece, Reduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
+            begun.append((piece, MultiHostReduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
             if len(begun) == AT_ONCE:
                 _finish(*begun.pop(0))
         for piece, work in begun:
@@ -221,7 +227,7 @@ class HostLine:
         while posted:
             finish_first()
 
-    def allgather(self, tensor: torch.Tensor) -> Passing:
+    def allgather(self, tensor: torch.Tensor) -> StagedCollective:
         """See Backend.allgather; on the only host."""
         return self._passing(lambda: self._gathered(tensor))
 
@@ -234,7 +240,7 @@ class HostLine:
                 row[start : start + STAGE_BYTES].copy_(theirs)
         return output.view(-1).view(tensor.dtype).view(self._segment.size * tensor.shape[0], *tensor.shape[1:])
 
-    def broadcast_(self, buffer: torch.Tensor, root: int) -> Passing:
+    def broadcast_(self, buffer: torch.Tensor, root: int) -> StagedCollective:
         """See Backend.broadcast_; on the only host."""
         return self._passing(lambda: self._broadcast(buffer, root))
 
@@ -253,11 +259,11 @@ class HostLine:
         self.neighbours.wait(posted.arrived)
         return posted.slots(torch.uint8, count)
 
-    def post(self, values: torch.Tensor) -> Posted:
+    def post(self, values: torch.Tensor) -> PostedRows:
         """Let the others read few values."""
-        return Posted(self._filled(values))
+        return PostedRows(self._filled(values))
 
-    def _filled(self, values: torch.Tensor) -> Shared:
+    def _filled(self, values: torch.Tensor) -> ShmSlots:
         """The next stage, with these values in my slot."""
         self._turn += 1
         stage = self._stages[self._turn % STAGES]

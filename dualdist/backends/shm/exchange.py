@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualdist.backends.shm.segment import Neighbours, pages, share
+from dualdist.backends.shm.segment import SegmentPeers, pages, share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,10 @@ def nbytes(size: int) -> int:
     return pages(size * (LINE_BYTES + 2 * ROW_BYTES))
 
 
-class Mailbox:
+class ShmExchange:
     """Lies at the beginning of a segment."""
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbours: SegmentPeers) -> None:
         segment = neighbours.segment
         self.size = segment.size
         self.neighbours = neighbours
@@ -98,10 +98,10 @@ class Mailbox:
         self.neighbours.close()
 
 
-class Letters:
+class ShmMessage:
     """Every rank's bytes, of any length, on every rank; the first sheet of each is sent when this is made."""
 
-    def __init__(self, mailbox: Mailbox, payload: bytes) -> None:
+    def __init__(self, mailbox: ShmExchange, payload: bytes) -> None:
         self._mailbox = mailbox
         self._payload = payload
         self._first = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:SHEET_BYTES]
@@ -132,7 +132,7 @@ class Letters:
         return payloads
 
 
-def open_mailbox(store: Store, key: str, ranks: Sequence[int], place: int, deadline: Deadline) -> Mailbox:
+def open_mailbox(store: Store, key: str, ranks: Sequence[int], place: int, deadline: Deadline) -> ShmExchange:
     """A mailbox of these ranks, of which this is number `place`; all of them call this, and share a host."""
     segment = share(store, key, place, len(ranks), nbytes(len(ranks)), deadline)
-    return Mailbox(Neighbours(segment, ranks, deadline.timeout_s))
+    return ShmExchange(SegmentPeers(segment, ranks, deadline.timeout_s))

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.backends.base import ReduceOp, Settling, Work
+from dualdist.backends.base import Epilogue, ReduceOp, Work
 from dualdist.backends.buffers import uses
 from dualdist.backends.shm.exchange import LINE_BYTES, WORD_BYTES
-from dualdist.backends.shm.segment import Segment, pages
+from dualdist.backends.shm.segment import SharedSegment, pages
 
 if TYPE_CHECKING:
-    from dualdist.backends.shm.backend import HostLine
+    from dualdist.backends.shm.backend import HostChannel
 
 # The words that each rank has in a buffer.
 POSTED, FINISHED, SPREAD, DROPPED, CHOSEN, BEGUN = range(6)
 REMOVE = 9  # madvise(2): MADV_REMOVE
 
 
-class Shared:
+class ShmSlots:
     """Slots, first one for every rank, and the words that say how far each rank has come."""
 
-    def __init__(self, segment: Segment, start: int, nbytes: int, slots: int) -> None:
+    def __init__(self, segment: SharedSegment, start: int, nbytes: int, slots: int) -> None:
         self.size, self.place, self.start = segment.size, segment.place, start
         memory = segment.map(start, shared_bytes(self.size, slots, nbytes))
         self._memory = memory
@@ -93,7 +93,7 @@ class Shared:
 
 
 def shared_bytes(size: int, slots: int, nbytes: int) -> int:
-    """What a Shared of so many ranks and slots takes of its segment."""
+    """What a ShmSlots of so many ranks and slots takes of its segment."""
     return pages(size * LINE_BYTES) + slots * pages(nbytes)
 
 
@@ -118,10 +118,10 @@ PIECE_BYTES = 1 << 19
 ALIGNED = 64
 
 
-class OnHost(ABC):
+class BufferReduction(ABC):
     """One round of a buffer, from the moment when this rank's values are in its slot. A Work."""
 
-    def __init__(self, line: HostLine, shared: Shared, op: ReduceOp) -> None:
+    def __init__(self, line: HostChannel, shared: ShmSlots, op: ReduceOp) -> None:
         self.is_between_hosts = False  # or has been
         self._line = line
         self._shared = shared
@@ -168,10 +168,12 @@ def _part(count: int, place: int, size: int) -> tuple[int, int]:
     return min(count, place * each), min(count, (place + 1) * each)
 
 
-class InSlots(OnHost):
+class SingleHostReduction(BufferReduction):
     """On the only host: the ranks write their parts of the result into everybody's slots."""
 
-    def __init__(self, line: HostLine, shared: Shared, values: torch.Tensor, op: ReduceOp, settling: Settling) -> None:
+    def __init__(
+        self, line: HostChannel, shared: ShmSlots, values: torch.Tensor, op: ReduceOp, settling: Epilogue
+    ) -> None:
         self._result = values
         self._settling = settling
         super().__init__(line, shared, op)
@@ -190,10 +192,12 @@ class InSlots(OnHost):
                 other.copy_(total)
 
 
-class Reduction(OnHost):
+class MultiHostReduction(BufferReduction):
     """One of several hosts: the ranks share the work out, and its leader, with those of the other hosts, ends it."""
 
-    def __init__(self, line: HostLine, shared: Shared, count: int, dtype: torch.dtype, op: ReduceOp, name: str) -> None:
+    def __init__(
+        self, line: HostChannel, shared: ShmSlots, count: int, dtype: torch.dtype, op: ReduceOp, name: str
+    ) -> None:
         self._name = name
         self._between_hosts: Work | None = None
         *self._slots, self._result = [slot[: count * dtype.itemsize].view(dtype) for slot in shared.slots]
@@ -233,7 +237,7 @@ def reduce_into(total: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp
 class SharedBuffer:
     """A Buffer whose values lie in one of this rank's slots."""
 
-    def __init__(self, line: HostLine, shared: Shared, number: int, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, line: HostChannel, shared: ShmSlots, number: int, count: int, dtype: torch.dtype) -> None:
         chosen = number * shared.size + shared.place
         slot = shared.own_slot(chosen)
         self.values = slot[: count * dtype.itemsize].view(dtype)
@@ -244,18 +248,18 @@ class SharedBuffer:
         self._shared = shared
         self._number = number
 
-    def allreduce(self, op: ReduceOp, name: str, settling: Settling) -> OnHost:
+    def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> BufferReduction:
         if not self._line.is_only_host:
-            return Reduction(self._line, self._shared, len(self.values), self.values.dtype, op, name)
+            return MultiHostReduction(self._line, self._shared, len(self.values), self.values.dtype, op, name)
         self._line.free_dropped()
         self._shared.say(CHOSEN, self._number)
-        return InSlots(self._line, self._shared, self.values, op, settling)
+        return SingleHostReduction(self._line, self._shared, self.values, op, settling)
 
 
-class Whole:
+class SmallReduction:
     """A reduction of few values, which every rank reduces by itself; one at a time is under way. A Work."""
 
-    def __init__(self, line: HostLine, buffer: torch.Tensor, op: ReduceOp) -> None:
+    def __init__(self, line: HostChannel, buffer: torch.Tensor, op: ReduceOp) -> None:
         self._line = line
         self._buffer = buffer
         self._op = op
@@ -275,10 +279,10 @@ class Whole:
         return self._buffer
 
 
-class Posted:
+class PostedRows:
     """What a rank has let all others read, and will read from them."""
 
-    def __init__(self, stage: Shared) -> None:
+    def __init__(self, stage: ShmSlots) -> None:
         self._stage = stage
         self._number = stage.post()
 
@@ -292,7 +296,7 @@ class Posted:
         return [slot[: count * dtype.itemsize].view(dtype) for slot in slots]
 
 
-class Passing:
+class StagedCollective:
     """An operation whose tensors pass through the stages; it happens in wait(). A Work.
 
     It counts as done once all have begun it: wait() then returns as soon as all wait. Who has joined finds out by this

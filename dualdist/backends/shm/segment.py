@@ -64,7 +64,7 @@ def objection(wanted: int, folder: str = FOLDER) -> str:
     return ""
 
 
-class Segment:
+class SharedSegment:
     """Memory shared by `size` processes, of which this is number `place`; it grows as it is needed."""
 
     def __init__(self, memory: int, locks: int, place: int, size: int) -> None:
@@ -104,10 +104,10 @@ class Segment:
         os.close(self._locks)
 
 
-class Neighbours:
+class SegmentPeers:
     """The ranks that share a segment, for those who wait for them."""
 
-    def __init__(self, segment: Segment, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, segment: SharedSegment, ranks: Sequence[int], timeout_s: float) -> None:
         self.segment = segment
         self.ranks = ranks
         self.timeout_s = timeout_s
@@ -152,7 +152,9 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def share(store: Store, key: str, place: int, size: int, nbytes: int, deadline: Deadline, room: int = 0) -> Segment:
+def share(
+    store: Store, key: str, place: int, size: int, nbytes: int, deadline: Deadline, room: int = 0
+) -> SharedSegment:
     """A segment of `size` processes of this host, the first of which makes it; all of them call this.
 
     There shall be `room` for so many bytes in the end.
@@ -173,7 +175,7 @@ def share(store: Store, key: str, place: int, size: int, nbytes: int, deadline: 
             if _user_of(peer) != os.getuid():
                 raise RendezvousError("the memory of this host's first rank is offered by another user")
             _, files, _, _ = socket.recv_fds(peer, 1, 2)
-            segment = Segment(files[0], files[1], place, size)
+            segment = SharedSegment(files[0], files[1], place, size)
             peer.sendall(b"k")
             if peer.recv(1) != b"k":
                 raise RendezvousError("the first rank of this host ended while the others attached to its memory")
@@ -182,7 +184,7 @@ def share(store: Store, key: str, place: int, size: int, nbytes: int, deadline: 
     return segment
 
 
-def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, room: int) -> Segment:
+def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, room: int) -> SharedSegment:
     try:
         files, segment = _files(size, nbytes, room)
     except BackendUnavailableError as error:
@@ -200,14 +202,14 @@ def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, ro
     return segment
 
 
-def _files(size: int, nbytes: int, room: int) -> tuple[list[int], Segment]:
+def _files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]:
     """The files of a new segment, which the segment closes; BackendUnavailableError where there is no room."""
     reason = objection(room)
     if reason:
         raise BackendUnavailableError(reason)
     try:
         files = [os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600) for _ in range(2)]
-        segment = Segment(files[0], files[1], 0, size)
+        segment = SharedSegment(files[0], files[1], 0, size)
     except OSError as error:
         raise BackendUnavailableError(f"{FOLDER}: {error.strerror}") from error
     segment.allocate(0, nbytes)

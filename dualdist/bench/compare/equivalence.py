@@ -25,7 +25,7 @@ EXACT = "to the bit"
 
 
 @dataclass(frozen=True)
-class Sameness:
+class Equivalence:
     """`differing` says of each contender that trained another model how it did. `how` is what was asked for."""
 
     how: str
@@ -43,13 +43,13 @@ class Sameness:
         return "; ".join(f"{name} {why}" for name, why in self.differing.items())
 
 
-def sameness(launches: Mapping[str, Sequence[Launch]]) -> Sameness:
+def sameness(launches: Mapping[str, Sequence[Launch]]) -> Equivalence:
     """Judge the launches of contenders, by their names. Two ranks on CPUs add up in one way only, so they must agree
     to the bit; the model that most launches agree on is taken for the right one.
     """
     every = [launch for found in launches.values() for launch in found]
     if not every:
-        return Sameness(EXACT, 0, 0, {})
+        return Equivalence(EXACT, 0, 0, {})
     is_exact = all(len(launch.ranks) <= 2 and launch.first.device == "cpu" for launch in every)
     common, _ = Counter(_trained(launch) for launch in every).most_common(1)[0]
     right = next(launch for launch in every if _trained(launch) == common)
@@ -60,7 +60,7 @@ def sameness(launches: Mapping[str, Sequence[Launch]]) -> Sameness:
             if why is not None:
                 differing.setdefault(name, why)
     how = EXACT if is_exact else _how(right, max(max(_apart(launch, right), default=0.0) for launch in every))
-    return Sameness(how, len(every), len(right.losses), differing)
+    return Equivalence(how, len(every), len(right.losses), differing)
 
 
 def _how(right: Launch, worst: float) -> str:

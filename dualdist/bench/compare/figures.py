@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from dualdist.bench.allreduce import bus_bandwidth
-from dualdist.bench.compare.equivalence import Sameness, sameness
+from dualdist.bench.compare.equivalence import Equivalence, sameness
 from dualdist.bench.compare.launches import Launch, by_cell
-from dualdist.bench.compare.matrix import APART, Cell, Refused
+from dualdist.bench.compare.matrix import APART, Cell, RefusedCell
 from dualdist.bench.compare.verdict import Verdict, against, pairs, ranking, step_ratio, verdict
-from dualdist.bench.paired import Centre, centre, difference_of
+from dualdist.bench.paired import MedianInterval, centre, difference_of
 from dualdist.bench.report import last_words
 from dualdist.bench.statistics import LOADED_CORES, NOISY_ROUNDS, is_loaded
 
@@ -20,7 +20,7 @@ LATENCY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Point:
+class BandwidthPoint:
     """An allreduce of one size: the median over launches of our time, and of the library's below."""
 
     nbytes: int
@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Figures:
+class CellFigures:
     """One cell. What is None was not measured, or cannot be known here; bytes and seconds of a step are a rank's."""
 
     key: str
@@ -43,15 +43,17 @@ class Figures:
     transport: str
     device: str
     runs: int
-    step_s: Centre
-    rate: Centre | None  # samples a second, of all ranks
+    step_s: MedianInterval
+    rate: MedianInterval | None  # samples a second, of all ranks
     rate_of_ranks: list[float] | None
-    over_fastest: Centre | None  # its step over the fastest contender's
-    efficiency: Centre | None  # of the ranks, against one rank on its own part of the batch; a script's is not known
-    exposed_s: Centre | None  # what a step takes more than without communication
+    over_fastest: MedianInterval | None  # its step over the fastest contender's
+    efficiency: (
+        MedianInterval | None
+    )  # of the ranks, against one rank on its own part of the batch; a script's is not known
+    exposed_s: MedianInterval | None  # what a step takes more than without communication
     latency_s: float | None
     bus_gb_s: float | None  # of the largest allreduce
-    curve: list[Point]
+    curve: list[BandwidthPoint]
     startup_s: float
     init_s: float
     peak_bytes: int | None
@@ -61,24 +63,26 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Result:
+class ComparisonResult:
     """A comparison as far as it came; `ended` is "complete" or why it ended before."""
 
     verdict: Verdict
     further: Mapping[str, str]  # a sentence on the winner and each of the others
-    same: Sameness
-    cells: list[Figures]
-    refused: list[Refused]  # cannot run here, were never launched, or failed, though perhaps not at once
+    same: Equivalence
+    cells: list[CellFigures]
+    refused: list[RefusedCell]  # cannot run here, were never launched, or failed, though perhaps not at once
     ended: str
     noise: str
     launches: int
 
 
-def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence[Launch], ended: str) -> Result:
+def result(
+    cells: Sequence[Cell], refused: Sequence[RefusedCell], launches: Sequence[Launch], ended: str
+) -> ComparisonResult:
     """Judge what was launched."""
     found = by_cell(launches)
     failed = {launch.cell: launch for launch in launches if launch.error is not None}
-    missing = [Refused(cell, why) for cell in cells if (why := _missing(cell, found, failed, ended)) is not None]
+    missing = [RefusedCell(cell, why) for cell in cells if (why := _missing(cell, found, failed, ended)) is not None]
     measured = [cell for cell in cells if cell.key in found]
     training = {cell.label: found[cell.key] for cell in measured if cell.kind not in APART}
     same = sameness(training)
@@ -88,7 +92,7 @@ def result(cells: Sequence[Cell], refused: Sequence[Refused], launches: Sequence
     order = ranking({cell.label: found[cell.key] for cell in measured})
     fastest = said.winner or next((label for label in order if label in contending), None)
     others = {label: training[label] for label in order if label in training}
-    return Result(
+    return ComparisonResult(
         verdict=said,
         further=against(said.winner, others) if said.winner in others else {},
         same=same,
@@ -113,13 +117,13 @@ def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str,
     return f"in round {last.round + 1} it failed, and was not launched again: {last_words(last.error or '')}"
 
 
-def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> Figures:
+def _figures(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> CellFigures:
     own = found[cell.key]
     first = own[0].first
     none, one = (_of_kind(found, kind) for kind in APART)
     batch = own[0].batch
     curve = _curve(own)
-    return Figures(
+    return CellFigures(
         key=cell.key,
         label=cell.label,
         kind=cell.kind,
@@ -162,19 +166,19 @@ def _rates(launches: Sequence[Launch], batch: int) -> list[float]:
     return [batch / len(ranks) / median(median(each.ranks[rank].steps) for each in launches) for rank in ranks]
 
 
-def _exposed(own: Sequence[Launch], none: Sequence[Launch]) -> Centre | None:
+def _exposed(own: Sequence[Launch], none: Sequence[Launch]) -> MedianInterval | None:
     first, second = pairs(own, none)
     return difference_of([each.step_s for each in first], [each.step_s for each in second]) if first else None
 
 
-def _curve(launches: Sequence[Launch]) -> list[Point]:
+def _curve(launches: Sequence[Launch]) -> list[BandwidthPoint]:
     known = [sizes for each in launches if (sizes := (each.allreduce or {}).get("sizes")) is not None]
     ranks, points = len(launches[0].ranks), []
     for sizes in zip(*known, strict=True):
         nbytes = sizes[0]["bytes"]
         ours, theirs = (median(median(size["seconds"][call]) for size in sizes) for call in ("dualdist_", "raw_"))
         rates = (bus_bandwidth(nbytes, seconds, ranks) for seconds in (ours, theirs))
-        points.append(Point(nbytes, ours, theirs, *rates))
+        points.append(BandwidthPoint(nbytes, ours, theirs, *rates))
     return points
 
 

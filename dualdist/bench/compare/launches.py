@@ -20,7 +20,7 @@ LEAST_WINDOW_S = 1.0  # the system counts in ticks of 10 ms
 CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
 
 
-class Rank(BaseModel):
+class RankRecord(BaseModel):
     """Record of one rank; see diagnostics/recording.py. Times are seconds, `began` and its kin times of day."""
 
     model_config = CONFIG
@@ -73,7 +73,7 @@ class Launch(BaseModel):
     command: str
     batch: int | None = None  # samples of all ranks in a step, where they are known
     foreign_cores: float | None = None
-    ranks: list[Rank] = []
+    ranks: list[RankRecord] = []
     allreduce: dict[str, Any] | None = None
     error: str | None = None
 
@@ -96,7 +96,7 @@ class Launch(BaseModel):
         ]
 
     @property
-    def first(self) -> Rank:
+    def first(self) -> RankRecord:
         return self.ranks[0]
 
     @property
@@ -153,7 +153,7 @@ def write(launch: Launch, path: Path) -> None:
     draft.replace(path)
 
 
-def foreign_of(ranks: Sequence[Rank]) -> float | None:
+def foreign_of(ranks: Sequence[RankRecord]) -> float | None:
     """How many cores others used beside the timed steps, on the host that had most of that; None where it is unknown.
 
     By what the ranks saw themselves: slurmstepd starts those of srun, whose CPU time is no part of our children's.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dualdist.bench.jobs import Place, Setting, program_command
+from dualdist.bench.jobs import Contestant, MeasurementSettings, program_command
 from dualdist.doctor import Availability
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
 from dualdist.launch.launchers import Site, known
-from dualdist.launch.option_conflicts import CARRIERS, Choice, impossible
+from dualdist.launch.option_conflicts import CARRIERS, JobChoices, impossible
 from dualdist.utils.suggest import one_of
 
 OURS = "dualdist"
@@ -32,7 +32,7 @@ class Cell:
     """One contender, launched as a job of its own. `slow` stretches its steps; `copy` tells equal ones apart."""
 
     kind: str
-    place: Place
+    place: Contestant
     slow: float = 1.0
     copy: int = 0
 
@@ -66,7 +66,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MatrixFacts:
     """What decides which cells can run here, beside the launchers."""
 
     gpus: int
@@ -81,7 +81,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedCell:
     """A cell that cannot run here, and why."""
 
     cell: Cell
@@ -93,7 +93,7 @@ def places_of(
     backends: Sequence[str],
     transports: Sequence[str] | None,
     environ: Mapping[str, str],
-) -> list[Place]:
+) -> list[Contestant]:
     """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
     for backend in backends:
         one_of(backend, CARRIERS, "backend")
@@ -101,7 +101,7 @@ def places_of(
     for transport in transports or ():
         one_of(transport, valid, "transport")
     found = [
-        Place(backend, transport, known(launcher))
+        Contestant(backend, transport, known(launcher))
         for backend in backends
         for transport in transports or CARRIERS[backend]
         for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
@@ -109,15 +109,15 @@ def places_of(
     return list(dict.fromkeys(found))
 
 
-def refusal(place: Place, setting: Setting, site: Site, facts: Facts) -> str | None:
+def refusal(place: Contestant, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> str | None:
     """Why this place cannot be had here; None where nothing is known against it."""
     return next(_against(place, setting, site, facts), None)
 
 
-def _against(place: Place, setting: Setting, site: Site, facts: Facts) -> Iterator[str]:
+def _against(place: Contestant, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
     # What no launcher can mend comes first.
     for launcher in (None, place.launcher):
-        choice = Choice(launcher, place.backend, place.transport, setting.ranks)
+        choice = JobChoices(launcher, place.backend, place.transport, setting.ranks)
         yield from (found.message for found in impossible(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
     installed = facts.backends[place.backend]
     if not installed.available:
@@ -138,7 +138,7 @@ def _against(place: Place, setting: Setting, site: Site, facts: Facts) -> Iterat
         yield "the installed Horovod was built without Gloo"
 
 
-def _against_nccl(place: Place, setting: Setting, facts: Facts) -> Iterator[str]:
+def _against_nccl(place: Contestant, setting: MeasurementSettings, facts: MatrixFacts) -> Iterator[str]:
     if not facts.uses_gpus:
         yield "nccl moves GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
     elif facts.gpus < setting.ranks:
@@ -147,25 +147,27 @@ def _against_nccl(place: Place, setting: Setting, facts: Facts) -> Iterator[str]
         yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
 
 
-def sorted_out(places: Sequence[Place], setting: Setting, site: Site, facts: Facts) -> tuple[list[Cell], list[Refused]]:
+def sorted_out(
+    places: Sequence[Contestant], setting: MeasurementSettings, site: Site, facts: MatrixFacts
+) -> tuple[list[Cell], list[RefusedCell]]:
     """The cells that can run here as far as is known, and the others."""
     cells = [Cell(OURS, place) for place in places]
     reasons = {cell: refusal(cell.place, setting, site, facts) for cell in cells}
-    refused = [Refused(cell, reason) for cell, reason in reasons.items() if reason is not None]
+    refused = [RefusedCell(cell, reason) for cell, reason in reasons.items() if reason is not None]
     return [cell for cell in cells if reasons[cell] is None], refused
 
 
-def references(names: Sequence[str], cells: Sequence[Cell], facts: Facts) -> Iterator[Cell | Refused]:
+def references(names: Sequence[str], cells: Sequence[Cell], facts: MatrixFacts) -> Iterator[Cell | RefusedCell]:
     """The references that go with these cells; the names are those of REFERENCES."""
     own = None if facts.uses_gpus else "gloo"
     for name in names:
-        cell = Cell(name, Place("native", own, "torchrun"))
+        cell = Cell(name, Contestant("native", own, "torchrun"))
         if name == "one":
-            cell = Cell(name, Place("auto", None, "python"))
+            cell = Cell(name, Contestant("auto", None, "python"))
         if name == "hvd":
             on_horovod = [each for each in cells if each.place.backend == "horovod"]
-            cell = Cell(name, on_horovod[0].place if on_horovod else Place("horovod", None, "torchrun"))
+            cell = Cell(name, on_horovod[0].place if on_horovod else Contestant("horovod", None, "torchrun"))
             if not on_horovod:
-                yield Refused(cell, "it needs a cell of the backend horovod that can run")
+                yield RefusedCell(cell, "it needs a cell of the backend horovod that can run")
                 continue
         yield cell

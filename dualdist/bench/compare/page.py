@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dualdist.bench.compare.figures import Figures, Result
+from dualdist.bench.compare.figures import CellFigures, ComparisonResult
 from dualdist.bench.compare.launches import Launch, by_cell
 from dualdist.bench.compare.plots import plots
 from dualdist.bench.compare.tables import curve_table, tables, write_csv
@@ -21,7 +21,11 @@ PAGE, DATA, TABLE = "report.html", "comparison.json", "launches.csv"
 
 
 def write(
-    folder: Path, result: Result, kept: Mapping[str, Any], launches: Sequence[Launch], labels: Mapping[str, str]
+    folder: Path,
+    result: ComparisonResult,
+    kept: Mapping[str, Any],
+    launches: Sequence[Launch],
+    labels: Mapping[str, str],
 ) -> Path:
     """The page's path; beside it lie its pictures and its data."""
     pictures = plots(result, by_cell(launches))
@@ -36,7 +40,7 @@ def write(
 
 
 def render(
-    result: Result,
+    result: ComparisonResult,
     kept: Mapping[str, Any],
     launches: Sequence[Launch],
     labels: Mapping[str, str],
@@ -64,7 +68,7 @@ def render(
     )
 
 
-def _class(cell: Figures, result: Result) -> str:
+def _class(cell: CellFigures, result: ComparisonResult) -> str:
     if result.verdict.kind == "faster" and cell.label == result.verdict.winner:
         return "winner"
     return "" if cell.is_contender else "reference"

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dualdist.bench.compare.figures import Figures, Result
+from dualdist.bench.compare.figures import CellFigures, ComparisonResult
 from dualdist.bench.compare.launches import Launch
 from dualdist.bench.report import size_words
 from dualdist.bench.statistics import quantile
@@ -37,7 +37,7 @@ SHOWN = 0.99
 Launches = Mapping[str, Sequence[Launch]]  # by the key of a cell
 
 
-def plots(result: Result, launches: Launches) -> dict[str, bytes]:
+def plots(result: ComparisonResult, launches: Launches) -> dict[str, bytes]:
     """PNGs by name; a plot for which nothing was measured is left out."""
     if not result.cells:
         return {}
@@ -62,7 +62,7 @@ def _drawn(height: float, draw: Callable[[Axes], None]) -> bytes:
     return file.getvalue()
 
 
-def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, str]) -> bytes:
+def _steps(cells: Sequence[CellFigures], launches: Launches, colours: Mapping[str, str]) -> bytes:
     """A box for the steps of each cell, and a dot for the median of each of its launches; the fastest on top."""
     times = [sorted(1e3 * step for launch in launches[cell.key] for step in launch.steps) for cell in cells]
     most = max(quantile(each, SHOWN) for each in times)
@@ -118,7 +118,7 @@ def _steps(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, s
     return _drawn(1.3 + 0.42 * len(cells), draw)
 
 
-def _bandwidth(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | None:
+def _bandwidth(cells: Sequence[CellFigures], colours: Mapping[str, str]) -> bytes | None:
     """Bus bandwidth by size: ours drawn through, the library below dashed."""
     measured = [cell for cell in cells if cell.curve]
     if not measured:
@@ -158,7 +158,7 @@ def _bandwidth(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | 
     return _drawn(4.6, draw)
 
 
-def _scaling(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | None:
+def _scaling(cells: Sequence[CellFigures], colours: Mapping[str, str]) -> bytes | None:
     """Samples a second beside those of one rank, times the number of ranks."""
     one = next((cell for cell in cells if cell.kind == "one" and cell.rate is not None), None)
     several = [cell for cell in cells if cell.kind != "one" and cell.rate is not None]
@@ -203,7 +203,7 @@ def _scaling(cells: Sequence[Figures], colours: Mapping[str, str]) -> bytes | No
     return _drawn(1.4 + 0.42 * len(several), draw)
 
 
-def _losses(cells: Sequence[Figures], launches: Launches, colours: Mapping[str, str]) -> bytes | None:
+def _losses(cells: Sequence[CellFigures], launches: Launches, colours: Mapping[str, str]) -> bytes | None:
     """The loss of every step, one line a cell, the wider ones below: lines that agree lie on top of each other."""
     shown = [cell for cell in cells if cell.kind not in ("none", "one")]
     known = [(cell, launches[cell.key][0].losses) for cell in shown]

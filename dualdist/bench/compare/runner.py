@@ -15,9 +15,9 @@ from typing import Any
 
 from dualdist.bench.cases import TrainOptions
 from dualdist.bench.compare import launches as files
-from dualdist.bench.compare.launches import Launch, Rank, foreign_of
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_of
 from dualdist.bench.compare.matrix import OURS, Cell
-from dualdist.bench.jobs import FOREIGN, Planned, Setting, launched, program_command, worker_command
+from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, launched, program_command, worker_command
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
@@ -108,7 +108,7 @@ NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_op
 
 
 @dataclass(frozen=True)
-class Script:
+class UserScript:
     """A program of a user's, what follows `python`."""
 
     words: tuple[str, ...]
@@ -117,23 +117,23 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """What every launch is made from: `work` is a model to be trained, or a script; `folder` keeps what was found."""
 
-    work: TrainOptions | Script
-    setting: Setting
+    work: TrainOptions | UserScript
+    setting: MeasurementSettings
     site: Site
     folder: Path
 
     def ranks(self, cell: Cell) -> int:
         return 1 if cell.kind == "one" else self.setting.ranks
 
-    def planned(self, cell: Cell, number: int) -> Planned:
+    def planned(self, cell: Cell, number: int) -> PlannedJob:
         """The job of a round, and the files in which its ranks will leave their records."""
         ranks, own = self.ranks(cell), self.folder / RUNNING / f"{number}-{cell.key}"
         setting = replace(self.setting, ranks=ranks)
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
-        if isinstance(self.work, Script):
+        if isinstance(self.work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
             setting = replace(setting, env={**record, **setting.env})
             built = program_command(cell.place, self.work.words, setting, self.site)
@@ -141,11 +141,11 @@ class Contest:
             built = worker_command(cell.place, self._words(cell, self.work, own), setting, self.site)
             if self._sweeps(cell, self.work):
                 reports.append(own / "allreduce.json")
-        return Planned(f"round {number + 1}, {cell.label}", built, tuple(reports), {"cell": cell, "folder": own})
+        return PlannedJob(f"round {number + 1}, {cell.label}", built, tuple(reports), {"cell": cell, "folder": own})
 
     def _batch(self, cell: Cell) -> int | None:
         """Samples of all ranks in a step; one rank alone has as many as each of several."""
-        return None if isinstance(self.work, Script) else self.work.batch * self.ranks(cell) // self.setting.ranks
+        return None if isinstance(self.work, UserScript) else self.work.batch * self.ranks(cell) // self.setting.ranks
 
     def _words(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
         words = {
@@ -176,13 +176,13 @@ class Contest:
         )
         try:
             reports = launched(planned, self.setting.timeout_s)
-            ranks = [Rank.model_validate(report) for report in reports[: self.ranks(cell)]]
+            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(cell)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
             known = {"ranks": ranks, "allreduce": allreduce, "error": unfit(cell, ranks)}
             foreign = foreign_of(ranks) if cell.place.launcher == "srun" else reports[0][FOREIGN]
             found = found.model_copy(update={**known, "foreign_cores": foreign})
         except LaunchError as error:
-            hint = NO_STEPS if isinstance(self.work, Script) and "it left no report" in str(error) else ""
+            hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
             found = found.model_copy(update={"error": hint + str(error)})
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
@@ -198,7 +198,7 @@ class Contest:
         return [launch for launch in found if launch.error is None]
 
 
-def unfit(cell: Cell, ranks: Sequence[Rank]) -> str | None:
+def unfit(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
     """Why these records cannot be compared, or are not this cell's; None where they can."""
     first, place = ranks[0], cell.place
     if place.backend not in ("auto", first.backend) or place.transport not in (None, first.transport):

@@ -27,20 +27,20 @@ def order_of(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScheduleLimits:
     """When to stop: after so many rounds, or before a round that would not end within the budget."""
 
     rounds: int
     budget_s: float
 
 
-class Rounds:
+class LaunchSchedule:
     """The launches that are left to do, in turn; `ended` says afterwards why there are no more."""
 
     def __init__(
         self,
         cells: Sequence[Cell],
-        limits: Limits,
+        limits: ScheduleLimits,
         launch: Callable[[Cell, int], Launch],
         done: Sequence[Launch] = (),
         *,
@@ -115,14 +115,14 @@ class Rounds:
         return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)
 
 
-class Tell(Protocol):
+class OnLaunch(Protocol):
     """Called after every launch: what was launched, how many of how many are done, and seconds left."""
 
     def __call__(self, what: str, done: int, total: int, left_s: float) -> None: ...
 
 
 @contextmanager
-def progress() -> Iterator[Tell]:
+def progress() -> Iterator[OnLaunch]:
     """A bar where somebody looks, else a line for every launch."""
     if not sys.stderr.isatty():
         yield _line

@@ -6,10 +6,10 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dualdist.bench.compare.figures import Figures, Result
+from dualdist.bench.compare.figures import CellFigures, ComparisonResult
 from dualdist.bench.compare.launches import Launch
-from dualdist.bench.paired import LEAST_LAUNCHES, Centre
-from dualdist.bench.report import Table, last_words, size_words
+from dualdist.bench.paired import LEAST_LAUNCHES, MedianInterval
+from dualdist.bench.report import FigureTable, last_words, size_words
 
 SPEED = ("contender", "runs", "samples/s", "95%", "of each rank", "step ms", "/ fastest", "95% ")
 SPEED_OF_SCRIPT = ("contender", "runs", "steps/s", "95%", "step ms", "/ fastest", "95% ")
@@ -58,28 +58,30 @@ COLUMNS = (
 )
 
 
-def tables(result: Result) -> Iterator[Table]:
+def tables(result: ComparisonResult) -> Iterator[FigureTable]:
     """Speed, cost, and what is missing."""
     if result.cells:
         yield speed_table(result.cells)
         yield cost_table(result.cells)
     if result.refused:
         rows = tuple((each.cell.label, last_words(each.reason)) for each in result.refused)
-        yield Table("Missing", ("contender", "why"), rows, words=2)
+        yield FigureTable("Missing", ("contender", "why"), rows, words=2)
 
 
-def speed_table(cells: Sequence[Figures]) -> Table:
+def speed_table(cells: Sequence[CellFigures]) -> FigureTable:
     is_script = all(cell.rate is None for cell in cells)
     few = min(cell.runs for cell in cells) < LEAST_LAUNCHES
     note = f"; below {LEAST_LAUNCHES} runs the range of what was seen stands for the interval" if few else ""
     columns = SPEED_OF_SCRIPT if is_script else SPEED
-    return Table("Speed", columns, tuple(_speed(cell, is_script) for cell in cells), (SPEED_NOTE + note,))
+    return FigureTable("Speed", columns, tuple(_speed(cell, is_script) for cell in cells), (SPEED_NOTE + note,))
 
 
-def _speed(cell: Figures, is_script: bool) -> tuple[str, ...]:
+def _speed(cell: CellFigures, is_script: bool) -> tuple[str, ...]:
     over = cell.over_fastest
     step_s = cell.step_s
-    rate = Centre(1 / step_s.value, 1 / step_s.high, 1 / step_s.low, cell.runs) if cell.rate is None else cell.rate
+    rate = (
+        MedianInterval(1 / step_s.value, 1 / step_s.high, 1 / step_s.low, cell.runs) if cell.rate is None else cell.rate
+    )
     each = "-" if cell.rate_of_ranks is None else _range(cell.rate_of_ranks)
     return (
         cell.label,
@@ -103,15 +105,15 @@ def figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def cost_table(cells: Sequence[Figures]) -> Table:
+def cost_table(cells: Sequence[CellFigures]) -> FigureTable:
     """All but what is known of none."""
     rows = [_cost(cell) for cell in cells]
     known = [place for place in range(len(COST)) if any(row[place] != "-" for row in rows)]
     columns, *shown = (tuple(row[place] for place in known) for row in (COST, *rows))
-    return Table("Cost", columns, tuple(shown), (COST_NOTE,))
+    return FigureTable("Cost", columns, tuple(shown), (COST_NOTE,))
 
 
-def _cost(cell: Figures) -> tuple[str, ...]:
+def _cost(cell: CellFigures) -> tuple[str, ...]:
     exposed, efficiency = cell.exposed_s, cell.efficiency
     return (
         cell.label,
@@ -131,7 +133,7 @@ def _mib(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 2**20:.0f}"
 
 
-def curve_table(cells: Sequence[Figures]) -> Table:
+def curve_table(cells: Sequence[CellFigures]) -> FigureTable:
     """Allreduce by size."""
     rows = tuple(
         (
@@ -145,7 +147,7 @@ def curve_table(cells: Sequence[Figures]) -> Table:
         for cell in cells
         for point in cell.curve
     )
-    return Table("Allreduce", ("contender", "size", "us", "us, library alone", "bus GB/s", "library alone"), rows)
+    return FigureTable("Allreduce", ("contender", "size", "us", "us, library alone", "bus GB/s", "library alone"), rows)
 
 
 def write_csv(path: Path, launches: Sequence[Launch], labels: Mapping[str, str]) -> None:

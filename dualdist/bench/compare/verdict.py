@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from dualdist.bench.compare.equivalence import Sameness
+from dualdist.bench.compare.equivalence import Equivalence
 from dualdist.bench.compare.launches import Launch
-from dualdist.bench.paired import LEAST_LAUNCHES, Centre, least_launches, ratio_of
-from dualdist.rendezvous.saved_choice import Conditions, Saved
+from dualdist.bench.paired import LEAST_LAUNCHES, MedianInterval, least_launches, ratio_of
+from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
 
 Kind = Literal["faster", "no difference", "too few", "alone", "invalid", "nothing"]
 
@@ -23,7 +23,7 @@ class Verdict:
     sentence: str
     winner: str | None = None
     runner_up: str | None = None
-    ratio: Centre | None = None
+    ratio: MedianInterval | None = None
 
 
 def ranking(launches: Mapping[str, Sequence[Launch]]) -> list[str]:
@@ -47,7 +47,7 @@ def pairs(one: Sequence[Launch], other: Sequence[Launch]) -> tuple[list[Launch],
     return both, [theirs[launch.round] for launch in both]
 
 
-def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 1) -> Centre | None:
+def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 1) -> MedianInterval | None:
     """The step time of one contender over that of another; None where no round had both."""
     first, second = pairs(over, under)
     if not first:
@@ -55,7 +55,7 @@ def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 
     return ratio_of([each.step_s for each in first], [each.step_s for each in second], among=among)
 
 
-def verdict(launches: Mapping[str, Sequence[Launch]], same: Sameness) -> Verdict:
+def verdict(launches: Mapping[str, Sequence[Launch]], same: Equivalence) -> Verdict:
     """The sentence about contenders, by the names that it shall use; of those not launched yet the list is empty."""
     if not same.is_valid:
         return Verdict("invalid", f"INVALID: the contenders did not train the same model: {same}")
@@ -76,7 +76,7 @@ def verdict(launches: Mapping[str, Sequence[Launch]], same: Sameness) -> Verdict
     return Verdict(*_said(winner, runner_up, ratio), winner, runner_up, ratio)
 
 
-def _said(one: str, other: str, ratio: Centre) -> tuple[Kind, str]:
+def _said(one: str, other: str, ratio: MedianInterval) -> tuple[Kind, str]:
     digits = 3 if ratio.value < 1.1 else 2
     value, low, high = (f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high))
     if not ratio.is_sound:
@@ -103,8 +103,8 @@ def against(winner: str, launches: Mapping[str, Sequence[Launch]]) -> dict[str, 
     return found
 
 
-def _inverse(ratio: Centre) -> Centre:
-    return Centre(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.launches, ratio.among)
+def _inverse(ratio: MedianInterval) -> MedianInterval:
+    return MedianInterval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.launches, ratio.among)
 
 
 def runs(count: int) -> str:
@@ -114,7 +114,7 @@ def runs(count: int) -> str:
 Launches = Mapping[str, Sequence[Launch]]
 
 
-def chosen(contenders: Launches, at: str) -> Iterator[Saved | str]:
+def chosen(contenders: Launches, at: str) -> Iterator[SavedChoice | str]:
     """The fastest contender, by label, of every launcher that started two or more; or a sentence why there is none.
 
     auto cannot change the launcher, so contenders of different ones are no choice. Somebody must be slower for sure.
@@ -135,13 +135,13 @@ def chosen(contenders: Launches, at: str) -> Iterator[Saved | str]:
             continue
         why = ", ".join(f"{each.value:.2f}x faster than {other}" for other, each in slower.items())
         place = found[first][0].first
-        yield Saved(conditions, place.backend, place.transport, at, why)
+        yield SavedChoice(conditions, place.backend, place.transport, at, why)
 
 
-def _by_conditions(contenders: Launches) -> dict[Conditions, Launches]:
-    groups: dict[Conditions, dict[str, Sequence[Launch]]] = {}
+def _by_conditions(contenders: Launches) -> dict[ChoiceConditions, Launches]:
+    groups: dict[ChoiceConditions, dict[str, Sequence[Launch]]] = {}
     for label, found in contenders.items():
         first = found[0].first
-        here = Conditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
+        here = ChoiceConditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
         groups.setdefault(here, {})[label] = found
     return dict(groups)

@@ -10,7 +10,7 @@ import torch
 import dualdist as dd
 from dualdist.bench.cases import AllreduceOptions
 from dualdist.bench.ranks import baselines
-from dualdist.bench.ranks.interleaving import Turn, interleave, repeats_to_fill, timed, together
+from dualdist.bench.ranks.interleaving import TimedContender, interleave, repeats_to_fill, timed, together
 from dualdist.errors import CollectiveError
 
 MOST_REPEATS = 1000
@@ -37,7 +37,7 @@ def measure(options: AllreduceOptions) -> dict[str, Any]:
 
 
 def _measure_size(
-    nbytes: int, library: baselines.Collective, options: AllreduceOptions, device: torch.device
+    nbytes: int, library: baselines.BaselineAllreduce, options: AllreduceOptions, device: torch.device
 ) -> dict[str, Any]:
     tensor = torch.zeros(max(1, nbytes // ELEMENT_BYTES), device=device)
     name = f"bench.{tensor.numel()}"
@@ -49,7 +49,7 @@ def _measure_size(
     }
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     _check(calls, tensor)
-    turns = [Turn(each, _repeated(call, LEAD_REPEATS), call) for each, call in calls.items()]
+    turns = [TimedContender(each, _repeated(call, LEAD_REPEATS), call) for each, call in calls.items()]
     seconds = [timed(turn, 2, meet=dd.barrier, synchronize=synchronize)[0] for turn in turns]
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, min(seconds), 1, MOST_REPEATS))
     sight = interleave(turns, repeats, options.rounds, meet=dd.barrier, synchronize=synchronize, node=dd.node())

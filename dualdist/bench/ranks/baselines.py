@@ -21,7 +21,7 @@ Ended = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Collective:
+class BaselineAllreduce:
     """One library's allreduce by sum: into the tensor itself, and into a new one. Both return when it is done."""
 
     name: str
@@ -88,21 +88,21 @@ def horovod_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any
     return horovod.load().DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
-def collective_of(backend: str) -> Collective:
+def collective_of(backend: str) -> BaselineAllreduce:
     """The allreduce of the library below a backend of dualdist, on which a session is open."""
     return {"native": _of_torch, "single": _of_torch, "horovod": _of_horovod, "mpi": _of_mpi}[backend]()
 
 
-def _of_torch() -> Collective:
+def _of_torch() -> BaselineAllreduce:
     def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor.clone()
         dist.all_reduce(result)
         return result
 
-    return Collective("torch.distributed", lambda tensor: _drop(dist.all_reduce(tensor)), out_of_place)
+    return BaselineAllreduce("torch.distributed", lambda tensor: _drop(dist.all_reduce(tensor)), out_of_place)
 
 
-def _of_horovod() -> Collective:
+def _of_horovod() -> BaselineAllreduce:
     from dualdist.backends.horovod import backend as horovod
 
     hvd = horovod.load()
@@ -114,10 +114,10 @@ def _of_horovod() -> Collective:
         result: torch.Tensor = hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
         return result
 
-    return Collective("horovod", in_place, out_of_place)
+    return BaselineAllreduce("horovod", in_place, out_of_place)
 
 
-def _of_mpi() -> Collective:
+def _of_mpi() -> BaselineAllreduce:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -130,7 +130,7 @@ def _of_mpi() -> Collective:
         world.Allreduce(_array(tensor), _array(result), MPI.SUM)
         return result
 
-    return Collective("mpi4py", in_place, out_of_place)
+    return BaselineAllreduce("mpi4py", in_place, out_of_place)
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedContender:
     """One contender: lead() is not timed, and makes caches and connections its own again; once() is timed."""
 
     name: str
@@ -20,7 +20,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Sight:
+class RankTimings:
     """What one rank saw: seconds and CPU seconds of one call, by contender and round, and the load of each round."""
 
     node: int
@@ -37,20 +37,20 @@ def order_of(names: Sequence[str], number: int) -> list[str]:
 
 
 def interleave(
-    turns: Sequence[Turn],
+    turns: Sequence[TimedContender],
     repeats: int,
     rounds: int,
     *,
     meet: Callable[[], object],
     synchronize: Callable[[], object],
     node: int,
-) -> Sight:
+) -> RankTimings:
     """Time every contender `rounds` times, `repeats` calls at a time. Every rank calls this.
 
     `meet` returns when all ranks have called it; `synchronize` when the device has done all it was given.
     """
     by_name = {turn.name: turn for turn in turns}
-    seen = Sight(node, {name: [] for name in by_name}, {name: [] for name in by_name})
+    seen = RankTimings(node, {name: [] for name in by_name}, {name: [] for name in by_name})
     for number in range(rounds):
         before = read_cpu()
         for name in order_of(list(by_name), number):
@@ -62,7 +62,7 @@ def interleave(
 
 
 def timed(
-    turn: Turn, repeats: int, *, meet: Callable[[], object], synchronize: Callable[[], object]
+    turn: TimedContender, repeats: int, *, meet: Callable[[], object], synchronize: Callable[[], object]
 ) -> tuple[float, float]:
     """Seconds, and CPU seconds of this process, that one call takes, of `repeats` in a row."""
     turn.lead()
@@ -81,7 +81,7 @@ def repeats_to_fill(block_s: float, seconds: float, least: int, most: int) -> in
     return max(least, min(most, round(block_s / max(seconds, 1e-9))))
 
 
-def together(sights: Sequence[Sight]) -> dict[str, Any]:
+def together(sights: Sequence[RankTimings]) -> dict[str, Any]:
     """All ranks' sights as one: a call takes as long as on its slowest rank, and the CPU time of all of them."""
     names = list(sights[0].seconds)
     rounds = range(len(sights[0].rounds))

@@ -15,7 +15,7 @@ MLP_LAYERS, MLP_WIDTH = 100, 64
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelFactory:
     """A model in the making: build() gives one with the same parameters every time, whoever calls it."""
 
     build: Callable[[], nn.Module]
@@ -25,10 +25,10 @@ class Case:
     def loss(self, model: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(model(self.inputs), self.targets)
 
-    def part(self, rank: int, ranks: int) -> Case:
+    def part(self, rank: int, ranks: int) -> ModelFactory:
         """One rank's rows of this batch."""
         rows = slice(rank * len(self.inputs) // ranks, (rank + 1) * len(self.inputs) // ranks)
-        return Case(self.build, self.inputs[rows], self.targets[rows])
+        return ModelFactory(self.build, self.inputs[rows], self.targets[rows])
 
 
 class ResidualMlp(nn.Module):
@@ -59,7 +59,7 @@ class Encoder(nn.Module):
         return classes
 
 
-def case_of(options: StepOptions, device: torch.device, rank: int) -> Case:
+def case_of(options: StepOptions, device: torch.device, rank: int) -> ModelFactory:
     """The case of these options on this rank; each rank has a batch of its own."""
     make, inputs, classes = MAKERS[options.model](options, torch.Generator().manual_seed(options.seed + 1 + rank))
 
@@ -69,7 +69,7 @@ def case_of(options: StepOptions, device: torch.device, rank: int) -> Case:
             return make().to(device).train()
 
     targets = torch.arange(options.batch_size) % classes
-    return Case(build, inputs.to(device), targets.to(device))
+    return ModelFactory(build, inputs.to(device), targets.to(device))
 
 
 Maker = Callable[[StepOptions, torch.Generator], "tuple[Callable[[], nn.Module], torch.Tensor, int]"]

@@ -15,8 +15,8 @@ from torch import nn
 import dualdist as dd
 from dualdist.bench.cases import COMMUNICATING, WITH_TORCH, StepOptions
 from dualdist.bench.ranks import baselines
-from dualdist.bench.ranks.interleaving import Turn, interleave, repeats_to_fill, timed, together
-from dualdist.bench.ranks.models import Case, case_of
+from dualdist.bench.ranks.interleaving import TimedContender, interleave, repeats_to_fill, timed, together
+from dualdist.bench.ranks.models import ModelFactory, case_of
 from dualdist.topology import Topology
 from dualdist.utils.fingerprint import digest
 from dualdist.utils.machine import peak_kib, reset_peak, resident_kib
@@ -34,10 +34,10 @@ class Contender:
 
     name: str
     model: nn.Module
-    step: Callable[[Case], torch.Tensor]  # on this batch; returns its loss
+    step: Callable[[ModelFactory], torch.Tensor]  # on this batch; returns its loss
 
 
-def contender(name: str, case: Case, device: torch.device) -> Contender:
+def contender(name: str, case: ModelFactory, device: torch.device) -> Contender:
     """The contender of this name; all begin with the same parameters and use the same kind of optimizer."""
     module = case.build()
     model = baselines.ddp(module, device, **DDP_FLAGS[name]) if name in DDP_FLAGS else module
@@ -48,7 +48,7 @@ def contender(name: str, case: Case, device: torch.device) -> Contender:
         optimizer = baselines.horovod_optimizer(optimizer, module)
     average = name == "naive"
 
-    def step(case: Case) -> torch.Tensor:
+    def step(case: ModelFactory) -> torch.Tensor:
         optimizer.zero_grad()
         loss = case.loss(model)
         loss.backward()
@@ -77,7 +77,7 @@ def measure(options: StepOptions) -> dict[str, Any]:
         case = case_of(options, device, dd.rank())
         contenders = [contender(name, case, device) for name in options.contenders]
         steps_of = {each.name: functools.partial(each.step, case) for each in contenders}
-        turns = [Turn(name, step, step) for name, step in steps_of.items()]
+        turns = [TimedContender(name, step, step) for name, step in steps_of.items()]
         synchronize = _synchronizer(device)
         for _ in range(options.warmup):
             for turn in turns:
@@ -97,7 +97,7 @@ def measure(options: StepOptions) -> dict[str, Any]:
         end()
 
 
-def _agreed_steps(turns: list[Turn], options: StepOptions, synchronize: Callable[[], None]) -> int:
+def _agreed_steps(turns: list[TimedContender], options: StepOptions, synchronize: Callable[[], None]) -> int:
     """How many steps the median contender takes in a block; rank 0 decides, and all make as many."""
     seconds = [timed(turn, 1, meet=dd.barrier, synchronize=synchronize)[0] for turn in turns]
     return dd.broadcast_object(repeats_to_fill(options.block_s, median(seconds), LEAST_STEPS, MOST_STEPS))

@@ -14,9 +14,9 @@ import dualdist as dd
 from dualdist import session
 from dualdist.bench.cases import WITH_TORCH, AllreduceOptions, TrainOptions
 from dualdist.bench.ranks import allreduce_rounds, baselines
-from dualdist.bench.ranks.models import Case, case_of
+from dualdist.bench.ranks.models import ModelFactory, case_of
 from dualdist.bench.ranks.steps import Contender, contender
-from dualdist.diagnostics.recording import Plan, Recorder, place_of
+from dualdist.diagnostics.recording import Recorder, RecordingPlan, place_of
 from dualdist.errors import UnsupportedError
 
 BATCHES = 8  # that come round again and again, in the same order for everybody
@@ -29,7 +29,7 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
     """
     device = dd.device()
     place = place_of(session.current().topology, dd.backend(), dd.transport(), device)
-    plan = Plan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
+    plan = RecordingPlan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
     recorder = Recorder(plan, {"rank": dd.rank(), **place}, device, began)
     end: Callable[[], None] = _nothing
     if options.contender in WITH_TORCH:
@@ -51,7 +51,7 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
         return {"unmeasured": str(error)}
 
 
-def batches(options: TrainOptions, device: torch.device) -> list[Case]:
+def batches(options: TrainOptions, device: torch.device) -> list[ModelFactory]:
     """This rank's part of every batch; all ranks together have the same samples in the same order everywhere."""
     wholes = (
         case_of(replace(options.as_step, seed=options.seed + 1000 * number), torch.device("cpu"), 0)
@@ -59,10 +59,10 @@ def batches(options: TrainOptions, device: torch.device) -> list[Case]:
     )
     parts = [whole.part(dd.rank(), dd.size()) for whole in wholes]
     build = case_of(replace(options.as_step, batch=1), device, 0).build
-    return [Case(build, part.inputs.to(device), part.targets.to(device)) for part in parts]
+    return [ModelFactory(build, part.inputs.to(device), part.targets.to(device)) for part in parts]
 
 
-def _train(each: Contender, cases: list[Case], recorder: Recorder, slow: float) -> None:
+def _train(each: Contender, cases: list[ModelFactory], recorder: Recorder, slow: float) -> None:
     number = 0
     while not recorder.is_complete:
         began = time.perf_counter()

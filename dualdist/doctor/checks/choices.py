@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualdist.diagnostics.trace_format import TIMELINE
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.explain import backend_of, wrong_choices
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import text
-from dualdist.launch.option_conflicts import Choice, impossible
+from dualdist.launch.option_conflicts import JobChoices, impossible
 from dualdist.rendezvous.backend_selection import HOROVOD_CONTROLLER, TRANSPORT
 from dualdist.topology import Topology
-from dualdist.utils.package_probe import SaidTorch
+from dualdist.utils.package_probe import TorchProbe
 
 RAISED = "dd.init() refuses it on every rank"
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with the choice of a backend and a transport."""
     if case.facts.timeline_problem:
         yield Finding(
@@ -34,19 +34,19 @@ def find(case: Case) -> Iterator[Finding]:
         yield from _of_pair(case, case.topology)
 
 
-def _of_pair(case: Case, topology: Topology) -> Iterator[Finding]:
+def _of_pair(case: DoctorContext, topology: Topology) -> Iterator[Finding]:
     """The transport, for the backend that this process would get."""
     said = case.facts.torch
-    gpus = said.gpus if isinstance(said, SaidTorch) else 0
+    gpus = said.gpus if isinstance(said, TorchProbe) else 0
     backend, _ = backend_of(case.environ, topology, case.backends, has_gpu=gpus > 0)
     variable = TRANSPORT if text(case.environ, TRANSPORT) or backend != "horovod" else HOROVOD_CONTROLLER
     transport = (text(case.environ, variable) or "").lower()
     if not transport or backend == "single":
         return
-    wrong = [each.message for each in impossible(Choice(None, backend, transport), horovod_has_mpi=None)]
+    wrong = [each.message for each in impossible(JobChoices(None, backend, transport), horovod_has_mpi=None)]
     if (backend, transport) == ("horovod", "mpi") and topology.size > 1 and not topology.mpi:
         wrong.append(f"MPI was not started by {topology.launcher}")
-    if transport == "nccl" and isinstance(said, SaidTorch) and not gpus:
+    if transport == "nccl" and isinstance(said, TorchProbe) and not gpus:
         wrong.append("nccl moves GPU tensors, and torch sees no GPU here")
     for problem in wrong:
         yield Finding(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.findings import Finding
 from dualdist.doctor.host import HIDING, VISIBLE
-from dualdist.utils.package_probe import SaidTorch
+from dualdist.utils.package_probe import TorchProbe
 
 # These can show each task GPUs of its own; the others' ranks inherit what is visible, and see the same.
 SHOWING = ("srun", "jsrun", "flux", "mpiexec")
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """Whether the ranks of this host find GPUs of their own."""
     visible = case.environ.get(VISIBLE)
     if case.facts.host.gpus and visible in HIDING:
@@ -25,7 +25,7 @@ def find(case: Case) -> Iterator[Finding]:
             f"unset {VISIBLE}, if that was not meant",
         )
     said = case.facts.torch
-    gpus = said.gpus if isinstance(said, SaidTorch) else 0
+    gpus = said.gpus if isinstance(said, TorchProbe) else 0
     if not gpus or case.ranks <= 1 or not (case.is_started or case.is_asked):
         return
     # The driver lists GPUs that a task may not use, too: where there are fewer than ranks, nobody has one alone.

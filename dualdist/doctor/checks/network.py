@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
-from dualdist.doctor.facts import Host
+from dualdist.doctor.context import DoctorContext
+from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import text
 from dualdist.launch.env_defaults import INTERFACES
@@ -19,14 +19,14 @@ BRIDGES = re.compile(r"docker|virbr|lxcbr|lxdbr|podman|cni|br-[0-9a-f]{12}$")
 OPENMPI_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude")
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with this host's network, for the job that this process is in."""
     yield from _of_interfaces(case)
     yield from of_name(case.facts.host, is_spread=case.is_spread)
     yield from _of_master(case)
 
 
-def of_name(host: Host, *, is_spread: bool) -> Iterator[Finding]:
+def of_name(host: HostFacts, *, is_spread: bool) -> Iterator[Finding]:
     """What a host's own name leads to; also for hosts that are asked by ssh."""
     if not host.address:
         yield Finding(
@@ -64,7 +64,7 @@ def of_name(host: Host, *, is_spread: bool) -> Iterator[Finding]:
         )
 
 
-def _of_interfaces(case: Case) -> Iterator[Finding]:
+def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
     host = case.facts.host
     for name in INTERFACES:
         asked = text(case.environ, name)
@@ -107,7 +107,7 @@ def _of_interfaces(case: Case) -> Iterator[Finding]:
         )
 
 
-def _of_master(case: Case) -> Iterator[Finding]:
+def _of_master(case: DoctorContext) -> Iterator[Finding]:
     topology, problem = case.topology, case.facts.master_problem
     if topology is None or topology.address is None or topology.size == 1:
         return
@@ -129,7 +129,7 @@ def _of_master(case: Case) -> Iterator[Finding]:
         )
 
 
-def _absent(variable: str, asked: str, host: Host) -> str:
+def _absent(variable: str, asked: str, host: HostFacts) -> str:
     """The first interface that a variable names, and the host lacks.
 
     NCCL takes beginnings of names, exact ones after "=", and leaves out those after "^"; the others take names.
@@ -143,5 +143,5 @@ def _absent(variable: str, asked: str, host: Host) -> str:
     return next((word for word in asked.split(",") if word.strip() not in host.interfaces), "")
 
 
-def _listed(host: Host) -> str:
+def _listed(host: HostFacts) -> str:
     return ", ".join(f"{name} ({address})" for name, address in host.networks().items()) or "none"

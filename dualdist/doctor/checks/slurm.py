@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.findings import Finding
 from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, text
@@ -14,7 +14,7 @@ from dualdist.rendezvous.backend_selection import BACKEND
 GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with how Slurm starts this job, or would."""
     topology = case.topology
     if topology is not None and text(case.environ, SLURM_JOB) is not None:
@@ -25,7 +25,7 @@ def find(case: Case) -> Iterator[Finding]:
     yield from _of_pmix(case)
 
 
-def _of_one_process(case: Case) -> Iterator[Finding]:
+def _of_one_process(case: DoctorContext) -> Iterator[Finding]:
     """A job of one in an allocation of several tasks: right for what a script does itself, wrong for a forgotten srun.
 
     Slurm gives a batch script a rank, though it is no task; a shell of salloc has none.
@@ -49,7 +49,7 @@ def _of_one_process(case: Case) -> Iterator[Finding]:
         yield from _of_one_task(case, "this batch script is one task, and has")
 
 
-def _of_one_task(case: Case, seen: str) -> Iterator[Finding]:
+def _of_one_task(case: DoctorContext, seen: str) -> Iterator[Finding]:
     """One task, which has several GPUs: it will use one of them."""
     listed = next((text(case.environ, name) for name in GPUS if text(case.environ, name)), None)
     gpus = len(listed.split(",")) if listed else 0
@@ -65,7 +65,7 @@ def _of_one_task(case: Case, seen: str) -> Iterator[Finding]:
         )
 
 
-def _of_pmix(case: Case) -> Iterator[Finding]:
+def _of_pmix(case: DoctorContext) -> Iterator[Finding]:
     kinds = case.facts.srun_mpi
     if kinds is None or any(kind.startswith(("pmix", "cray")) for kind in kinds):
         return

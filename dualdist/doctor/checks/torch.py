@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import Case
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.findings import Finding
 from dualdist.doctor.host import HIDING, VISIBLE
 from dualdist.horovod_build.checks import OLDEST_TORCH
-from dualdist.utils.package_probe import SaidTorch
+from dualdist.utils.package_probe import TorchProbe
 
 OLDEST_PYTHON = (3, 10)
 INDEX = "https://download.pytorch.org/whl"
@@ -17,7 +17,7 @@ INDEX = "https://download.pytorch.org/whl"
 VISION_AHEAD = 15
 
 
-def find(case: Case) -> Iterator[Finding]:
+def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with Python, torch and torchvision."""
     yield from _of_python(case)
     said, installed = case.facts.torch, case.facts.versions.get("torch")
@@ -45,7 +45,7 @@ def find(case: Case) -> Iterator[Finding]:
         yield from _of_vision(said, case)
 
 
-def _of_python(case: Case) -> Iterator[Finding]:
+def _of_python(case: DoctorContext) -> Iterator[Finding]:
     version, other = case.facts.versions.get("python") or "", case.facts.python_on_path
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_PYTHON:
@@ -66,7 +66,7 @@ def _of_python(case: Case) -> Iterator[Finding]:
         )
 
 
-def _of_torch(said: SaidTorch, installed: str, case: Case) -> Iterator[Finding]:
+def _of_torch(said: TorchProbe, installed: str, case: DoctorContext) -> Iterator[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)", said.version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         yield Finding(
@@ -95,7 +95,7 @@ def _of_torch(said: SaidTorch, installed: str, case: Case) -> Iterator[Finding]:
     yield from _of_cuda(said, case)
 
 
-def _of_cuda(said: SaidTorch, case: Case) -> Iterator[Finding]:
+def _of_cuda(said: TorchProbe, case: DoctorContext) -> Iterator[Finding]:
     gpus, visible = case.facts.host.gpus, case.environ.get(VISIBLE)
     has_cuda = said.cuda is not None or said.hip is not None
     if gpus and not has_cuda:
@@ -127,7 +127,7 @@ def _of_cuda(said: SaidTorch, case: Case) -> Iterator[Finding]:
         )
 
 
-def _of_vision(said: SaidTorch, case: Case) -> Iterator[Finding]:
+def _of_vision(said: TorchProbe, case: DoctorContext) -> Iterator[Finding]:
     vision, needs = case.facts.versions.get("torchvision"), case.facts.vision_needs
     if vision is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from dualdist.launch.job import Command, Host, Job, Meeting, Site
+from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
 from dualdist.utils.suggest import one_of
 
 # name: module of this package and function(job, site) -> tuple of Commands.
@@ -41,4 +41,15 @@ def command(launcher: str, job: Job, site: Site) -> Command:
     return built
 
 
-__all__ = ["LAUNCHERS", "STARTERS", "Command", "Host", "Job", "Meeting", "Site", "command", "commands", "known"]
+__all__ = [
+    "LAUNCHERS",
+    "STARTERS",
+    "Command",
+    "Host",
+    "Job",
+    "RendezvousAddress",
+    "Site",
+    "command",
+    "commands",
+    "known",
+]
