@@ -107,22 +107,22 @@ def local_size() -> int:
     return session.current().topology.local_size
 
 
-def node() -> int:
+def node_rank() -> int:
     """0 <= node < nodes; the same for all ranks of a node.
 
-    >>> dd.node()
+    >>> dd.node_rank()
     0
     """
-    return session.current().topology.node
+    return session.current().topology.node_rank
 
 
-def nodes() -> int:
+def num_nodes() -> int:
     """The number of nodes that have ranks.
 
-    >>> dd.nodes()
+    >>> dd.num_nodes()
     1
     """
-    return session.current().topology.nodes
+    return session.current().topology.num_nodes
 
 
 def backend() -> str:
@@ -285,9 +285,9 @@ def wrap_optimizer(
     op: GradientOp = "mean",
     accumulate: int = 1,
     compression: Literal["fp16", "bf16"] | GradientCompressor | None = None,
-    predivide: float = 1.0,
+    gradient_predivide_factor: float = 1.0,
     sparse_as_dense: bool = False,
-    bucket_mb: float = 25,
+    bucket_cap_mb: float = 25,
     first_bucket_mb: float = 1,
     check_every: int | None = None,
     group: Group | None = None,
@@ -302,10 +302,10 @@ def wrap_optimizer(
     steps are combined (Maleki et al., MLSys 2021; the number of ranks is a power of two), so the loss is each rank's.
 
     `compression` is what floats become on the wire: "fp16", "bf16", or an object with compress(tensor) -> (tensor, ctx)
-    and decompress(tensor, ctx). `predivide` divides before the sum, and multiplies after it, where a sum could
-    overflow. Of sparse gradients only what is stored travels, unless `sparse_as_dense`. Gradients travel in buckets of
-    `bucket_mb` MiB, so that the first ones are on their way while backward() goes on; the first is `first_bucket_mb`,
-    and where all would not fill two of those they travel together.
+    and decompress(tensor, ctx). Gradients are divided by `gradient_predivide_factor` before the sum and multiplied by
+    it afterwards, where a sum could overflow. Of sparse gradients only the stored values are sent, unless
+    `sparse_as_dense`. Gradients are reduced in buckets of `bucket_cap_mb` MiB, which overlap with backward(); the first
+    one is `first_bucket_mb`, and gradients that would not fill two of those share one bucket.
     Afterwards they are views of the buckets, unless the program keeps the tensor that was .grad before.
 
     With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
@@ -334,9 +334,9 @@ def wrap_optimizer(
     from dualdist.ddp.compression import compressor_of
     from dualdist.ddp.step_checks import checked_every
 
-    sizes = bucket_bytes("bucket_mb", bucket_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
+    sizes = bucket_bytes("bucket_cap_mb", bucket_cap_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     recipe = ReducerConfig(
-        op, compressor_of(compression), predivide, sparse_as_dense, *sizes, checked_every(check_every)
+        op, compressor_of(compression), gradient_predivide_factor, sparse_as_dense, *sizes, checked_every(check_every)
     )
     gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
     session.recorded(optimizer)

@@ -42,7 +42,7 @@ def info() -> str:
     topology, backend = here.topology, here.backend
     return (
         f"rank {topology.rank} of {topology.size} (local rank {topology.local_rank} of {topology.local_size}, node "
-        f"{topology.node} of {topology.nodes}), {backend.name} over {backend.transport}, started by "
+        f"{topology.node_rank} of {topology.num_nodes}), {backend.name} over {backend.transport}, started by "
         f"{topology.launcher}, {here.device}"
     )
 

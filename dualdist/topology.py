@@ -16,20 +16,20 @@ Meeting = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
 class Topology:
     """One rank's place in the job.
 
-    0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node < nodes <= size. `address` and `port` are where
-    rank 0 can be met, None where the launcher does not say. `launcher` is the name that `dd.launcher()` gives; `source`
-    says in a few words from which variables this was read. `inferred` names the fields that no variable told and that
-    were filled in by the usual placement; the session replaces them by what the ranks find when they meet. `mpi` says
-    that the launcher started MPI, so that MPI_Init finds the other ranks. `origins` pairs the fields that variables
-    told with the variables' names.
+    0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node_rank < num_nodes <= size. `address` and `port` are
+    where rank 0 can be reached, None if the launcher does not say. `launcher` is the name that `dd.launcher()` returns;
+    `source` says in a few words from which variables this was read. `inferred` names the fields that no variable gave
+    and that were filled in by the usual placement; the session replaces them by what the ranks find at rendezvous.
+    `mpi` says that the launcher started MPI, so that MPI_Init finds the other ranks. `origins` pairs the fields that
+    variables gave with the variables' names.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    node: int
-    nodes: int
+    node_rank: int
+    num_nodes: int
     launcher: str
     source: str
     address: str | None = None
@@ -40,14 +40,14 @@ class Topology:
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for value_name, bound_name in (("rank", "size"), ("local_rank", "local_size"), ("node", "nodes")):
+        for value_name, bound_name in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "num_nodes")):
             value, bound = getattr(self, value_name), getattr(self, bound_name)
             if not 0 <= value < bound:
                 raise TopologyError(
                     f"{value_name}={value} but {bound_name}={bound} (from {self.source}): "
                     f"a {value_name} must be at least 0 and below the {bound_name}"
                 )
-        for part in ("local_size", "nodes"):
+        for part in ("local_size", "num_nodes"):
             if getattr(self, part) > self.size:
                 raise TopologyError(
                     f"{part}={getattr(self, part)} but size={self.size} (from {self.source}): "

@@ -111,9 +111,11 @@ class Backend(Protocol):
     rank: int  # this process's place among them, or -1
     size: int
     timeout_s: float  # how long an operation that starts now may wait for the other ranks
-    reducible: frozenset[torch.dtype]  # what allreduce_ takes; whatever else is reduced is converted before
+    supported_reduce_dtypes: frozenset[
+        torch.dtype
+    ]  # what allreduce_ takes; whatever else is reduced is converted before
     traceable: bool  # whether torch.compile may keep an allreduce in its graph
-    shows_begun: bool  # whether an allreduce_ is done, also before wait(), once all ranks have begun it
+    done_means_all_started: bool  # whether an allreduce_ is done, also before wait(), once all ranks have begun it
 
     @property
     def is_open(self) -> bool:

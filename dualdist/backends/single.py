@@ -35,9 +35,9 @@ class SingleBackend(PlainBuffers):
     rank = 0
     size = 1
     timeout_s = 0.0
-    reducible = EVERY_DTYPE
+    supported_reduce_dtypes = EVERY_DTYPE
     traceable = True
-    shows_begun = True
+    done_means_all_started = True
 
     def __init__(self) -> None:
         self.is_open = True

@@ -223,7 +223,7 @@ def _gathered_states(
         came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
         return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
-    return group.enter(
+    return group.submit(
         PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), told)), perform)
     ).wait()
 

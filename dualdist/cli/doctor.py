@@ -83,7 +83,7 @@ def _place(topology: Topology) -> str:
         return "no launcher started this process: a job of one rank"
     return (
         f"rank {topology.rank} of {topology.size}, local rank {told('local_rank')} of {told('local_size')}, "
-        f"node {told('node')} of {told('nodes')}, by {topology.launcher} ({topology.source})"
+        f"node {told('node_rank')} of {told('num_nodes')}, by {topology.launcher} ({topology.source})"
     )
 
 

@@ -123,7 +123,7 @@ def _allreduce(
         _reduce_in_place(backend, tensors, op, scales, name)
         return pick(tensors)
 
-    return group.enter(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
+    return group.submit(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
 
 
 def reduction_terms(device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def sparse_allreduce(
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
         return sparse_sum(backend, mine, op, f"op.{name}", scales)
 
-    return group.enter(PendingOperation(CollectiveRequest("sparse_allreduce", name, terms), perform, tensor.device))
+    return group.submit(PendingOperation(CollectiveRequest("sparse_allreduce", name, terms), perform, tensor.device))
 
 
 def allgather(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
@@ -234,7 +234,7 @@ def _allgather(
         return pick(results)
 
     offer = CollectiveRequest(kind, name, terms, [rows.shape[0] for rows in all_rows])
-    return group.enter(PendingOperation(offer, perform, tensors[0].device))
+    return group.submit(PendingOperation(offer, perform, tensors[0].device))
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
@@ -256,7 +256,7 @@ def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None =
         put_back(buffer, tensor)
         return tensor
 
-    return group.enter(PendingOperation(CollectiveRequest("broadcast", name, terms), perform, tensor.device))
+    return group.submit(PendingOperation(CollectiveRequest("broadcast", name, terms), perform, tensor.device))
 
 
 def alltoall(
@@ -302,7 +302,7 @@ def _alltoall(
         found = from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
         return pick([found, like.new_tensor(received)])
 
-    return group.enter(PendingOperation(CollectiveRequest("alltoall", name, terms, sent), perform, tensor.device))
+    return group.submit(PendingOperation(CollectiveRequest("alltoall", name, terms, sent), perform, tensor.device))
 
 
 def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
@@ -373,7 +373,7 @@ def _reducescatter(
     def perform(backend: Backend, own: Sequence[Any]) -> T:
         return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])
 
-    return group.enter(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
+    return group.submit(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
 
 
 def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
@@ -402,6 +402,6 @@ def barrier(group: Group, name: str | None = None) -> None:
 
 def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
     """What `perform` returns, run at the same place by every rank once all agree on the terms."""
-    return group.enter(
+    return group.submit(
         PendingOperation(CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend))
     ).wait()

@@ -1,9 +1,9 @@
-"""The quick way of a reduction that its caller waits for, once its kind has been seen.
+"""Fast path for blocking CPU allreduce, cached by (op, dtype, shape).
 
-Note [riders]: before a reduction moves anything, the ranks tell each other what they are ready for: Note [agreement].
-Few values ride along in that message, after a zero byte, which JSON never holds: when all ranks have said the same,
-every rank has everybody's values already, and reduces them by itself. A rank that goes the usual way sends no riders,
-and then all go the usual way.
+Note [inline payload]: before a reduction moves data, the ranks exchange requests (Note [agreement]). A small tensor is
+appended to the request, after a zero byte, which JSON never contains: once all requests agree, every rank has the
+values of all ranks and reduces them locally. A rank that takes the general path appends nothing, and then all ranks
+take the general path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def allreduce(
     """What collectives.allreduce gives, or allreduce_ in place, waited for."""
     if prescale == 1.0 == postscale and fits(tensor, op):
         express = FastAllreduce(group, tensor, op, name, in_place=in_place)
-        found = group.at_once(express)
+        found = group.run_blocking(express)
         if found is not None:
             return found.wait() if isinstance(found, Handle) else found
         name = express.name
@@ -114,12 +114,12 @@ class FastAllreduce:
         """The same, for the usual way."""
         return PendingOperation(self._offer, lambda backend, own: self._reduced(backend), self._tensor.device)
 
-    def perform(self, backend: Backend, riders: Sequence[bytes]) -> torch.Tensor:
+    def perform(self, backend: Backend, inline_payloads: Sequence[bytes]) -> torch.Tensor:
         """The reduction, given what has come along with every rank's message."""
         if not self._known.values_ride:
             return self._reduced(backend)
-        rows = torch.frombuffer(bytearray(b"".join(riders)), dtype=self._tensor.dtype)
-        found = reduce_rows(rows.view(len(riders), *self._tensor.shape), wire_op(self._op))
+        rows = torch.frombuffer(bytearray(b"".join(inline_payloads)), dtype=self._tensor.dtype)
+        found = reduce_rows(rows.view(len(inline_payloads), *self._tensor.shape), wire_op(self._op))
         settle_(found, self._op, backend.size, 1.0)
         if not self._in_place:
             return found

@@ -125,7 +125,7 @@ def _scatter(
         moved = _moved(backend, mine, sent, received, name) if any(counts) else mine.clone()
         return pick(RootedResult(moved, counts, is_wanted))
 
-    return group.enter(PendingOperation(CollectiveRequest("scatter", name, {"root": root}, own), perform, device))
+    return group.submit(PendingOperation(CollectiveRequest("scatter", name, {"root": root}, own), perform, device))
 
 
 def _dealt(tensor: torch.Tensor | None, splits: Splits, size: int) -> tuple[torch.Tensor, list[int]]:
@@ -152,7 +152,7 @@ def _gather(group: Group, tensor: torch.Tensor, root: int, name: str, pick: Call
         return pick(RootedResult(moved, counts, any(is_wanted for _, is_wanted in told)))
 
     own = [len(rows), wants_gradient([tensor])]
-    return group.enter(PendingOperation(CollectiveRequest("gather", name, terms, own), perform, tensor.device))
+    return group.submit(PendingOperation(CollectiveRequest("gather", name, terms, own), perform, tensor.device))
 
 
 def _moved(

@@ -86,7 +86,7 @@ class Group:
         self.size = backend.size
         self.watch = watch
         self.observer: Callable[[str, CollectiveRequest | None], None] | None = (
-            None  # is told of every step, see _tell()
+            None  # is told of every step, see _notify()
         )
         self.waits: WaitTimes | None = None  # where somebody asks who waits for whom
         self.rounds = 0  # of gradients reduced with this rank's own
@@ -154,13 +154,13 @@ class Group:
             raise UsageError(f"root={rank}: expected a rank of this group, one of {list(self.ranks)}")
         return self.ranks.index(rank)
 
-    def enter(self, operation: PendingOperation[T]) -> Handle[T]:
+    def submit(self, operation: PendingOperation[T]) -> Handle[T]:
         """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
         self.require_usable()
         operation.offer.encoded  # noqa: B018  raises here what cannot be told to the others
         handle = Handle(self, operation)
         if self.size == 1:
-            self._tell("entered", operation.offer)
+            self._notify("entered", operation.offer)
             self._perform(handle, [operation.offer.own])
             return handle
         with self._changed:
@@ -170,7 +170,7 @@ class Group:
                     "another name"
                 )
             self._pending[handle.name] = handle
-        self._tell("entered", operation.offer)
+        self._notify("entered", operation.offer)
         return handle
 
     def require_usable(self) -> None:
@@ -197,15 +197,15 @@ class Group:
 
     def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
         offer = handle.offer
-        self._tell("agreed", offer)
+        self._notify("agreed", offer)
         handle._perform(self.backend, own, self.watch)
         if handle.error is not None:
             self.fail(handle.error)
         if self.waits is not None:
             self.waits.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
-        self._tell("done", offer)
+        self._notify("done", offer)
 
-    def _tell(self, event: str, offer: CollectiveRequest | None) -> None:
+    def _notify(self, event: str, offer: CollectiveRequest | None) -> None:
         """Tell the observer that an operation was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
         if self.observer is not None:
             self.observer(event, offer)
@@ -217,7 +217,7 @@ class Group:
             if self._drives_from < now:
                 self._drives_from = now + CYCLE_S
             if self._thread is None:
-                self._thread = threading.Thread(target=self._drive, name="dualdist-progress", daemon=True)
+                self._thread = threading.Thread(target=self._progress_loop, name="dualdist-progress", daemon=True)
                 self._thread.start()
             self._left_alone.notify_all()
 
@@ -238,7 +238,7 @@ class Group:
                 if self._pending:
                     self._left_alone.notify_all()
 
-    def at_once(self, express: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
+    def run_blocking(self, express: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
         """Do what this rank's program waits for with as little as possible around it.
 
         None, and nothing has been sent, where something else is under way. A handle, to be waited for, where not all
@@ -279,8 +279,8 @@ class Group:
         for handle in list(self._pending.values()):
             self._carry_on_until(handle)
 
-    def _drive(self) -> None:
-        """What the thread does: carry on whatever is pending and not driven by a waiting program."""
+    def _progress_loop(self) -> None:
+        """What the thread does: carry on whatever is pending and not exclusive_progress by a waiting program."""
         with self._changed:
             while not self._is_closed:
                 early_s = self._drives_from - time.monotonic()
@@ -318,7 +318,7 @@ class Group:
 
     def _round(self, offered: Sequence[Handle[Any]], row: RankRequests) -> bool:
         """Whether anything happened. What fails in here fails the operations that were offered."""
-        self._tell("cycle", None)
+        self._notify("cycle", None)
         try:
             mine = row.dumps()
             with self.watch.over(offered[0].offer):
@@ -387,7 +387,7 @@ class Group:
         return ControlAllgather(self.backend, payload, "exchange")
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[None]:
+    def exclusive_progress(self) -> Iterator[None]:
         """For the block the caller alone drives, as patiently as can be; UsageError where operations are under way."""
         self.require_usable()
         with self._changed:

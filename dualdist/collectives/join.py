@@ -29,7 +29,7 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
         return group.ranks[0]
     group.finish_pending()
     timeout_s = group.backend.timeout_s
-    with group.driven(), group.watch.over("join"):
+    with group.exclusive_progress(), group.watch.over("join"):
         row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.named)).dumps()
         gradients = JoinedRank(group)
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 from dualdist.errors import UsageError
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
-# Between what a rank says and what comes along with it: Note [riders]. JSON does not hold it.
+# Between what a rank says and what comes along with it: Note [inline payload]. JSON does not hold it.
 RIDERS = b"\0"
 SHOWN = 8  # tensors, or ranks, at most, in an error
 # What the ranks that go on may still do when others have joined, who take part with zeros.

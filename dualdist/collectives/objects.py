@@ -34,7 +34,7 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
         return obj if backend.rank == place else unpickled(received)
 
     offer = CollectiveRequest("broadcast_object", name, {"root": root}, (payload.numel(), reason))
-    return group.enter(PendingOperation(offer, perform)).wait()
+    return group.submit(PendingOperation(offer, perform)).wait()
 
 
 def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
@@ -49,7 +49,7 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
         return [obj if rank == backend.rank else unpickled(block) for rank, block in enumerate(blocks)]
 
     offer = CollectiveRequest("allgather_object", name, {}, (payload.numel(), reason))
-    return group.enter(PendingOperation(offer, perform)).wait()
+    return group.submit(PendingOperation(offer, perform)).wait()
 
 
 def _room(count: int) -> torch.Tensor:

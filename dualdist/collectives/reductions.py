@@ -154,7 +154,7 @@ def allreduce_(backend: Backend, buffer: torch.Tensor, op: ReduceOp, name: str) 
     if dtype in ORDERED and (op == "min" or op == "max"):
         work = backend.allreduce_(ordered(buffer, op), op, name)
         return ConvertedWork(work, lambda found: buffer.copy_(unordered(found, dtype)))
-    if dtype in backend.reducible and not (dtype.is_floating_point and op in ("min", "max")):
+    if dtype in backend.supported_reduce_dtypes and not (dtype.is_floating_point and op in ("min", "max")):
         return backend.allreduce_(buffer, op, name)
     if dtype == torch.uint64:
         return _allreduce_uint64_(backend, buffer, op, name)

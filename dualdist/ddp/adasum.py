@@ -32,7 +32,7 @@ class AdasumBucket(Bucket):
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:
         """A gradient that is not finite on some rank is NaN on all of them."""
-        for param, (_, is_spoilt) in zip(params, self.told(), strict=True):
+        for param, (_, is_spoilt) in zip(params, self.read_flags(), strict=True):
             if is_spoilt and param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.mul(math.nan)
             elif is_spoilt:
@@ -44,8 +44,8 @@ class AdasumBucket(Bucket):
         is_spoilt = self._done_flat().tail[len(self.plan.shapes) : -len(BUCKET_FLAGS)] > 0
         return torch.where(is_spoilt, math.inf, 0.0)
 
-    def spoilt(self) -> list[int]:
-        return [number for number, (_, is_spoilt) in enumerate(self.told()) if is_spoilt]
+    def nonfinite_members(self) -> list[int]:
+        return [number for number, (_, is_spoilt) in enumerate(self.read_flags()) if is_spoilt]
 
     def to_reduce_apart(self, told: Sequence[tuple[bool, bool]]) -> list[tuple[int, bool]]:
         return []
@@ -102,7 +102,7 @@ class DeltaSteps:
             torch._foreach_add_(before, delta)
             torch._foreach_copy_(params, before)
         self._reducer.is_suspended = False
-        self._reducer.start_anew()
+        self._reducer.reset_step()
 
     def _combined(self, deltas: Sequence[torch.Tensor], place: int) -> list[torch.Tensor]:
         group, name = self._reducer.group, f"{self._reducer.name}.step.{place}"

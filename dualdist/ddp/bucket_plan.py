@@ -23,13 +23,14 @@ BUCKET_BYTES = 25 << 20
 class ReducerConfig:
     """What happens to gradients on their way; the same on every rank.
 
-    `predivide` divides before the sum and multiplies after it, where a sum could overflow. With `dense`, sparse
-    gradients travel as dense ones. With `check_every`, what has been reduced is looked at, whether it is finite.
+    Gradients are divided by `gradient_predivide_factor` before the sum and multiplied by it afterwards, where a sum
+    could overflow. With `dense`, sparse gradients are sent as dense ones. With `check_every`, reduced gradients are
+    checked for NaN and infinity.
     """
 
     op: GradientOp = "mean"
     compressor: GradientCompressor | None = None
-    predivide: float = 1.0
+    gradient_predivide_factor: float = 1.0
     dense: bool = False
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
@@ -43,8 +44,9 @@ class ReducerConfig:
         )
         sizes = f"{self.first_bucket_bytes}, {self.bucket_bytes}"
         checks = "" if self.check_every is None else f" check_every={self.check_every}"
-        recipe = f"op={self.op} compression={wire} predivide={self.predivide} sparse_as_dense={self.dense}"
-        return f"{recipe} bytes={sizes}{checks}"
+        factor = self.gradient_predivide_factor
+        config = f"op={self.op} compression={wire} gradient_predivide_factor={factor} sparse_as_dense={self.dense}"
+        return f"{config} bytes={sizes}{checks}"
 
 
 def bucket_bytes(name: str, mebibytes: float) -> int:

@@ -74,7 +74,7 @@ class Bucket:
         return self._sent
 
     def _new_row(self, number: int) -> FlatBuffer | None:
-        if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.reducible:
+        if self._wire_dtype == self.plan.dtype and self.plan.dtype in self._line.supported_reduce_dtypes:
             buffer = self._new_buffer(self.plan.dtype, number)
             return None if buffer is None else FlatBuffer(buffer.values, self.plan, number, buffer)
         return self._own_row(number)
@@ -114,8 +114,8 @@ class Bucket:
             torch._foreach_copy_(flat.all_views, dense)
         else:
             self._gather(flat, grads)
-        if self.recipe.predivide != 1.0:
-            flat.gradients.div_(self.recipe.predivide)
+        if self.recipe.gradient_predivide_factor != 1.0:
+            flat.gradients.div_(self.recipe.gradient_predivide_factor)
         flat.tail.copy_(self._flags(grads, flag))
         self.begin_anew()
         self._send(flat)
@@ -141,8 +141,8 @@ class Bucket:
         name = self.plan.name
         if flat.buffer is not None:
             self._work = flat.buffer.allreduce("sum", name, Epilogue(flat.gradients.numel(), self._settle))
-        elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.reducible:
-            if not self._line.shows_begun:  # who has joined looks for it
+        elif self._wire_dtype in (None, self.plan.dtype) or self._wire_dtype not in self._line.supported_reduce_dtypes:
+            if not self._line.done_means_all_started:  # who has joined looks for it
                 begun = torch.zeros(1, dtype=torch.uint8, device="cpu")
                 self._begun = self._line.allreduce_(begun, "max", f"{name}.begun")
             self._work = allreduce_(self._line, self._compressed(flat), "sum", name)
@@ -173,7 +173,7 @@ class Bucket:
         self._rows.clear()
         self._own_rows.clear()
 
-    def was_said(self, flag: int) -> bool:
+    def any_rank_set(self, flag: int) -> bool:
         """Whether any rank said so of the bucket, after wait()."""
         assert self._result is not None, "asked after wait()"
         return bool(self._result.view(-1)[flag].item() != 0)
@@ -187,7 +187,7 @@ class Bucket:
         reduced = self._done_flat()
         is_used_by_me = all(param.grad is not None and not param.grad.is_sparse for param in params)
         needs_none = self._all_stay_dense() or (self.reads_late and self.recipe.dense)
-        told = None if is_used_by_me and needs_none else self.told()
+        told = None if is_used_by_me and needs_none else self.read_flags()
         targets, sources = [], []
         for number, view in reduced.views.items():
             dense, sparse = (True, False) if told is None else told[number]
@@ -217,11 +217,11 @@ class Bucket:
         """All that has been reduced together, after unpack()."""
         return self._done_flat().gradients
 
-    def spoilt(self) -> list[int]:
+    def nonfinite_members(self) -> list[int]:
         """The members whose reduction is not finite, after unpack()."""
         return [number for number, view in self._done_flat().views.items() if kinds_of(view)]
 
-    def told(self) -> list[tuple[bool, bool]]:
+    def read_flags(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""
         flags = (self._done_flat().tail[: -len(BUCKET_FLAGS)] != 0).tolist()
         told = list(zip(flags[: len(flags) // 2], flags[len(flags) // 2 :], strict=True))
@@ -308,8 +308,8 @@ class Bucket:
         self._multiply(sums)
 
     def _multiply(self, sums: torch.Tensor) -> None:
-        if self.recipe.predivide != 1.0:
-            sums.mul_(self.recipe.predivide)
+        if self.recipe.gradient_predivide_factor != 1.0:
+            sums.mul_(self.recipe.gradient_predivide_factor)
 
     def _row_for(self, result: torch.Tensor, sent: FlatBuffer, may_stay: bool) -> FlatBuffer:
         """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""

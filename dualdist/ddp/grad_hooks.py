@@ -20,7 +20,7 @@ class GradHook:
         self._number = number
 
     def __call__(self, param: torch.Tensor) -> None:
-        self.reducer.mark(param, self._number)
+        self.reducer.on_grad_ready(param, self._number)
 
 
 def nobody() -> None:

@@ -48,7 +48,7 @@ class JoinedRank:
         """Go through the round that has begun; waits for its first message if need be."""
         if self._first is not None:
             self._first.wait()
-            self._is_over = not (self._first.was_said(TAKES_PART) or self._first.was_said(DROPS))
+            self._is_over = not (self._first.any_rank_set(TAKES_PART) or self._first.any_rank_set(DROPS))
             if not self._is_over:
                 self._go_through(running(self._group)[0], self._first)
         elif self._work is not None and self._flags is not None:
@@ -80,7 +80,7 @@ class JoinedRank:
             bucket.wait()
         if self._group.waits is not None:
             self._group.waits.followed(self._group.waits.rounds)
-        if buckets[-1].was_said(DROPS):
+        if buckets[-1].any_rank_set(DROPS):
             return
         for bucket in buckets:
             bucket.unpack()
@@ -88,7 +88,7 @@ class JoinedRank:
         if blame is not None:
             blame.look(buckets, lambda place, member: None)
         for place, bucket in enumerate(buckets):
-            apart = bucket.to_reduce_apart(bucket.told())
+            apart = bucket.to_reduce_apart(bucket.read_flags())
             for member, as_dense in apart:
                 reduced = bucket.reduce_apart(member, None, as_dense=as_dense)
                 if blame is not None and kinds_of(reduced):

@@ -77,7 +77,7 @@ class NonFiniteReport:
     def look(self, buckets: Sequence[Bucket], own: Callable[[int, int], torch.Tensor | None]) -> None:
         """Note what of the buckets is not finite, after unpack(); `own` gives this rank's gradients."""
         for place, is_suspect in enumerate(suspects([bucket.reduced_values() for bucket in buckets])):
-            for member in buckets[place].spoilt() if is_suspect else ():
+            for member in buckets[place].nonfinite_members() if is_suspect else ():
                 self.note((place, member), own(place, member))
 
     def shared(self, line: Backend) -> dict[tuple[int, int], list[int]]:

@@ -46,13 +46,13 @@ def wrap_optimizer(
         raise UsageError(f"wrap_optimizer takes a torch optimizer, not a {type(optimizer).__name__}")
     if recipe.op not in ("mean", "sum", "adasum"):
         raise UsageError(f"op {recipe.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
-    if recipe.op == "adasum" and (group.size & (group.size - 1) or recipe.predivide != 1.0):
+    if recipe.op == "adasum" and (group.size & (group.size - 1) or recipe.gradient_predivide_factor != 1.0):
         raise UsageError(
             f"op 'adasum' pairs the ranks, and divides nothing: expected a power of two of them, not {group.size}, and "
-            f"predivide=1.0, not {recipe.predivide}"
+            f"gradient_predivide_factor=1.0, not {recipe.gradient_predivide_factor}"
         )
-    if not recipe.predivide > 0:
-        raise UsageError(f"predivide={recipe.predivide}: expected a number above 0")
+    if not recipe.gradient_predivide_factor > 0:
+        raise UsageError(f"gradient_predivide_factor={recipe.gradient_predivide_factor}: expected a number above 0")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}: expected the number of backwards before a reduction, 1 or more")
     if not group.is_member:
@@ -136,7 +136,7 @@ def _attach(reducer: Reducer, recipe: ReducerConfig, optimizer: torch.optim.Opti
     @functools.wraps(zero_grad)
     def zero_and_start_anew(*args: Any, **kwargs: Any) -> None:
         zero_grad(*args, **kwargs)
-        reducer.start_anew()  # also where the step was skipped, as GradScaler does after an overflow
+        reducer.reset_step()  # also where the step was skipped, as GradScaler does after an overflow
 
     attributes = {"add_param_group": add_and_reduce, "zero_grad": zero_and_start_anew}
 
@@ -145,7 +145,7 @@ def _attach(reducer: Reducer, recipe: ReducerConfig, optimizer: torch.optim.Opti
         after.remove()
         for name in (*attributes, WRAPPING):
             delattr(optimizer, name)
-        reducer.let_go()
+        reducer.detach()
 
     wrapping = OptimizerWrapper(reducer, undo)
     checks = None if recipe.check_every is None else StepChecks(reducer, recipe.check_every)
@@ -190,7 +190,7 @@ class _ReducedSteps:
         return args, {**kwargs, "closure": reduced}
 
     def after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._wrapping.reducer.start_anew()
+        self._wrapping.reducer.reset_step()
 
 
 class _ReducedClosure:
@@ -209,7 +209,7 @@ class _ReducedClosure:
         self._reducer.synchronize()
         for check in itertools.islice(self._checks, 1):
             check()
-        self._reducer.start_anew()
+        self._reducer.reset_step()
         with self._reducer.errors():
             return _reduced_loss(self._reducer.group, loss, self._op)
 

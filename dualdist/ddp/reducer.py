@@ -142,7 +142,7 @@ class Reducer:
         """Of the reducers of its group it is the one that every rank made so late."""
         return self._number
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """The parameters' gradients are none of this reducer's business any more."""
         for param in self.params:
             remove_hooks(param, self)
@@ -166,11 +166,11 @@ class Reducer:
         if wants == self._seen_wants and all(map(operator.is_, [see() for see in self._seen], params)):
             return
         self._seen, self._seen_wants = [weakref.ref(param) for param in params], wants
-        fresh = [(name, param) for name, param in self.named_parameters() if self._lacks(param)]
+        fresh = [(name, param) for name, param in self.named_parameters() if self._is_unowned(param)]
         if fresh:
-            self._take_in(fresh)
+            self._register_params(fresh)
 
-    def _take_in(self, fresh: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _register_params(self, fresh: Sequence[tuple[str, torch.Tensor]]) -> None:
         for name, param in fresh:
             if param.layout is not torch.strided:
                 raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
@@ -206,7 +206,7 @@ class Reducer:
                     params[number] = torch.empty(shape, dtype=plan.dtype, device=plan.device)
         return [param for param in params if param is not None]
 
-    def _lacks(self, param: torch.Tensor) -> bool:
+    def _is_unowned(self, param: torch.Tensor) -> bool:
         """Whether the parameter wants gradients that neither this reducer nor a newer one reduces."""
         if not param.requires_grad or self._number_of(param) is not None:
             return False
@@ -231,7 +231,7 @@ class Reducer:
         plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NO_PLACE, apart)
         # What Adasum's buckets carry is no gradients: nothing is compressed.
         wire = dtype if self._recipe.op == "adasum" else wire_dtype(dtype, self._recipe)
-        if wire is not None and wire in self._line.reducible:
+        if wire is not None and wire in self._line.supported_reduce_dtypes:
             plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
         self._rounds.buckets.append(plan)
         self._members.append(members)
@@ -241,7 +241,7 @@ class Reducer:
         """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
         if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
             return False
-        return not self._buckets[0].was_said(HAS_JOINED)
+        return not self._buckets[0].any_rank_set(HAS_JOINED)
 
     def _plan_anew(self, arrived: Sequence[int]) -> None:
         """Once, after the first round: the order in which gradients arrived on the first rank is that of all ranks."""
@@ -294,7 +294,7 @@ class Reducer:
             with self.errors(), self.group.breaking():
                 _run_round(self.group, [self])
 
-    def start_anew(self) -> None:
+    def reset_step(self) -> None:
         """The gradients have been used, or dropped."""
         self._rounds_done = self._backwards = 0
         self.blamed = {}
@@ -314,7 +314,7 @@ class Reducer:
             del self._numbers[id(param)]
             self._buckets[self._bucket_of[number]].waiting_for -= 1
 
-    def mark(self, param: torch.Tensor, number: int) -> None:
+    def on_grad_ready(self, param: torch.Tensor, number: int) -> None:
         """Autograd has finished the gradient of this parameter, which has this number here."""
         with self._lock:
             if self.is_suspended:
@@ -377,7 +377,7 @@ class Reducer:
         """Complete the round that is under way, on all ranks, and leave the gradients as they are."""
         self._complete(DROPS)
         last = self._buckets[-1]
-        if last.reads_late and last.was_said(TAKES_PART):
+        if last.reads_late and last.any_rank_set(TAKES_PART):
             raise CollectiveError(
                 "a backward raised on this rank when part of its gradients had been sent, and another rank has taken "
                 "them for those of its own: go on from a checkpoint"
@@ -425,7 +425,7 @@ class Reducer:
 
     def _is_dropped(self) -> bool:
         """Whether another rank has completed an interrupted round by the one that has arrived."""
-        return bool(self._buckets) and not self._buckets[-1].reads_late and self._buckets[-1].was_said(DROPS)
+        return bool(self._buckets) and not self._buckets[-1].reads_late and self._buckets[-1].any_rank_set(DROPS)
 
     def _complete(self, flag: int = TAKES_PART) -> None:
         """Launch what has not left yet, and wait for everything."""
@@ -466,7 +466,7 @@ class Reducer:
         before = self.blamed
         self.blamed = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in told.items()}
         self.reductions += 1
-        self.some_have_joined = bool(self._buckets) and self._buckets[0].was_said(HAS_JOINED)
+        self.some_have_joined = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
 
     def _forget(self) -> None:
         """No gradient of the present round has arrived yet, and the buckets are as planned."""

@@ -206,8 +206,8 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
     cuda = device.type == "cuda"
     return {
         "ranks": topology.size,
-        "node": topology.node,
-        "nodes": topology.nodes,
+        "node_rank": topology.node_rank,
+        "num_nodes": topology.num_nodes,
         "backend": backend,
         "transport": transport,
         "launcher": topology.launcher,

@@ -86,7 +86,7 @@ class DoctorContext:
     @property
     def is_spread(self) -> bool:
         """Whether the job is on several hosts for all that is known."""
-        return self.topology is not None and self.topology.nodes > 1
+        return self.topology is not None and self.topology.num_nodes > 1
 
     @property
     def wants_mpi(self) -> bool:

@@ -97,7 +97,7 @@ def wrong_choices(environ: Mapping[str, str]) -> list[str]:
 
 def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[ExplainedField]:
     origins = dict(found.origins)
-    for name in ("rank", "size", "local_rank", "local_size", "node", "nodes"):
+    for name in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes"):
         if name in origins:
             source = f"{origins[name]} ({text(environ, origins[name].partition('[')[0])})"
         elif name in found.inferred:

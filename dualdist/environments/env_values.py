@@ -13,7 +13,7 @@ RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 OVERRIDE = "DUALDIST_RANK and DUALDIST_SIZE"
 INTEGER = re.compile(r"[0-9]{1,9}")
 SHOWN = 40
-FIELDS = ("rank", "size", "local_rank", "local_size", "node", "nodes")
+FIELDS = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class LauncherVariables:
     size: str
     local_rank: str | None = None
     local_size: str | None = None
-    node: str | None = None
-    nodes: str | None = None
+    node_rank: str | None = None
+    num_nodes: str | None = None
 
     def given(self) -> list[str]:
         """The variables that there are."""
@@ -46,8 +46,8 @@ class EnvValues:
     size: int
     local_rank: int | None = None
     local_size: int | None = None
-    node: int | None = None
-    nodes: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
 
 
 def text(environ: Mapping[str, str], name: str) -> str | None:
@@ -94,7 +94,7 @@ def read(environ: Mapping[str, str], names: LauncherVariables) -> EnvValues:
     rank, size = integer(environ, names.rank), integer(environ, names.size)
     assert rank is not None
     assert size is not None
-    others = (names.local_rank, names.local_size, names.node, names.nodes)
+    others = (names.local_rank, names.local_size, names.node_rank, names.num_nodes)
     told = EnvValues(rank, size, *(None if name is None else integer(environ, name) for name in others))
     check(told, names)
     return told
@@ -114,8 +114,13 @@ def check(told: EnvValues, names: LauncherVariables) -> None:
             "a local rank is below its node's ranks",
         ),
         (names.local_rank, told.local_rank, size, "a local rank must be below the size"),
-        (names.node, told.node, (names.nodes, told.nodes), "a node's index must be below the number of nodes"),
-        (names.node, told.node, size, "a node's index must be below the number of ranks"),
+        (
+            names.node_rank,
+            told.node_rank,
+            (names.num_nodes, told.num_nodes),
+            "a node's index must be below the number of nodes",
+        ),
+        (names.node_rank, told.node_rank, size, "a node's index must be below the number of ranks"),
     ):
         if value is not None and bound is not None and value >= bound:
             raise TopologyError(
@@ -124,7 +129,7 @@ def check(told: EnvValues, names: LauncherVariables) -> None:
             )
     for name, value, law in (
         (names.local_size, told.local_size, "a node has at least one of the ranks, and at most all"),
-        (names.nodes, told.nodes, "there is at least one node, and at most one a rank"),
+        (names.num_nodes, told.num_nodes, "there is at least one node, and at most one a rank"),
     ):
         if value is not None and not 1 <= value <= told.size:
             raise TopologyError(

@@ -14,7 +14,7 @@ NAMES = LauncherVariables(
     rank="FLUX_TASK_RANK",
     size="FLUX_JOB_SIZE",
     local_rank="FLUX_TASK_LOCAL_ID",
-    nodes="FLUX_JOB_NNODES",
+    num_nodes="FLUX_JOB_NNODES",
 )
 
 

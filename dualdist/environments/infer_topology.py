@@ -75,12 +75,17 @@ def topology(
     """
     local_rank, local_size = _local(told, one_host=master is not None and master.is_loopback)
     node, nodes = _node(told, local_rank, local_size)
-    guesses = {"local_rank": told.local_rank, "local_size": told.local_size, "node": told.node, "nodes": told.nodes}
+    guesses = {
+        "local_rank": told.local_rank,
+        "local_size": told.local_size,
+        "node_rank": told.node_rank,
+        "num_nodes": told.num_nodes,
+    }
     inferred = frozenset(name for name, value in guesses.items() if value is None)
     if told.size == 1:
         inferred = frozenset()
-    elif told.nodes == 1 or told.local_size == told.size:  # one node: the rest follows
-        inferred -= {"local_size", "node", "nodes"}
+    elif told.num_nodes == 1 or told.local_size == told.size:  # one node: the rest follows
+        inferred -= {"local_size", "node_rank", "num_nodes"}
     if told.size == 1:
         meeting = "none"
     elif master is not None:
@@ -90,8 +95,8 @@ def topology(
         size=told.size,
         local_rank=local_rank,
         local_size=local_size,
-        node=node,
-        nodes=nodes,
+        node_rank=node,
+        num_nodes=nodes,
         launcher=launcher,
         source=source,
         address=master.address if master else None,
@@ -113,13 +118,13 @@ def _origins(told: EnvValues, names: LauncherVariables | None, master: MainAddre
 
 def _local(told: EnvValues, *, one_host: bool) -> tuple[int, int]:
     """Local rank and local size: as told, or as on one host, or as with ranks spread in blocks over the nodes."""
-    if told.local_rank is None and told.local_size is None and told.nodes is None:
+    if told.local_rank is None and told.local_size is None and told.num_nodes is None:
         return (told.rank, told.size) if one_host else (0, 1)  # a pod each, as Kubernetes' PyTorchJob starts them
     local_size = told.local_size
     if local_size is None:
         least = 1 if told.local_rank is None else told.local_rank + 1
-        if told.nodes is not None:
-            local_size = max(least, _ceil(told.size, told.nodes))
+        if told.num_nodes is not None:
+            local_size = max(least, _ceil(told.size, told.num_nodes))
         else:
             local_size = told.size if told.local_rank == told.rank else least
     local_rank = told.rank % local_size if told.local_rank is None else told.local_rank
@@ -128,10 +133,10 @@ def _local(told: EnvValues, *, one_host: bool) -> tuple[int, int]:
 
 def _node(told: EnvValues, local_rank: int, local_size: int) -> tuple[int, int]:
     """Node and nodes: as told, or as with ranks placed by slot, or else by node in turn, or else anything possible."""
-    least = 1 if told.node is None else told.node + 1
-    nodes = max(least, _ceil(told.size, local_size)) if told.nodes is None else told.nodes
-    if told.node is not None:
-        return told.node, nodes
+    least = 1 if told.node_rank is None else told.node_rank + 1
+    nodes = max(least, _ceil(told.size, local_size)) if told.num_nodes is None else told.num_nodes
+    if told.node_rank is not None:
+        return told.node_rank, nodes
     by_slot = told.rank % local_size == local_rank
     by_node = told.rank // nodes == local_rank
     node = told.rank % nodes if by_node and not by_slot else told.rank // local_size

@@ -15,8 +15,8 @@ NAMES = LauncherVariables(
     size="DUALDIST_SIZE",
     local_rank="DUALDIST_LOCAL_RANK",
     local_size="DUALDIST_LOCAL_SIZE",
-    node="DUALDIST_NODE",
-    nodes="DUALDIST_NODES",
+    node_rank="DUALDIST_NODE_RANK",
+    num_nodes="DUALDIST_NUM_NODES",
 )
 ADDRESS = "DUALDIST_ADDRESS"
 PORT = "DUALDIST_PORT"

@@ -12,7 +12,11 @@ from dualdist.topology import Topology
 
 # PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out.
 NAMES = LauncherVariables(
-    launcher="PALS", command="mpiexec -n N python script.py", rank="PALS_RANKID", size="PMI_SIZE", node="PALS_NODEID"
+    launcher="PALS",
+    command="mpiexec -n N python script.py",
+    rank="PALS_RANKID",
+    size="PMI_SIZE",
+    node_rank="PALS_NODEID",
 )
 LOCAL_RANKS = ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
 LOCAL_SIZES = ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")

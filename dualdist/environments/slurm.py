@@ -32,8 +32,8 @@ NAMES = LauncherVariables(
     rank="SLURM_PROCID",
     size="SLURM_STEP_NUM_TASKS",
     local_rank="SLURM_LOCALID",
-    node=NODE,
-    nodes="SLURM_STEP_NUM_NODES",
+    node_rank=NODE,
+    num_nodes="SLURM_STEP_NUM_NODES",
 )
 NEEDED = (*NAMES.given(), TASKS_PER_NODE)
 NODE_TASKS = "SLURM_GTIDS"
@@ -53,9 +53,9 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         return None
     require(environ, NAMES, (*present(environ, STEP_IDS)[:1], *NEEDED))
     told = read(environ, NAMES)
-    assert told.node is not None
-    told = replace(told, local_size=_tasks_on(environ, told.node))
-    names = replace(NAMES, local_size=f"{TASKS_PER_NODE}[{told.node}]")
+    assert told.node_rank is not None
+    told = replace(told, local_size=_tasks_on(environ, told.node_rank))
+    names = replace(NAMES, local_size=f"{TASKS_PER_NODE}[{told.node_rank}]")
     check(told, names)
     return topology(
         told,

@@ -16,8 +16,8 @@ NAMES = LauncherVariables(
     size="WORLD_SIZE",
     local_rank="LOCAL_RANK",
     local_size="LOCAL_WORLD_SIZE",
-    node="GROUP_RANK",
-    nodes="GROUP_WORLD_SIZE",
+    node_rank="GROUP_RANK",
+    num_nodes="GROUP_WORLD_SIZE",
 )
 NEEDED = (RUN_ID, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", MASTER_ADDR, MASTER_PORT)
 

@@ -51,7 +51,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
 def _open_face(wanted: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
     opened = session.current()
     base = _base(opened.world, wanted)
-    seats = allgather_object(base, (opened.topology.node, opened.topology.local_rank))
+    seats = allgather_object(base, (opened.topology.node_rank, opened.topology.local_rank))
     seat = _seat(base.rank, seats)
     face = HorovodSession(base, seat, is_dynamic, {0: base})
     _export(base, seat)

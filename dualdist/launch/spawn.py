@@ -102,8 +102,8 @@ def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
         "DUALDIST_SIZE": str(size),
         "DUALDIST_LOCAL_RANK": str(rank),
         "DUALDIST_LOCAL_SIZE": str(size),
-        "DUALDIST_NODE": "0",
-        "DUALDIST_NODES": "1",
+        "DUALDIST_NODE_RANK": "0",
+        "DUALDIST_NUM_NODES": "1",
         "DUALDIST_RENDEZVOUS": (folder / "rank0").as_uri(),
     }
 

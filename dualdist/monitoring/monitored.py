@@ -146,9 +146,9 @@ class MonitoredBackend:
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
-        self.reducible = backend.reducible
+        self.supported_reduce_dtypes = backend.supported_reduce_dtypes
         self.traceable = backend.traceable
-        self.shows_begun = backend.shows_begun
+        self.done_means_all_started = backend.done_means_all_started
 
     @property
     def timeout_s(self) -> float:

@@ -148,11 +148,11 @@ def _adopt(start: SessionConfig, group: tuple[int, int]) -> Session:
             size=size,
             local_rank=rank,
             local_size=size,
-            node=0,
-            nodes=1,
+            node_rank=0,
+            num_nodes=1,
             launcher="none",
             source="torch.distributed's default group",
-            inferred=frozenset({"local_rank", "local_size", "node", "nodes"}),
+            inferred=frozenset({"local_rank", "local_size", "node_rank", "num_nodes"}),
         )
     elif (rank, size) != (topology.rank, topology.size):
         raise TopologyError(
@@ -205,10 +205,10 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
 
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
-        listener = network_interfaces.listen(0, loopback_only=topology.nodes == 1)
+        listener = network_interfaces.listen(0, loopback_only=topology.num_nodes == 1)
         port = listener.getsockname()[1]
         broadcast_object(
-            backend, network_interfaces.StoreAddress.of(host, port, one_node=topology.nodes == 1), 0, STORE
+            backend, network_interfaces.StoreAddress.of(host, port, one_node=topology.num_nodes == 1), 0, STORE
         )
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
     invitation = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)

@@ -19,7 +19,7 @@ class RankReport:
     rank: int
     size: int
     host: str
-    node: int | None
+    node_rank: int | None
     local_rank: int | None
     backend: str
     transport: str = ""  # as asked for
@@ -40,7 +40,7 @@ class RankLocation:
     A node is what the launcher calls one; a host is where processes can share memory.
     """
 
-    node: int
+    node_rank: int
     local_rank: int
     host: int = 0
     process: str = field(default="", compare=False)
@@ -52,7 +52,7 @@ def report_of(topology: Topology, host: str, backend: str, transport: str = "", 
         rank=topology.rank,
         size=topology.size,
         host=host,
-        node=None if "node" in topology.inferred else topology.node,
+        node_rank=None if "node_rank" in topology.inferred else topology.node_rank,
         local_rank=None if "local_rank" in topology.inferred else topology.local_rank,
         backend=backend,
         transport=transport,
@@ -87,11 +87,11 @@ def settle(reports: Sequence[RankReport]) -> list[RankLocation]:
         first_on.setdefault(report.host, report.rank)
     nodes: dict[object, list[int]] = defaultdict(list)
     for report in reports:
-        nodes[report.host if report.node is None else report.node].append(report.rank)
+        nodes[report.host if report.node_rank is None else report.node_rank].append(report.rank)
     places: list[RankLocation | None] = [None] * size
-    told = all(report.node is not None for report in reports)
+    told = all(report.node_rank is not None for report in reports)
     for index, (key, ranks) in enumerate(nodes.items()):
-        node = reports[ranks[0]].node if told else index
+        node = reports[ranks[0]].node_rank if told else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
             places[rank] = RankLocation(node, local_rank, first_on[reports[rank].host], reports[rank].process)
@@ -116,9 +116,9 @@ def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
 def placed(topology: Topology, places: Sequence[RankLocation]) -> Topology:
     """The topology with the node and local rank that the ranks found when they met."""
     mine = places[topology.rank]
-    local_size = sum(place.node == mine.node for place in places)
-    nodes = max(place.node for place in places) + 1
-    found = {"node": mine.node, "nodes": nodes, "local_rank": mine.local_rank, "local_size": local_size}
+    local_size = sum(place.node_rank == mine.node_rank for place in places)
+    nodes = max(place.node_rank for place in places) + 1
+    found = {"node_rank": mine.node_rank, "num_nodes": nodes, "local_rank": mine.local_rank, "local_size": local_size}
     for name, value in found.items():
         if name not in topology.inferred and getattr(topology, name) != value:
             raise TopologyError(
@@ -126,7 +126,12 @@ def placed(topology: Topology, places: Sequence[RankLocation]) -> Topology:
                 "is a variable left over from another launcher?"
             )
     return replace(
-        topology, node=mine.node, nodes=nodes, local_rank=mine.local_rank, local_size=local_size, inferred=frozenset()
+        topology,
+        node_rank=mine.node_rank,
+        num_nodes=nodes,
+        local_rank=mine.local_rank,
+        local_size=local_size,
+        inferred=frozenset(),
     )
 
 

@@ -213,13 +213,13 @@ def _interface(store: Store, places: list[RankLocation], rank: int, session: str
     A rank elsewhere knows the address under which it reached rank 0, and tells it: on rank 0's node the way to rank 0
     would be loopback, from which the other nodes are not reached.
     """
-    first = places[0].node
-    elsewhere = next((other for other, place in enumerate(places) if place.node != first), None)
+    first = places[0].node_rank
+    elsewhere = next((other for other, place in enumerate(places) if place.node_rank != first), None)
     if elsewhere is None:
         return None
     if rank == elsewhere:
         store.set(f"{session}/reached", network_interfaces.address_of(store.address))
-    if places[rank].node != first:
+    if places[rank].node_rank != first:
         return network_interfaces.interface_towards(store.address)
     try:
         return network_interfaces.interface_with(store.get(f"{session}/reached", deadline.left_s()))
@@ -284,7 +284,7 @@ def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: D
 def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: Connect, deadline: Deadline) -> Store:
     """Rank 0 listens on a free port and publishes it by the exchange; the others read it and connect."""
     if topology.rank == 0:
-        one_node = topology.nodes == 1 and "nodes" not in topology.inferred
+        one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
         listener = network_interfaces.listen(0, loopback_only=one_node)
         port = listener.getsockname()[1]
         exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())

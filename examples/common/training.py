@@ -86,7 +86,7 @@ def summarize(model: nn.Module, pace: Pace, loss: float, accuracy: float, option
     """What ran and what came out, on every rank; rank 0 prints it, and writes it to --summary."""
     place = ("none", "none", "none", 1, 1)
     if dd.is_initialized():
-        place = (dd.launcher(), dd.backend(), dd.transport(), dd.size(), dd.nodes())
+        place = (dd.launcher(), dd.backend(), dd.transport(), dd.size(), dd.num_nodes())
     summary = {
         **dict(zip(("launcher", "backend", "transport", "ranks", "nodes"), place, strict=True)),
         "images_per_s": round(pace.images_per_s, 1),

@@ -86,7 +86,11 @@ def steps_are_combined_by_adasum() -> None:
     assert_steps_are_combined(by_dd(op="adasum"), lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     assert_steps_are_combined(by_hvd(op=hvd.Adasum, backward_passes_per_step=2), passes=2)
     model = net()
-    raises(UsageError, lambda: by_dd(op="adasum", predivide=2.0)(sgd(model), model), "predivide")
+    raises(
+        UsageError,
+        lambda: by_dd(op="adasum", gradient_predivide_factor=2.0)(sgd(model), model),
+        "gradient_predivide_factor",
+    )
 
 
 @law

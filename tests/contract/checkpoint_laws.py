@@ -138,7 +138,7 @@ def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_r
     """Buckets have left on each rank, and not as many."""
     layers = nn.ModuleList([nn.Linear(100, 100) for _ in range(4)])
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
-    dd.wrap_optimizer(optimizer, layers.named_parameters(), bucket_mb=0.03, first_bucket_mb=0.03)
+    dd.wrap_optimizer(optimizer, layers.named_parameters(), bucket_cap_mb=0.03, first_bucket_mb=0.03)
 
     def backward(raising: int | None = None) -> None:
         optimizer.zero_grad()

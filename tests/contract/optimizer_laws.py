@@ -116,12 +116,12 @@ def backwards_before_a_step_can_change_on_the_way() -> None:
 @law
 def predivision_changes_nothing_but_what_overflows() -> None:
     size = dd.size()
-    for wrap in (by_dd(predivide=2.0 * size), by_hvd(gradient_predivide_factor=2.0 * size)):
+    for wrap in (by_dd(gradient_predivide_factor=2.0 * size), by_hvd(gradient_predivide_factor=2.0 * size)):
         assert_trains_like_one_process(wrap)
-    assert_trains_like_one_process(by_dd(predivide=4.0, op="sum"), op="sum")
+    assert_trains_like_one_process(by_dd(gradient_predivide_factor=4.0, op="sum"), op="sum")
     large = 40000.0  # in float16, two of them are infinite
     for factor in (1.0, float(size)):
-        for wrap in (by_dd(predivide=factor), by_hvd(gradient_predivide_factor=factor)):
+        for wrap in (by_dd(gradient_predivide_factor=factor), by_hvd(gradient_predivide_factor=factor)):
             model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.float16))])
             optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
             (model[0] * large).sum().backward()
@@ -293,5 +293,13 @@ def wrong_options_are_refused() -> None:
     if dd.size() > 1:
         refused("op=mean", "op=sum", kind=hvd.HorovodInternalError, op=hvd.Sum if dd.rank() % 2 else hvd.Average)
         model = net()
-        raises(MismatchError, lambda: dd.wrap_optimizer(sgd(model), predivide=1.0 + dd.rank() % 2), "predivide")
-    raises(UsageError, lambda: dd.wrap_optimizer(sgd(net()), predivide=0.0), "predivide=0.0")
+        raises(
+            MismatchError,
+            lambda: dd.wrap_optimizer(sgd(model), gradient_predivide_factor=1.0 + dd.rank() % 2),
+            "gradient_predivide_factor",
+        )
+    raises(
+        UsageError,
+        lambda: dd.wrap_optimizer(sgd(net()), gradient_predivide_factor=0.0),
+        "gradient_predivide_factor=0.0",
+    )

@@ -32,7 +32,7 @@ def streams() -> None:
     """A bucket leaves before backward ends, and holds what another stream has still to compute."""
     side = torch.cuda.Stream()
     first, late, last = (nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(3))
-    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last, late], lr=0.1), bucket_mb=8, first_bucket_mb=8)
+    optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last, late], lr=0.1), bucket_cap_mb=8, first_bucket_mb=8)
     for _ in range(3):
         optimizer.zero_grad()
         with torch.cuda.stream(side):

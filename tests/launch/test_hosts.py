@@ -81,7 +81,11 @@ def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: list[str], bac
         "a file": {"DUALDIST_RENDEZVOUS": (launch.directory / "meet").as_uri()},
     }[meeting]
     reports = run_of_three(launch, hosts, given, str(PROGRAM), backend)
-    assert [(seen["node"], seen["local_rank"], seen["nodes"]) for seen in reports] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    assert [(seen["node_rank"], seen["local_rank"], seen["num_nodes"]) for seen in reports] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+    ]
     assert {seen["sum"][0] for seen in reports} == {7}
     assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
 

@@ -27,7 +27,14 @@ def check(reports: Sequence[Mapping[str, Any]], nodes: int, tasks: int, **same: 
     """The ranks fill node after node, say `same`, and hold what one process trains."""
     size = nodes * tasks
     for rank, seen in enumerate(reports):
-        place = (seen["rank"], seen["size"], seen["local_rank"], seen["local_size"], seen["node"], seen["nodes"])
+        place = (
+            seen["rank"],
+            seen["size"],
+            seen["local_rank"],
+            seen["local_size"],
+            seen["node_rank"],
+            seen["num_nodes"],
+        )
         assert place == (rank, size, rank % tasks, tasks, rank // tasks, nodes)
         assert {name: seen[name] for name in same} == same
         assert seen["sum"] == [(1 << size) - 1, size << 40]

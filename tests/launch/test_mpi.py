@@ -33,7 +33,14 @@ def test_mpichs_ranks_train(request: pytest.FixtureRequest, launch: Launch, whos
         mpich, env = MPICH(str(PYPIS_MPICH / "bin" / "mpiexec")), of_pypis_mpich()
     reports = launch.reports([*mpich.run(2), sys.executable, TINY, backend], 2, env=env)
     for rank, seen in enumerate(reports):
-        place = (seen["rank"], seen["size"], seen["local_rank"], seen["local_size"], seen["node"], seen["nodes"])
+        place = (
+            seen["rank"],
+            seen["size"],
+            seen["local_rank"],
+            seen["local_size"],
+            seen["node_rank"],
+            seen["num_nodes"],
+        )
         assert place == (rank, 2, rank, 2, 0, 1)
         assert (seen["launcher"], seen["backend"], seen["sum"]) == ("mpirun", backend, [3, 1 << 41])
         assert seen["parameters"] == problem.trained_by_one_process(2)

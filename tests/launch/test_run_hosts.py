@@ -35,7 +35,11 @@ def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: st
     words += [] if launcher == "mpirun" else ["--network-interface", "eth0"]
     outcome = outcome_of(launch, two_hosts, *words, "--env", f"{REPORT_DIR}={folder}", TINY_RANK, backend)
     reports = collect(folder, 3, outcome)
-    assert [(seen["node"], seen["local_rank"], seen["nodes"]) for seen in reports] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
+    assert [(seen["node_rank"], seen["local_rank"], seen["num_nodes"]) for seen in reports] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+    ]
     assert {seen["backend"] for seen in reports} == {backend}
     assert {tuple(seen["parameters"]) for seen in reports} == {tuple(reports[0]["parameters"])}
     assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
@@ -205,4 +209,4 @@ def test_torchrun_by_hand_meets_by_c10d(launch: Launch, two_hosts: Hosts) -> Non
     with launch.start(agents[0], env=env) as first, launch.start(agents[1], env=env) as second:
         outcomes = [first.wait(100), second.wait(100)]
     failed = next(itertools.chain((outcome for outcome in outcomes if outcome.rc), outcomes))
-    assert [(seen["node"], seen["nodes"]) for seen in collect(folder, 3, failed)] == [(0, 2), (0, 2), (1, 2)]
+    assert [(seen["node_rank"], seen["num_nodes"]) for seen in collect(folder, 3, failed)] == [(0, 2), (0, 2), (1, 2)]

@@ -15,8 +15,8 @@ def rank(number: int, step_s: float, **changes: object) -> RankRecord:
     found = {
         "rank": number,
         "ranks": 2,
-        "node": 0,
-        "nodes": 1,
+        "node_rank": 0,
+        "num_nodes": 1,
         "backend": "native",
         "transport": "shm",
         "launcher": "torchrun",

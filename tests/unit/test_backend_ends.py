@@ -32,7 +32,9 @@ class NoLines(SingleBackend):
 
 
 def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
-    alone = Topology(rank=0, size=1, local_rank=0, local_size=1, node=0, nodes=1, launcher="none", source="the test")
+    alone = Topology(
+        rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, launcher="none", source="the test"
+    )
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
         _session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])

@@ -57,5 +57,5 @@ def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientC
     bucket.launch([torch.zeros(3), sparse, None], flag)
     bucket.wait()
     bucket.unpack()
-    assert bucket.told() == [(True, False), (False, True), (False, False)]
-    assert {said for said in (TAKES_PART, HAS_JOINED, DROPS) if bucket.was_said(said)} == {flag}
+    assert bucket.read_flags() == [(True, False), (False, True), (False, False)]
+    assert {said for said in (TAKES_PART, HAS_JOINED, DROPS) if bucket.any_rank_set(said)} == {flag}

@@ -166,8 +166,8 @@ def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     assert found(replace(JOB, size=3, local_size=3)) is None
     assert found(replace(JOB, mpi=True)) is None
     assert found(JOB, "H200") is None
-    assert found(replace(JOB, nodes=2, local_size=1)) is None
-    assert found(replace(JOB, inferred=frozenset({"local_size", "nodes"}))) is None  # who knows?
+    assert found(replace(JOB, num_nodes=2, local_size=1)) is None
+    assert found(replace(JOB, inferred=frozenset({"local_size", "num_nodes"}))) is None  # who knows?
     for changed in (replace(HERE, processor="another"), replace(HERE, cores=HERE.cores + 1)):
         assert found(JOB, saved=replace(SAVED, conditions=changed)) is None
 

@@ -61,7 +61,7 @@ def test_every_contender_is_timed_in_every_round_after_an_untimed_lead() -> None
         TimedContender(name, lambda n=name: calls.append(f"lead {n}"), lambda n=name: calls.append(n)) for name in "ab"
     ]
     met: list[int] = []
-    sight = interleave(turns, 3, 2, meet=lambda: met.append(len(calls)), synchronize=lambda: None, node=0)
+    sight = interleave(turns, 3, 2, meet=lambda: met.append(len(calls)), synchronize=lambda: None, node_rank=0)
     assert calls == ["lead a", *"aaa", "lead b", *"bbb", "lead b", *"bbb", "lead a", *"aaa"]
     assert met == [1, 5, 9, 13]  # after each lead
     assert {name: len(rounds) for name, rounds in sight.seconds.items()} == {"a": 2, "b": 2}

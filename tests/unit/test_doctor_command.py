@@ -62,7 +62,7 @@ def test_the_environment_is_explained_as_it_was_recorded(base_env: Mapping[str, 
         else:
             assert {name: said["topology"][name] for name in row["expect"]} == row["expect"]
             assert answer.returncode == 0
-            assert {"node", "nodes", "source", "address", "port", "inferred"} <= said["topology"].keys()
+            assert {"node_rank", "num_nodes", "source", "address", "port", "inferred"} <= said["topology"].keys()
 
 
 def test_the_doctor_loads_nothing_heavy_and_says_all_in_json(base_env: Mapping[str, str], tmp_path: Path) -> None:

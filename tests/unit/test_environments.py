@@ -135,7 +135,7 @@ def test_local_size_is_the_count_at_this_node(counts: str, node: int, local_size
         "SLURM_PROCID": "4",
     }
     found = detect(env)
-    assert (found.local_size, found.node, found.nodes, found.size) == (local_size, node, 3, 5)
+    assert (found.local_size, found.node_rank, found.num_nodes, found.size) == (local_size, node, 3, 5)
 
 
 def test_an_astronomic_repeat_count_costs_nothing() -> None:

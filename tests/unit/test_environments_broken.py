@@ -98,7 +98,7 @@ def test_hydra_without_its_local_pair_has_inferred_local_ranks() -> None:
     env = {key: value for key, value in recorded("mpich_hydra").items() if not key.startswith("MPI_")}
     found = detect(env)
     assert (found.launcher, found.rank, found.size) == ("mpirun", 1, 2)
-    assert found.inferred == {"local_rank", "local_size", "node", "nodes"}
+    assert found.inferred == {"local_rank", "local_size", "node_rank", "num_nodes"}
     assert "PMI_SIZE not set" in error_of({"PMI_RANK": "1"})
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_number_is_named(env: Env, name: str, value: str) -> None:
         ("handset", {"LOCAL_RANK": "7"}, ["LOCAL_RANK=7 but WORLD_SIZE=2"]),
         ("override", {"DUALDIST_RANK": "2"}, ["DUALDIST_RANK=2 but DUALDIST_SIZE=2"]),
         ("override", {"DUALDIST_LOCAL_SIZE": "0"}, ["DUALDIST_LOCAL_SIZE=0 but DUALDIST_SIZE=2"]),
-        ("override", {"DUALDIST_NODES": "0"}, ["DUALDIST_NODES=0 but DUALDIST_SIZE=2"]),
+        ("override", {"DUALDIST_NUM_NODES": "0"}, ["DUALDIST_NUM_NODES=0 but DUALDIST_SIZE=2"]),
         ("slurm", {"SLURM_STEP_ID": "", "SLURM_STEPID": "x"}, ["SLURM_STEPID='x'"]),
         ("override", {"MASTER_ADDR": ""}, ["MASTER_ADDR not set", "MASTER_PORT=29500"]),
         ("override", {"MASTER_ADDR": "", "MASTER_PORT": ""}, ["DUALDIST_ADDRESS and DUALDIST_PORT not set"]),

@@ -12,7 +12,7 @@ from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
 Env = dict[str, str]
-ALL = frozenset({"local_rank", "local_size", "node", "nodes"})
+ALL = frozenset({"local_rank", "local_size", "node_rank", "num_nodes"})
 
 
 def rows(names: Sequence[str], *values: Sequence[object], **same: str) -> list[Env]:
@@ -20,7 +20,7 @@ def rows(names: Sequence[str], *values: Sequence[object], **same: str) -> list[E
 
 
 def place(found: Topology) -> tuple[int, ...]:
-    return (found.rank, found.size, found.local_rank, found.local_size, found.node, found.nodes)
+    return (found.rank, found.size, found.local_rank, found.local_size, found.node_rank, found.num_nodes)
 
 
 # Lightning's LSFEnvironment; jsrun also sets Open MPI's variables.
@@ -63,10 +63,10 @@ BLOCK = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2
 @pytest.mark.parametrize(
     ("envs", "launcher", "inferred"),
     [
-        (JSM, "jsrun", {"node", "nodes"}),
-        (MVAPICH, "mpirun", {"node", "nodes"}),
-        (PALS, "mpiexec", {"nodes"}),
-        (FLUX, "flux", {"local_size", "node"}),
+        (JSM, "jsrun", {"node_rank", "num_nodes"}),
+        (MVAPICH, "mpirun", {"node_rank", "num_nodes"}),
+        (PALS, "mpiexec", {"num_nodes"}),
+        (FLUX, "flux", {"local_size", "node_rank"}),
     ],
     ids=["jsm", "mvapich", "pals", "flux"],
 )
@@ -94,7 +94,7 @@ def test_flux_as_a_step_of_slurm_is_inside() -> None:
 
 # Ranks by slot, then by node in turn (mpirun --map-by node), then on 3 + 1.
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "local_size", "node", "nodes"),
+    ("rank", "local_rank", "local_size", "node_rank", "num_nodes"),
     [
         *((0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)),
         *((1, 0, 2, 1, 2), (2, 1, 2, 0, 2)),
@@ -103,13 +103,13 @@ def test_flux_as_a_step_of_slurm_is_inside() -> None:
     ],
 )
 def test_the_node_is_inferred_from_the_usual_placements(
-    rank: int, local_rank: int, local_size: int, node: int, nodes: int
+    rank: int, local_rank: int, local_size: int, node_rank: int, num_nodes: int
 ) -> None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     values = (rank, 4, local_rank, local_size)
     found = detect({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)})
-    assert place(found) == (rank, 4, local_rank, local_size, node, nodes)
-    assert found.inferred == (frozenset() if local_size == 4 else {"node", "nodes"})
+    assert place(found) == (rank, 4, local_rank, local_size, node_rank, num_nodes)
+    assert found.inferred == (frozenset() if local_size == 4 else {"node_rank", "num_nodes"})
 
 
 def horovodrun(rank: int, size: int, local: tuple[int, int], cross: tuple[int, int]) -> Env:
@@ -125,7 +125,7 @@ def test_horovodruns_node_is_inferred_on_even_hosts() -> None:
         for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1))
     ]
     assert [place(topology) for topology in found] == BLOCK
-    assert {topology.inferred for topology in found} == {frozenset({"node", "nodes"})}
+    assert {topology.inferred for topology in found} == {frozenset({"node_rank", "num_nodes"})}
 
 
 def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
@@ -136,7 +136,7 @@ def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
         detect(horovodrun(2, 3, (1, 2), (0, 1))),
     ]
     assert [(topology.local_rank, topology.local_size) for topology in found] == [(0, 1), (0, 2), (1, 2)]
-    assert all({"node", "nodes"} <= topology.inferred for topology in found)
+    assert all({"node_rank", "num_nodes"} <= topology.inferred for topology in found)
 
 
 # Kubeflow's PyTorchJob, a pod a rank without LOCAL_*; then by hand on one host; then as torch.distributed.launch.
@@ -148,7 +148,7 @@ def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
         ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1"}, "env", (1, 4, 1, 4, 0, 1), ALL - {"local_rank"}),
         (
             {"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            *("torchrun", (1, 4, 1, 2, 0, 2), {"node", "nodes"}),
+            *("torchrun", (1, 4, 1, 2, 0, 2), {"node_rank", "num_nodes"}),
         ),
         (
             {
@@ -160,7 +160,7 @@ def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
             },
             *("torchrun", (1, 4, 1, 2, 0, 2), set()),
         ),
-        ({"MASTER_ADDR": "n1", "GROUP_RANK": "1"}, "torchrun", (1, 4, 0, 1, 1, 4), ALL - {"node"}),
+        ({"MASTER_ADDR": "n1", "GROUP_RANK": "1"}, "torchrun", (1, 4, 0, 1, 1, 4), ALL - {"node_rank"}),
     ],
 )
 def test_rank_and_world_size_without_a_launcher(
@@ -178,8 +178,8 @@ def test_rank_and_world_size_without_a_launcher(
         ({"DUALDIST_LAUNCHER": "spawn"}, {"launcher": "spawn"}),
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, {"address": "n1", "port": 29500, "meeting": "address"}),
         (
-            {"DUALDIST_NODE": "1", "DUALDIST_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
-            {"node": 1, "inferred": {"local_rank"}},
+            {"DUALDIST_NODE_RANK": "1", "DUALDIST_NUM_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
+            {"node_rank": 1, "inferred": {"local_rank"}},
         ),
     ],
 )

@@ -261,7 +261,7 @@ def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
 
 def test_spawn_tells_every_rank_its_place() -> None:
     built = commands("spawn", ON_HOSTS, met())
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE", "NODES")
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK", "NUM_NODES")
     places = [tuple(int(command.env[f"DUALDIST_{name}"]) for name in names) for command in built]
     assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]
     assert [command.host for command in built] == [None, None, "b"]

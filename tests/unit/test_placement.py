@@ -78,11 +78,11 @@ def test_a_report_survives_its_journey() -> None:
 
 
 def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
-    told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node", "nodes"}))
-    assert report_of(told, "a", "native").node is None
+    told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node_rank", "num_nodes"}))
+    assert report_of(told, "a", "native").node_rank is None
     assert report_of(told, "a", "native").local_rank == 0
     found = placed(replace(told, local_rank=1, local_size=2), [RankLocation(0, 0), RankLocation(0, 1)])
-    assert (found.node, found.nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
+    assert (found.node_rank, found.num_nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
     assert not found.inferred
     with pytest.raises(TopologyError, match=r"local_size=1 .*make it 2"):
         placed(told, [RankLocation(0, 1), RankLocation(0, 0)])

@@ -13,7 +13,7 @@ from dualdist.collectives.reductions import allreduce_, reduce_rows
 class Crowd(SingleBackend):
     """So many ranks of equal values, whose transport knows no dtype but bytes and numbers of 32 bits."""
 
-    reducible = frozenset((torch.uint8, torch.int32, torch.float32))
+    supported_reduce_dtypes = frozenset((torch.uint8, torch.int32, torch.float32))
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -317,7 +317,7 @@ def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() 
 
 def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
     def ranks(*nodes: int, **changes: object) -> list[RankRecord]:
-        return [rank(number, 0.1, node=node, **changes) for number, node in enumerate(nodes)]
+        return [rank(number, 0.1, node_rank=node, **changes) for number, node in enumerate(nodes)]
 
     seen: dict[str, object] = {"window_s": 2.0, "machine_s": 3.0, "own_s": 1.0}
     assert foreign_of(ranks(0, 0, **seen)) == 0.5

@@ -41,19 +41,19 @@ ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
 
 def slots_of(places: Sequence[RankLocation]) -> list[Settings]:
     """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
-    local_sizes = Counter(place.node for place in places)
+    local_sizes = Counter(place.node_rank for place in places)
     columns: dict[int, list[int]] = defaultdict(list)
-    for place in sorted(places, key=lambda place: place.node):
-        columns[place.local_rank].append(place.node)
+    for place in sorted(places, key=lambda place: place.node_rank):
+        columns[place.local_rank].append(place.node_rank)
     cross_ranks = {(node, local): index for local, nodes in columns.items() for index, node in enumerate(nodes)}
     return [
         {
-            "HOROVOD_HOSTNAME": f"node{place.node}",
+            "HOROVOD_HOSTNAME": f"node{place.node_rank}",
             "HOROVOD_RANK": str(rank),
             "HOROVOD_SIZE": str(len(places)),
             "HOROVOD_LOCAL_RANK": str(place.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(local_sizes[place.node]),
-            "HOROVOD_CROSS_RANK": str(cross_ranks[place.node, place.local_rank]),
+            "HOROVOD_LOCAL_SIZE": str(local_sizes[place.node_rank]),
+            "HOROVOD_CROSS_RANK": str(cross_ranks[place.node_rank, place.local_rank]),
             "HOROVOD_CROSS_SIZE": str(len(columns[place.local_rank])),
         }
         for rank, place in enumerate(places)
@@ -206,9 +206,9 @@ class HorovodBackend(PlainBuffers):
     """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
 
     name = "horovod"
-    reducible = REDUCIBLE
+    supported_reduce_dtypes = REDUCIBLE
     traceable = False
-    shows_begun = True
+    done_means_all_started = True
 
     def __init__(
         self,

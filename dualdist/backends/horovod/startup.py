@@ -139,10 +139,10 @@ def _serve_or_find(
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
         port, stop = _serve(slots)
-        store.set(f"{key}/rendezvous", StoreAddress.of(host, port, one_node=topology.nodes == 1).dumps())
+        store.set(f"{key}/rendezvous", StoreAddress.of(host, port, one_node=topology.num_nodes == 1).dumps())
         return (
             (network_interfaces.own_addresses() or [network_interfaces.LOOPBACK])[0]
-            if topology.nodes > 1
+            if topology.num_nodes > 1
             else network_interfaces.LOOPBACK,
             port,
             stop,

@@ -68,7 +68,7 @@ class MpiBackend(PlainBuffers):
     name = "mpi"
     transport = "mpi"
     traceable = False
-    shows_begun = True
+    done_means_all_started = True
 
     def __init__(
         self, mpi: MpiCalls | None, comms: tuple[Any, ...], ranks: Sequence[int], rank: int, timeout_s: float
@@ -78,7 +78,7 @@ class MpiBackend(PlainBuffers):
         self.rank = rank
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self.reducible = frozenset(DATATYPES) if self.size > 1 else EVERY_DTYPE
+        self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else EVERY_DTYPE
         self.is_open = True
         self.under_way: set[MpiRequest | MpiBlockingCall] = set()
         self._comms = comms

@@ -96,9 +96,9 @@ class NativeBackend:
     """
 
     name = "native"
-    reducible = REDUCIBLE
+    supported_reduce_dtypes = REDUCIBLE
     traceable = True
-    shows_begun = True
+    done_means_all_started = True
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class NativeBackend:
         if not is_only_host and place == 0:
             leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
         self._host = HostChannel(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
-        self.shows_begun = is_only_host
+        self.done_means_all_started = is_only_host
         if not self._on_gpu:
             self.transport = "shm"
 

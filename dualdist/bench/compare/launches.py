@@ -27,8 +27,8 @@ class RankRecord(BaseModel):
 
     rank: int
     ranks: int
-    node: int
-    nodes: int
+    node_rank: int
+    num_nodes: int
     backend: str
     transport: str
     launcher: str
@@ -159,7 +159,7 @@ def foreign_of(ranks: Sequence[RankRecord]) -> float | None:
     By what the ranks saw themselves: slurmstepd starts those of srun, whose CPU time is no part of our children's.
     """
     uses = [
-        (rank.node, CpuUse(rank.window_s, rank.machine_s, rank.own_s))
+        (rank.node_rank, CpuUse(rank.window_s, rank.machine_s, rank.own_s))
         for rank in ranks
         if rank.window_s is not None and rank.window_s >= LEAST_WINDOW_S and rank.own_s is not None
     ]

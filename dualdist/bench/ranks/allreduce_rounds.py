@@ -27,7 +27,9 @@ def measure(options: AllreduceOptions) -> dict[str, Any]:
     device = dd.device()
     end: Callable[[], None] = _nothing
     if dd.backend() in ("native", "single"):
-        end = baselines.start_torch(dd.rank(), dd.size(), dd.nodes(), dd.broadcast_object, device, options.timeout_s)
+        end = baselines.start_torch(
+            dd.rank(), dd.size(), dd.num_nodes(), dd.broadcast_object, device, options.timeout_s
+        )
     try:
         library = baselines.collective_of(dd.backend())
         sizes = [_measure_size(nbytes, library, options, device) for nbytes in options.sizes]
@@ -52,7 +54,9 @@ def _measure_size(
     turns = [TimedContender(each, _repeated(call, LEAD_REPEATS), call) for each, call in calls.items()]
     seconds = [timed(turn, 2, meet=dd.barrier, synchronize=synchronize)[0] for turn in turns]
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, min(seconds), 1, MOST_REPEATS))
-    sight = interleave(turns, repeats, options.rounds, meet=dd.barrier, synchronize=synchronize, node=dd.node())
+    sight = interleave(
+        turns, repeats, options.rounds, meet=dd.barrier, synchronize=synchronize, node_rank=dd.node_rank()
+    )
     return {
         "bytes": tensor.numel() * ELEMENT_BYTES,
         "repeats": repeats,

@@ -23,7 +23,7 @@ class TimedContender:
 class RankTimings:
     """What one rank saw: seconds and CPU seconds of one call, by contender and round, and the load of each round."""
 
-    node: int
+    node_rank: int
     seconds: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
     rounds: list[CpuUse] = field(default_factory=list)
@@ -43,14 +43,14 @@ def interleave(
     *,
     meet: Callable[[], object],
     synchronize: Callable[[], object],
-    node: int,
+    node_rank: int,
 ) -> RankTimings:
     """Time every contender `rounds` times, `repeats` calls at a time. Every rank calls this.
 
     `meet` returns when all ranks have called it; `synchronize` when the device has done all it was given.
     """
     by_name = {turn.name: turn for turn in turns}
-    seen = RankTimings(node, {name: [] for name in by_name}, {name: [] for name in by_name})
+    seen = RankTimings(node_rank, {name: [] for name in by_name}, {name: [] for name in by_name})
     for number in range(rounds):
         before = read_cpu()
         for name in order_of(list(by_name), number):
@@ -88,7 +88,7 @@ def together(sights: Sequence[RankTimings]) -> dict[str, Any]:
     return {
         "seconds": {name: [max(sight.seconds[name][i] for sight in sights) for i in rounds] for name in names},
         "cpu_s": {name: [sum(sight.cpu_s[name][i] for sight in sights) for i in rounds] for name in names},
-        "foreign_cores": [worst([(sight.node, sight.rounds[i]) for sight in sights]) for i in rounds],
+        "foreign_cores": [worst([(sight.node_rank, sight.rounds[i]) for sight in sights]) for i in rounds],
     }
 
 

@@ -72,7 +72,9 @@ def measure(options: StepOptions) -> dict[str, Any]:
     device = dd.device()
     end = _nothing
     if any(name in WITH_TORCH for name in options.contenders):
-        end = baselines.start_torch(dd.rank(), dd.size(), dd.nodes(), dd.broadcast_object, device, options.timeout_s)
+        end = baselines.start_torch(
+            dd.rank(), dd.size(), dd.num_nodes(), dd.broadcast_object, device, options.timeout_s
+        )
     try:
         case = case_of(options, device, dd.rank())
         contenders = [contender(name, case, device) for name in options.contenders]
@@ -83,7 +85,9 @@ def measure(options: StepOptions) -> dict[str, Any]:
             for turn in turns:
                 timed(turn, 1, meet=dd.barrier, synchronize=synchronize)
         steps = options.steps or _agreed_steps(turns, options, synchronize)
-        sight = interleave(turns, steps, options.rounds, meet=dd.barrier, synchronize=synchronize, node=dd.node())
+        sight = interleave(
+            turns, steps, options.rounds, meet=dd.barrier, synchronize=synchronize, node_rank=dd.node_rank()
+        )
         parameters = list(contenders[0].model.parameters())
         return {
             **together(dd.allgather_object(sight)),

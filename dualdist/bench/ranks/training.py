@@ -33,7 +33,9 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
     recorder = Recorder(plan, {"rank": dd.rank(), **place}, device, began)
     end: Callable[[], None] = _nothing
     if options.contender in WITH_TORCH:
-        end = baselines.start_torch(dd.rank(), dd.size(), dd.nodes(), dd.broadcast_object, device, options.timeout_s)
+        end = baselines.start_torch(
+            dd.rank(), dd.size(), dd.num_nodes(), dd.broadcast_object, device, options.timeout_s
+        )
     try:
         cases = batches(options, device)
         each = contender(options.contender, cases[0], device)

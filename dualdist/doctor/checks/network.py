@@ -123,7 +123,7 @@ def _of_master(case: DoctorContext) -> Iterator[Finding]:
         yield Finding(
             "master-is-loopback",
             "error",
-            f"rank 0 is to be met at {topology.address}, and the job is on {topology.nodes} hosts",
+            f"rank 0 is to be met at {topology.address}, and the job is on {topology.num_nodes} hosts",
             "on every host that is the host itself",
             "set MASTER_ADDR to the name of the host with rank 0",
         )

@@ -16,8 +16,8 @@ def commands(job: Job, site: Site) -> tuple[Command, ...]:
                 "DUALDIST_SIZE": str(job.ranks),
                 "DUALDIST_LOCAL_RANK": str(local_rank),
                 "DUALDIST_LOCAL_SIZE": str(ranks),
-                "DUALDIST_NODE": str(node),
-                "DUALDIST_NODES": str(len(filled)),
+                "DUALDIST_NODE_RANK": str(node),
+                "DUALDIST_NUM_NODES": str(len(filled)),
                 "DUALDIST_ADDRESS": meeting.address,
                 "DUALDIST_PORT": str(meeting.port),
             }
