@@ -92,6 +92,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/shellcheck .ci/run launch/*.sh docker/*.sh
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 

@@ -187,7 +187,7 @@ def join(*, group: Group | None = None) -> int:
     0
     """
     from dualdist.collectives.collectives import stand_in
-    from dualdist.collectives.join import join
+    from dualdist.ddp.join import join
 
     return join(session.group_or_world(group), stand_in)
 

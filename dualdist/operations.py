@@ -32,13 +32,13 @@ def _traced_allreduce(
     async_op: bool = False,
 ) -> torch.Tensor | None:
     """What torch.compile follows in place of allreduce, if it can."""
-    from dualdist.collectives import traced_allreduce
+    from dualdist import traced_operations
     from dualdist.collectives.reductions import is_traceable
 
     if async_op or not is_traceable(_group(group).backend, tensor, op):
         return None
-    place = traced_allreduce.WORLD if group is None or group is current().world else current().groups.index(group)
-    found: torch.Tensor = traced_allreduce.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
+    place = traced_operations.WORLD if group is None or group is current().world else current().groups.index(group)
+    found: torch.Tensor = traced_operations.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
     return found
 
 

@@ -55,3 +55,16 @@ class Topology:
                 )
         if self.port is not None and not 0 < self.port < 65536:
             raise TopologyError(f"port={self.port} (from {self.source}): a port is between 1 and 65535")
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """A rank's node, its number on that node, the lowest rank that shares its host, and its process.
+
+    A node is what the launcher calls one; a host is where processes can share memory.
+    """
+
+    node_rank: int
+    local_rank: int
+    host: int = 0
+    process: str = field(default="", compare=False)

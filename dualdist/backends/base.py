@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dualdist.rendezvous.rank_assignment import RankLocation
-    from dualdist.topology import Topology
+    from dualdist.topology import RankLocation, Topology
 
 ReduceOp = Literal["sum", "min", "max", "product"]
 # Of a buffer for which nothing was reserved.

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from dualdist.checkpoint import files as checkpoint_files
-from dualdist.checkpoint import random_state
 from dualdist.checkpoint.files import ABOUT, EXTRA, ReadProgress
-from dualdist.checkpoint.random_state import RandomState
 from dualdist.checkpoint.save import ROOT, CheckpointSaver, DiskTask, require_none, told, value_of, words_of
 from dualdist.checkpoint.state import misfit, restore
 from dualdist.collectives.broadcast_state import broadcast_all
@@ -23,7 +21,9 @@ from dualdist.collectives.objects import allgather_object
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.ddp.optimizer import settle_order
 from dualdist.errors import CheckpointError, DualdistError, UsageError
+from dualdist.utils import random_state
 from dualdist.utils.nested_tensors import put_together, taken_apart
+from dualdist.utils.random_state import RandomState
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
 

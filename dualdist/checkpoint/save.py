@@ -23,12 +23,10 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.checkpoint import random_state
+from dualdist.backends.control_plane import unpickled
 from dualdist.checkpoint import writer as checkpoint_writing
 from dualdist.checkpoint.files import ABOUT, FORMAT, ReadProgress
-from dualdist.checkpoint.random_state import RandomState
 from dualdist.checkpoint.state import contents, dtypes_of, require_free, shapes_of
-from dualdist.collectives.control_plane import unpickled
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.objects import broadcast_object
@@ -36,6 +34,8 @@ from dualdist.collectives.work import PendingOperation
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import order_of
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
+from dualdist.utils import random_state
+from dualdist.utils.random_state import RandomState
 
 Places = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.places
 BEAT_S = 10.0

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from dualdist.backends.availability import Availability
 from dualdist.cli.help_formatter import completes
-from dualdist.doctor import Availability
 from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.doctor.findings import Level

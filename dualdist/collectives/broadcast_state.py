@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import allgather_object, as_bytes, broadcast_object, check_same_tensors
 from dualdist.collectives.collectives import in_step
-from dualdist.collectives.control_plane import allgather_object, as_bytes, broadcast_object, check_same_tensors
 from dualdist.collectives.group import Group
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.nested_tensors import put_together, taken_apart

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives import reductions
 from dualdist.collectives.arguments import name_of, root_of, scales_of, whole
-from dualdist.collectives.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.reductions import (

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
 from dualdist.collectives.collectives import in_step
-from dualdist.collectives.control_plane import ControlAllgather, as_bytes, check_same_tensors
+from dualdist.collectives.fingerprint import DIGEST_BYTES, fingerprints
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import listed
 from dualdist.collectives.tensor_utils import spec
 from dualdist.errors import DriftError, UnsupportedError, UsageError
-from dualdist.utils.fingerprint import DIGEST_BYTES, fingerprints
+from dualdist.utils.suggest import listed
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import as_bytes
 from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.autograd import back_of, wants_gradient, with_gradient
 from dualdist.collectives.collectives import device_of, shares, splits_of
-from dualdist.collectives.control_plane import as_bytes
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.tensor_utils import checked, from_bytes, row_bytes, rows_of, spec_from, spec_of, values_of

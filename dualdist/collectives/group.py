@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.exchange import ShmExchange, ShmMessage
-from dualdist.collectives.control_plane import ControlAllgather
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, Response, decide
 from dualdist.collectives.work import Handle, PendingOperation, own_parts
 from dualdist.errors import (

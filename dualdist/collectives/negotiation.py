@@ -9,11 +9,11 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from dualdist.errors import UsageError
+from dualdist.utils.suggest import SHOWN, listed
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Between what a rank says and what comes along with it: Note [inline payload]. JSON does not hold it.
 RIDERS = b"\0"
-SHOWN = 8  # tensors, or ranks, at most, in an error
 # What the ranks that go on may still do when others have joined, who take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
 
@@ -164,11 +164,3 @@ def _by_words(active: Sequence[tuple[int, RankRequests]]) -> dict[str, list[int]
         assert offer is not None, "only asked where every rank waits for something that it offers"
         said.setdefault(offer.what, []).append(rank)
     return said
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 0, 1, 2 and 61 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:SHOWN]))
-    return f"ranks {shown}" + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")

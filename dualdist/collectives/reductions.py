@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
-from dualdist.collectives.control_plane import ControlAllgather, allgather_bytes, as_bytes
+from dualdist.backends.control_plane import ControlAllgather, allgather_bytes, as_bytes
 from dualdist.errors import UsageError
 from dualdist.utils.suggest import one_of
 

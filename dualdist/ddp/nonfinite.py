@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.collectives.negotiation import listed
+from dualdist.utils.suggest import listed
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend

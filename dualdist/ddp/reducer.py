@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.base import NO_PLACE
-from dualdist.collectives.control_plane import broadcast_object, check_same_tensors
+from dualdist.backends.control_plane import broadcast_object, check_same_tensors
 from dualdist.collectives.objects import allgather_object
 from dualdist.ddp.bucket_plan import (
     DROPS,

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from dualdist.collectives.fingerprint import digest
 from dualdist.topology import Topology
-from dualdist.utils.fingerprint import digest
-from dualdist.utils.machine import CpuUse, peak_kib, read_cpu
+from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
 
 FOLDER = "/proc/self/fd"
 # struct tcp_info of linux/tcp.h: tcpi_bytes_acked stands at byte 120, in Linux 4.1 and later.
@@ -212,16 +212,11 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
         "transport": transport,
         "launcher": topology.launcher,
         "mpi": topology.mpi,
-        "device": name_of(device),
+        "device": device_name(device),
         "cuda": torch.version.cuda if cuda else None,
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda else None,
         "threads": torch.get_num_threads(),
     }
-
-
-def name_of(device: torch.device) -> str:
-    """ "cpu", or what the GPU is called."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def sample(parameters: Iterable[torch.Tensor]) -> list[float]:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Store
+from dualdist.backends.control_plane import ControlAllgather
 from dualdist.collectives.collectives import in_step
-from dualdist.collectives.control_plane import ControlAllgather
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import listed
 from dualdist.errors import RendezvousError
 from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summed_up
 from dualdist.utils.deadline import Deadline
+from dualdist.utils.suggest import listed
 
 if TYPE_CHECKING:
     from dualdist.rendezvous.open_session import Session

@@ -1,10 +1,11 @@
-"""What would not work here, and what to type; nothing is started, and torch may be broken or missing.
+"""Checks of an installation, its host and its job: what would not work and what to type; nothing is started.
 
-Facts are gathered in host.py and look.py; findings are pure functions of them, a family a file (of_torch.py and its
-kin); explain.py tells where a topology came from; cells.py starts ranks and hosts.py asks other hosts when told to.
+host.py and collect.py gather facts; checks/ has pure functions from facts to findings, one module per subject;
+explain.py says where the topology came from; smoke_test.py starts ranks and hosts.py asks other hosts, on request.
+torch may be broken or missing.
 """
 
-from dualdist.doctor.context import Availability
+from dualdist.backends.availability import Availability
 from dualdist.doctor.diagnosis import Diagnosis, diagnose, installed_backends, judge, to_json
 from dualdist.doctor.findings import Finding
 

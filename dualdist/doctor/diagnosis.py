@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from dualdist.backends.availability import Availability, available
 from dualdist.doctor import collect, host
 from dualdist.doctor.checks import choices, horovod, mpi, network, slurm, torch
 from dualdist.doctor.checks import gpus as of_gpus
 from dualdist.doctor.checks import host as of_host
-from dualdist.doctor.context import Availability, DoctorContext, available
+from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import InstallationFacts
 from dualdist.doctor.findings import Finding, by_weight, exit_code
 from dualdist.environments import detect

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dualdist.doctor.context import Availability
+from dualdist.backends.availability import Availability
 from dualdist.environments.env_values import RENDEZVOUS, text
 from dualdist.environments.unused import UnusedVariable, set_places, unused
 from dualdist.errors import TopologyError, UsageError

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
 from dualdist.doctor.facts import UNLIMITED, HostFacts
-from dualdist.rendezvous.network_interfaces import LOOPBACK, interfaces
+from dualdist.utils.network_interfaces import LOOPBACK, interfaces
 from dualdist.utils.resource_limits import bound_cores, granted_cores
 from dualdist.version import __version__
 

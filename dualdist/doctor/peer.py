@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dualdist.doctor import host
-from dualdist.rendezvous.network_interfaces import reason
+from dualdist.utils.network_interfaces import reason
 
 # By which others know that it was this program that answered, on the host that they meant.
 GREETING = "dualdist doctor {}\n"

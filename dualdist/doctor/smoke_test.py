@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dualdist.backends.availability import Availability
 from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, sorted_out
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
-from dualdist.doctor.context import Availability
 from dualdist.doctor.findings import Finding
 from dualdist.errors import LaunchError
 from dualdist.launch.env_defaults import SLURM_JOB

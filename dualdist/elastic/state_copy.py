@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from dualdist.checkpoint import random_state
 from dualdist.checkpoint.files import ABOUT, EXTRA
-from dualdist.checkpoint.random_state import RandomState
 from dualdist.checkpoint.state import contents, dtypes_of, has_state, restore
 from dualdist.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object, broadcast_object
 from dualdist.data.sampler import Sampler
 from dualdist.errors import UsageError
+from dualdist.utils import random_state
+from dualdist.utils.random_state import RandomState
 
 ROOT = 0
 

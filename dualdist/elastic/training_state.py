@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from dualdist import session
+from dualdist import api, session
 from dualdist.backends.horovod.driver import is_elastic
 from dualdist.checkpoint.state import has_state, require_free
 from dualdist.collectives.compile import uncompiled
@@ -145,8 +145,6 @@ class State:
 
     def save(self) -> None:
         """Save now; every rank calls this."""
-        from dualdist import api
-
         if self._path is not None:
             api.save_checkpoint(self._path, keep=self._keep, **self._parts())
         else:
@@ -154,8 +152,6 @@ class State:
 
     def restore(self) -> None:
         """Go back to what was saved last; every rank calls this. CheckpointError where nothing was."""
-        from dualdist import api
-
         if self._path is not None:
             self._take(api.load_checkpoint(self._path, required=True, **self._objects()) or {})
         elif self._copy is not None:
@@ -165,8 +161,6 @@ class State:
 
     def sync(self) -> None:
         """All ranks have one state: that of the newest good checkpoint, or else rank 0's; every rank calls this."""
-        from dualdist import api
-
         self._commits = 0  # as of a rank that was started just now
         found = None if self._path is None else api.load_checkpoint(self._path, **self._objects())
         if found is None:

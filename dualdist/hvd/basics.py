@@ -97,7 +97,7 @@ def _ranks_of(comm: Sequence[int] | Any | None) -> list[int]:
         return ranks
     if not hasattr(comm, "Get_group"):
         raise UsageError(f"comm={comm!r}: expected different ranks, or an mpi4py communicator")
-    from dualdist.rendezvous.mpi_world import ranks_in_world
+    from dualdist.backends.mpi.world import ranks_in_world
 
     return ranks_in_world(comm)
 

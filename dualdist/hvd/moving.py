@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from dualdist.collectives import autograd, collectives
-from dualdist.collectives.join import join as join_group
+from dualdist.ddp.join import join as join_group
 from dualdist.hvd.exceptions import horovods_errors
 from dualdist.hvd.face import current, started, synchronize
 from dualdist.hvd.ops import Tensors

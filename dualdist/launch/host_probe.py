@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-from dualdist.rendezvous.network_interfaces import interfaces, reason
+from dualdist.utils.network_interfaces import interfaces, reason
 from dualdist.utils.resource_limits import usable_cores
 from dualdist.version import __version__
 

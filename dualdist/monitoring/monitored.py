@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
-from dualdist.collectives.negotiation import listed
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.monitoring.rank_probe import RankProbe
 from dualdist.monitoring.timeout_report import STORE_GONE, give_up, lost, silent_ranks
+from dualdist.utils.suggest import listed
 
 if TYPE_CHECKING:
     import torch

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dualdist.collectives.negotiation import SHOWN, listed
 from dualdist.errors import RendezvousError
 from dualdist.monitoring import process_state as stacks
 from dualdist.monitoring.process_state import AMISS, ENDED, Line, ProcessIdentity
 from dualdist.monitoring.rank_probe import ANSWER_S, ProbeResult, RankPosition, RankProbe
 from dualdist.utils.deadline import call_within
+from dualdist.utils.suggest import SHOWN, listed
 
 STORE_GONE = "the store of the job, which rank 0 or its launcher serves, does not answer"
 UNSEEN = "ended, stopped, or in C code that keeps Python's lock"

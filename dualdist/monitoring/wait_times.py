@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dualdist.collectives.negotiation import listed
+from dualdist.utils.suggest import listed
 
 Array = np.ndarray[Any, Any]
 

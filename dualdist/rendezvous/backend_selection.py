@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dualdist.errors import BackendUnavailableError, TopologyError, UnsupportedError, UsageError
 from dualdist.topology import Topology
+from dualdist.utils.machine import device_name
 from dualdist.utils.suggest import one_of
 
 if TYPE_CHECKING:
@@ -106,9 +107,7 @@ def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str],
     def device() -> tuple[str, int]:
         import torch
 
-        from dualdist.diagnostics.recording import name_of
-
-        return name_of(device_of(None)), torch.get_num_threads()
+        return device_name(device_of(None)), torch.get_num_threads()
 
     if not choices.can_count(topology):
         return None

@@ -19,10 +19,10 @@ from dualdist.rendezvous.backend_selection import (
     saved_choice,
     told,
 )
-from dualdist.rendezvous.network_interfaces import host_identity
-from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, placed, processes_on_host, report_of, settle
-from dualdist.topology import Topology
+from dualdist.rendezvous.rank_assignment import RankReport, placed, processes_on_host, report_of, settle
+from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import host_identity
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ def _adopt(start: SessionConfig, group: tuple[int, int]) -> Session:
 
 def _open_horovod_on_mpi(start: SessionConfig) -> Session:
     from dualdist.backends.horovod import startup as horovod_start
-    from dualdist.rendezvous import mpi_world
+    from dualdist.backends.mpi import world as mpi_world
 
     topology = start.topology
     if mpi_world.has_ended():
@@ -199,9 +199,9 @@ def _open_on_mpi(backend: Backend, start: SessionConfig) -> Session:
 
 def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
     """A store that rank 0 serves, found over a backend that runs already."""
+    from dualdist.backends.control_plane import broadcast_object
     from dualdist.backends.native import store as native_store
-    from dualdist.collectives.control_plane import broadcast_object
-    from dualdist.rendezvous import network_interfaces
+    from dualdist.utils import network_interfaces
 
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
@@ -262,7 +262,7 @@ def _places_by(
     backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]
 ) -> list[RankLocation]:
     """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
-    from dualdist.collectives.control_plane import allgather_object
+    from dualdist.backends.control_plane import allgather_object
 
     mine = report_of(topology, host_identity(environ), backend.name, transport, process_state.own().dumps())
     return settle([RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 from dualdist.errors import TopologyError
 from dualdist.monitoring.process_state import ProcessIdentity
-from dualdist.topology import Topology
+from dualdist.topology import RankLocation, Topology
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,6 @@ class RankReport:
     @staticmethod
     def loads(text: str) -> RankReport:
         return RankReport(**json.loads(text))
-
-
-@dataclass(frozen=True)
-class RankLocation:
-    """A rank's node, its number on that node, the lowest rank that shares its host, and its process.
-
-    A node is what the launcher calls one; a host is where processes can share memory.
-    """
-
-    node_rank: int
-    local_rank: int
-    host: int = 0
-    process: str = field(default="", compare=False)
 
 
 def report_of(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:

@@ -20,13 +20,15 @@ from typing import NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from dualdist.backends.base import Store
+from dualdist.backends.mpi import world
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous import elastic_generation, mpi_world, network_interfaces
-from dualdist.rendezvous.network_interfaces import StoreAddress
-from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, report_of, settle
-from dualdist.topology import Topology
+from dualdist.rendezvous import elastic_generation
+from dualdist.rendezvous.rank_assignment import RankReport, report_of, settle
+from dualdist.topology import RankLocation, Topology
+from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.network_interfaces import StoreAddress
 
 RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
@@ -139,10 +141,10 @@ class MpiAddressExchange:
     deadline: Deadline
 
     def publish(self, text: str) -> None:
-        mpi_world.broadcast_text(text, self.topology, self.environ, self.deadline)
+        world.broadcast_text(text, self.topology, self.environ, self.deadline)
 
     def read(self) -> str | None:
-        return mpi_world.broadcast_text(None, self.topology, self.environ, self.deadline)
+        return world.broadcast_text(None, self.topology, self.environ, self.deadline)
 
     def withdraw(self) -> None:
         pass

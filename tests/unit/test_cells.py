@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from dualdist.backends.availability import Availability
 from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, references, refusal, sorted_out
 from dualdist.bench.jobs import Contestant, MeasurementSettings
 from dualdist.cli import compare
 from dualdist.cli.compare_request import cells_of
-from dualdist.doctor import Availability
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
 

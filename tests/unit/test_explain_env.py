@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doctor_facts import HOROVOD, MPIRUN, RECORDS, VERSIONS, recorded
 
-from dualdist.doctor.context import available
+from dualdist.backends.availability import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.environments import detect

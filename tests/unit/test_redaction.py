@@ -7,9 +7,9 @@ import json
 import pytest
 from doctor_facts import RECORDS, diagnosis
 
+from dualdist.backends.availability import available
 from dualdist.cli.doctor import Painter, explained, lines
 from dualdist.doctor import to_json
-from dualdist.doctor.context import available
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import explain
 from dualdist.utils.redaction import HIDDEN, redacted_in, redactor

@@ -13,7 +13,11 @@ import torch.distributed as dist
 from dualdist.backends.native import store as native_store
 from dualdist.backends.native.backend import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.rendezvous.network_interfaces import (
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport
+from dualdist.rendezvous.store_rendezvous import FileAddressExchange, RendezvousResult, _interface, assemble, meet
+from dualdist.topology import Topology
+from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.network_interfaces import (
     LOOPBACK,
     OWN_IPV6,
     StoreAddress,
@@ -24,10 +28,6 @@ from dualdist.rendezvous.network_interfaces import (
     listen,
     wait_until_listening,
 )
-from dualdist.rendezvous.rank_assignment import RankLocation, RankReport
-from dualdist.rendezvous.store_rendezvous import FileAddressExchange, RendezvousResult, _interface, assemble, meet
-from dualdist.topology import Topology
-from dualdist.utils.deadline import Deadline, call_within
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from dualdist.backends.native import store as native_store
 from dualdist.monitoring.monitored import Monitor
 from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RankProbe
 from dualdist.monitoring.timeout_report import give_up, silent_ranks
-from dualdist.rendezvous.network_interfaces import LOOPBACK, listen
 from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import LOOPBACK, listen
 
 Enroll = Callable[[int, int], list[RankProbe]]
 # Seconds that the interpreter takes to end.
@@ -26,7 +26,7 @@ STORE = """
 import sys
 from dualdist.backends.native import store as native_store
 from dualdist.utils.deadline import Deadline
-from dualdist.rendezvous.network_interfaces import LOOPBACK, listen
+from dualdist.utils.network_interfaces import LOOPBACK, listen
 listener = listen(0, loopback_only=True)
 port = listener.getsockname()[1]
 kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
@@ -38,7 +38,7 @@ import sys
 import time
 from dualdist.backends.native import store as native_store
 from dualdist.utils.deadline import Deadline
-from dualdist.rendezvous.network_interfaces import LOOPBACK
+from dualdist.utils.network_interfaces import LOOPBACK
 from dualdist.monitoring.rank_probe import RankProbe
 RankProbe(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
 class TakesLongToEnd:

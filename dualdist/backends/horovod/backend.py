@@ -26,7 +26,7 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.horovod_build.record import read_record
-from dualdist.rendezvous.rank_assignment import RankLocation
+from dualdist.topology import RankLocation
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.horovod_names import real_horovod
 

@@ -27,11 +27,11 @@ from dualdist.backends.horovod.backend import (
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import BackendUnavailableError, DualdistError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.horovod_build.record import read_record
-from dualdist.rendezvous import network_interfaces
-from dualdist.rendezvous.network_interfaces import StoreAddress
 from dualdist.topology import Topology
+from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
+from dualdist.utils.network_interfaces import StoreAddress
 from dualdist.utils.temporary_env import variables_set
 
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"

@@ -27,6 +27,7 @@ import torch
 
 from dualdist.backends.base import ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffers
+from dualdist.backends.mpi import world as mpi_world
 from dualdist.backends.mpi.work import (
     BYTES_PER_S,
     CLOSED,
@@ -44,7 +45,6 @@ from dualdist.errors import (
     RendezvousError,
     UnsupportedError,
 )
-from dualdist.rendezvous import mpi_world
 from dualdist.topology import Topology
 from dualdist.utils.deadline import call_within
 from dualdist.utils.resource_limits import machine_cores, usable_cores

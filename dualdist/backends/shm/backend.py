@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
+from dualdist.backends.control_plane import as_bytes
 from dualdist.backends.shm.exchange import ShmExchange
 from dualdist.backends.shm.exchange import nbytes as mailbox_bytes
 from dualdist.backends.shm.reduction import (
@@ -34,7 +35,6 @@ from dualdist.backends.shm.reduction import (
     shared_bytes,
 )
 from dualdist.backends.shm.segment import SegmentPeers, SharedSegment, pages
-from dualdist.collectives.control_plane import as_bytes
 from dualdist.errors import BackendUnavailableError
 
 # What passes through in pieces passes through slots of this size; it fits a processor's second cache.

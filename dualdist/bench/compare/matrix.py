@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dualdist.backends.availability import Availability
 from dualdist.bench.jobs import Contestant, MeasurementSettings, program_command
-from dualdist.doctor import Availability
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
 from dualdist.launch.launchers import Site, known

@@ -17,8 +17,8 @@ from dualdist.bench.cases import COMMUNICATING, WITH_TORCH, StepOptions
 from dualdist.bench.ranks import baselines
 from dualdist.bench.ranks.interleaving import TimedContender, interleave, repeats_to_fill, timed, together
 from dualdist.bench.ranks.models import ModelFactory, case_of
+from dualdist.collectives.fingerprint import digest
 from dualdist.topology import Topology
-from dualdist.utils.fingerprint import digest
 from dualdist.utils.machine import peak_kib, reset_peak, resident_kib
 
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9

@@ -10,7 +10,7 @@ from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import text
 from dualdist.launch.env_defaults import INTERFACES
-from dualdist.rendezvous.network_interfaces import LOOPBACK
+from dualdist.utils.network_interfaces import LOOPBACK
 
 SLOW_S = 1.0
 # Bridges of containers and virtual machines: every host has one, of the same address, and none leads to another host.

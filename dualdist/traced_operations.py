@@ -7,7 +7,6 @@ compile again whenever their own shapes change, and one that asked the others th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,17 +42,3 @@ def _back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, N
 
 
 allreduce.register_autograd(_back, setup_context=_remember)
-
-
-WHY = (
-    "between ranks, torch.compile(fullgraph=True) follows dd.allreduce only, on the native backend, of a dense tensor, "
-    "by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without async_op; Horovod's "
-    "engine is no part of torch, so that its operations cannot be followed: leave fullgraph out"
-)
-
-
-def _outside(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return function(*args, **kwargs)
-
-
-outside = torch.compiler.disable(_outside, reason=WHY)

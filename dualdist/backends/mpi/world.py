@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError, UnsupportedError
-from dualdist.monitoring.failed_exit import STDERR, await_reader
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
+from dualdist.utils.output import STDERR, await_reader
 from dualdist.utils.temporary_env import variables_set
 
 if TYPE_CHECKING:

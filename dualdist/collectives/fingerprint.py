@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dualdist.collectives.control_plane import as_bytes
+from dualdist.backends.control_plane import as_bytes
 
 WORD_BYTES = 4
 CHUNK_WORDS = 1 << 16  # with their products they stay in a processor's second cache
