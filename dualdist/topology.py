@@ -9,7 +9,7 @@ from dualdist.errors import TopologyError
 
 # How ranks that know only their number find rank 0: nobody to find; rank 0 listens at address and port; the launcher's
 # agent already serves a store there; the store of Horovod's launcher; MPI was started; a Slurm step's shared folder.
-Meeting = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
+Rendezvous = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Topology:
     source: str
     address: str | None = None
     port: int | None = None
-    meeting: Meeting = "none"
+    rendezvous: Rendezvous = "none"
     mpi: bool = False
     inferred: frozenset[str] = frozenset()
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)

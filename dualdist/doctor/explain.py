@@ -112,9 +112,9 @@ def _meeting(environ: Mapping[str, str], found: Topology) -> ExplainedField:
     if named is not None and found.size > 1:
         return ExplainedField("ranks meet", named, RENDEZVOUS)
     if found.address is None or found.size == 1:
-        return ExplainedField("ranks meet", found.meeting, MEETINGS[found.meeting])
+        return ExplainedField("ranks meet", found.rendezvous, MEETINGS[found.rendezvous])
     names = dict(found.origins)
-    source = f"{names.get('address')} and {names.get('port')}; {MEETINGS[found.meeting]}"
+    source = f"{names.get('address')} and {names.get('port')}; {MEETINGS[found.rendezvous]}"
     return ExplainedField("ranks meet", f"{found.address} port {found.port}", source)
 
 

@@ -37,4 +37,4 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     read(environ, CROSS)
     names = ANYWHERE if environ.get(ELASTIC) == "1" else NAMES
     source = f"{', '.join(PLACE)} (horovodrun)"
-    return topology(read(environ, names), launcher="horovodrun", source=source, meeting="horovod", names=names)
+    return topology(read(environ, names), launcher="horovodrun", source=source, rendezvous="horovod", names=names)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dualdist.environments.env_values import RENDEZVOUS, EnvValues, LauncherVariables, integer, present, shown, text
 from dualdist.errors import TopologyError
-from dualdist.topology import Meeting, Topology
+from dualdist.topology import Rendezvous, Topology
 
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
@@ -65,11 +65,11 @@ def topology(
     launcher: str,
     source: str,
     master: MainAddress | None = None,
-    meeting: Meeting = "none",
+    rendezvous: Rendezvous = "none",
     mpi: bool = False,
     names: LauncherVariables | None = None,
 ) -> Topology:
-    """The rank's Topology; `meeting` is how the ranks meet where no address of rank 0 is given.
+    """The rank's Topology; `rendezvous` is how the ranks meet where no address of rank 0 is given.
 
     `names` are the variables that told it.
     """
@@ -87,9 +87,9 @@ def topology(
     elif told.num_nodes == 1 or told.local_size == told.size:  # one node: the rest follows
         inferred -= {"local_size", "node_rank", "num_nodes"}
     if told.size == 1:
-        meeting = "none"
+        rendezvous = "none"
     elif master is not None:
-        meeting = "agent" if master.agent else "address"
+        rendezvous = "agent" if master.agent else "address"
     return Topology(
         rank=told.rank,
         size=told.size,
@@ -101,7 +101,7 @@ def topology(
         source=source,
         address=master.address if master else None,
         port=master.port if master else None,
-        meeting=meeting,
+        rendezvous=rendezvous,
         mpi=mpi,
         inferred=inferred,
         origins=tuple(_origins(told, names, master)),

@@ -19,7 +19,7 @@ def rank_of_mpi(environ: Mapping[str, str], names: LauncherVariables, launcher: 
         source=f"{', '.join(present(environ, names.given()))} ({names.launcher})",
         master=read_master(environ),
         names=names,
-        meeting="mpi",
+        rendezvous="mpi",
         mpi=True,
     )
 

@@ -63,7 +63,7 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         launcher="srun",
         source=f"{', '.join(NEEDED)} (srun)",
         master=read_master(environ),
-        meeting="slurm",
+        rendezvous="slurm",
         mpi=started_with_pmix(environ) or text(environ, CRAY) is not None,
     )
 

@@ -22,7 +22,7 @@ POLL_S = 0.01
 
 def may_repeat(topology: Topology, environ: Mapping[str, str]) -> bool:
     """Whether there can be several rounds at one store: with restarts, and where hosts may come and go."""
-    return topology.meeting == "agent" and (environ.get(MAX_RESTARTS, "0") != "0" or topology.num_nodes > 1)
+    return topology.rendezvous == "agent" and (environ.get(MAX_RESTARTS, "0") != "0" or topology.num_nodes > 1)
 
 
 def agree(store: Store, topology: Topology, deadline: Deadline) -> str:

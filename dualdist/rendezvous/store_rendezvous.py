@@ -237,10 +237,10 @@ def _open_store(
     """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
     given = environ.get(RENDEZVOUS)
     address, port = topology.address, topology.port
-    agent = topology.meeting == "agent" and not given
+    agent = topology.rendezvous == "agent" and not given
     if given and urlsplit(given).scheme == "tcp":
         address, port = _address_of(given)
-    elif given or topology.meeting in ("horovod", "mpi", "slurm"):
+    elif given or topology.rendezvous in ("horovod", "mpi", "slurm"):
         exchange = FileAddressExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
         return _invite(topology, exchange, host, connect, deadline), exchange
     if address is None or port is None:
@@ -274,9 +274,9 @@ def _path_of(url: str) -> Path:
 
 
 def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> AddressExchange:
-    if topology.meeting == "mpi":
+    if topology.rendezvous == "mpi":
         return MpiAddressExchange(topology, environ, deadline)
-    if topology.meeting == "horovod":
+    if topology.rendezvous == "horovod":
         return HorovodAddressExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), "rank0")
     folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
     step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))

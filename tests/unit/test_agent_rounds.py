@@ -22,7 +22,7 @@ def store() -> TcpStore:
 
 
 def place(rank: int, size: int, nodes: int = 1) -> Topology:
-    return Topology(rank, size, rank, size, 0, nodes, "torchrun", "X", meeting="agent")
+    return Topology(rank, size, rank, size, 0, nodes, "torchrun", "X", rendezvous="agent")
 
 
 def rounds(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 20) -> list[object]:
@@ -70,6 +70,6 @@ def test_who_did_not_come_is_told() -> None:
 )  # fmt: skip
 def test_a_job_that_cannot_have_rounds_asks_nothing(environ: dict[str, str], nodes: int, repeats: bool) -> None:
     size = 2 * nodes
-    there = Topology(0, size, 0, 2, 0, nodes, "torchrun", "X", meeting="agent")
+    there = Topology(0, size, 0, 2, 0, nodes, "torchrun", "X", rendezvous="agent")
     assert elastic_generation.may_repeat(there, environ) is repeats
     assert not elastic_generation.may_repeat(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)

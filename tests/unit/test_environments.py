@@ -57,12 +57,12 @@ def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
     size = found[0].size
     whole = [topology.rank for topology in found] == list(range(size))
     assert whole or name in ("slurm_sbatch_plain",) or size == 1
-    for field in ("size", "launcher", "source", "meeting", "mpi", "address", "port", "inferred"):
+    for field in ("size", "launcher", "source", "rendezvous", "mpi", "address", "port", "inferred"):
         assert len({getattr(topology, field) for topology in found}) == 1, field
 
 
 @pytest.mark.parametrize(
-    ("table", "meeting", "mpi"),
+    ("table", "rendezvous", "mpi"),
     [
         ("torchrun", "agent", False),
         ("horovodrun_gloo_more", "horovod", False),
@@ -77,18 +77,18 @@ def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
         ("slurm_sbatch_plain", "none", False),
     ],
 )
-def test_how_the_ranks_meet_follows_from_the_launcher(table: str, meeting: str, mpi: bool) -> None:
+def test_how_the_ranks_meet_follows_from_the_launcher(table: str, rendezvous: str, mpi: bool) -> None:
     found = detect(env_of(table))
-    assert (found.meeting, found.mpi) == (meeting, mpi)
+    assert (found.rendezvous, found.mpi) == (rendezvous, mpi)
 
 
 def test_an_exported_master_is_where_srun_and_mpirun_meet() -> None:
     master = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra"):
         found = detect(env_of(table) | master)
-        assert (found.address, found.port, found.meeting) == ("n1", 29500, "address")
+        assert (found.address, found.port, found.rendezvous) == ("n1", 29500, "address")
     found = detect(env_of("horovodrun_gloo_more") | master)
-    assert (found.address, found.meeting) == (None, "horovod")
+    assert (found.address, found.rendezvous) == (None, "horovod")
 
 
 @pytest.mark.parametrize("half", [{"MASTER_ADDR": "n1"}, {"MASTER_PORT": "29500"}, {"MASTER_PORT": "none"}])
@@ -155,7 +155,7 @@ def test_a_stray_local_rank_or_master_is_no_launcher() -> None:
     found = detect(
         {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "x", "PATH": "/bin"}
     )
-    assert (found.launcher, found.rank, found.size, found.meeting) == ("none", 0, 1, "none")
+    assert (found.launcher, found.rank, found.size, found.rendezvous) == ("none", 0, 1, "none")
 
 
 def test_agreeing_rank_and_world_size_stand_beside_a_launcher() -> None:

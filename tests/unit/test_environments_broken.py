@@ -82,7 +82,7 @@ def test_torchrun_without_its_run_id_is_still_read_by_hand() -> None:
     env = recorded("torchrun")
     del env["TORCHELASTIC_RUN_ID"]
     found = detect(env)
-    assert (found.launcher, found.rank, found.size, found.meeting) == ("torchrun", 1, 2, "agent")
+    assert (found.launcher, found.rank, found.size, found.rendezvous) == ("torchrun", 1, 2, "agent")
 
 
 def test_slurm_without_one_spelling_of_its_step_is_whole_and_without_both_is_half() -> None:
@@ -191,7 +191,7 @@ def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
 
 def test_several_ranks_by_hand_need_a_master_and_one_does_not() -> None:
     assert error_of({"RANK": "1", "WORLD_SIZE": "2"}).startswith("MASTER_ADDR and MASTER_PORT not set")
-    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).meeting == "none"
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous == "none"
     assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
 
 

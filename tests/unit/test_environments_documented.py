@@ -75,7 +75,7 @@ def test_two_ranks_on_each_of_two_nodes(envs: list[Env], launcher: str, inferred
     assert [place(topology) for topology in found] == BLOCK
     assert {topology.launcher for topology in found} == {launcher}
     assert {topology.inferred for topology in found} == {frozenset(inferred)}
-    assert all(topology.mpi and topology.meeting == "mpi" for topology in found)
+    assert all(topology.mpi and topology.rendezvous == "mpi" for topology in found)
 
 
 def test_mvapich_started_by_hydra_is_read_once() -> None:
@@ -168,15 +168,15 @@ def test_rank_and_world_size_without_a_launcher(
 ) -> None:
     found = detect({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"} | extra)
     assert (found.launcher, place(found), found.inferred) == (launcher, expected, frozenset(inferred))
-    assert (found.address, found.port, found.meeting) == (extra["MASTER_ADDR"], 29500, "address")
+    assert (found.address, found.port, found.rendezvous) == (extra["MASTER_ADDR"], 29500, "address")
 
 
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({}, {"launcher": "override", "meeting": "none", "address": None}),
+        ({}, {"launcher": "override", "rendezvous": "none", "address": None}),
         ({"DUALDIST_LAUNCHER": "spawn"}, {"launcher": "spawn"}),
-        ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, {"address": "n1", "port": 29500, "meeting": "address"}),
+        ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, {"address": "n1", "port": 29500, "rendezvous": "address"}),
         (
             {"DUALDIST_NODE_RANK": "1", "DUALDIST_NUM_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
             {"node_rank": 1, "inferred": {"local_rank"}},

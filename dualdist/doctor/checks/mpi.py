@@ -47,7 +47,7 @@ def _of_starters(case: DoctorContext) -> Iterator[Finding]:
 
 def _of_mpi4py(case: DoctorContext) -> Iterator[Finding]:
     said, mpirun = case.facts.mpi4py, case.facts.starter()
-    needs_it = case.asked == "mpi" or (case.topology is not None and case.topology.meeting == "mpi")
+    needs_it = case.asked == "mpi" or (case.topology is not None and case.topology.rendezvous == "mpi")
     if isinstance(said, str):
         yield Finding(
             "mpi4py-broken",
@@ -92,7 +92,7 @@ def _of_asking(case: DoctorContext) -> Iterator[Finding]:
 def _of_meeting(case: DoctorContext) -> Iterator[Finding]:
     """Ranks that only MPI can bring together, without anything that speaks MPI."""
     topology, horovod = case.topology, case.backends["horovod"]
-    if topology is None or topology.meeting != "mpi" or text(case.environ, RENDEZVOUS) is not None:
+    if topology is None or topology.rendezvous != "mpi" or text(case.environ, RENDEZVOUS) is not None:
         return
     if case.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
         yield Finding(
