@@ -331,15 +331,20 @@ def wrap_optimizer(
     """
     from dualdist.ddp import optimizer as gradients
     from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
-    from dualdist.ddp.compression import compressor_of
-    from dualdist.ddp.step_checks import checked_every
+    from dualdist.ddp.compression import resolve_compressor
+    from dualdist.ddp.step_checks import validate_check_every
 
     sizes = bucket_bytes("bucket_cap_mb", bucket_cap_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
-    recipe = ReducerConfig(
-        op, compressor_of(compression), gradient_predivide_factor, sparse_as_dense, *sizes, checked_every(check_every)
+    config = ReducerConfig(
+        op,
+        resolve_compressor(compression),
+        gradient_predivide_factor,
+        sparse_as_dense,
+        *sizes,
+        validate_check_every(check_every),
     )
-    gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, recipe, accumulate)
-    session.recorded(optimizer)
+    gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
+    session.record_steps(optimizer)
     return optimizer
 
 

@@ -71,7 +71,7 @@ class _RankFilter(logging.Filter):
         self._levels = _number(level), _number(others)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        rank, size = session.place()
+        rank, size = session.rank_and_size()
         record.rank = f"{rank}/{size}"
         return record.levelno >= self._levels[0 if rank == 0 else 1]
 

@@ -24,7 +24,7 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
     >>> sum(dd.progress([1, 2, 3], "epoch 1"))
     6
     """
-    if session.place()[0] != 0:
+    if session.rank_and_size()[0] != 0:
         yield from items
         return
     if total is None:

@@ -45,7 +45,7 @@ class _ProcessState:
     session: Session | None = None
     was_shut_down: bool = False
     sessions: int = 0
-    exported: tuple[str, ...] = ()  # variables that export() set, and the next init() takes away
+    exported: tuple[str, ...] = ()  # variables that export_env() set, and the next init() takes away
     meeting: RendezvousStore = field(default_factory=RendezvousStore)
     recorder: Recorder | None = None
     timeline: TimelineWriter | None = None
@@ -77,7 +77,7 @@ def is_open() -> bool:
     return _process.session is not None
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; before init() as the launcher says, or 0 of 1."""
     try:
         topology = detect(os.environ) if _process.session is None else _process.session.topology
@@ -181,7 +181,7 @@ def _trace(session: Session, path: str) -> None:
     session.endings.append(_process.timeline.finish)
 
 
-def observe(
+def set_observers(
     group: Group,
     operations: Callable[[str, CollectiveRequest | None], None] | None = None,
     moves: Callable[[str, str, str, int], None] | None = None,
@@ -198,8 +198,8 @@ def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: fl
 
     topology, backend = session.topology, session.backend
     plan = recording.RecordingPlan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
-    place = recording.place_of(topology, backend.name, backend.transport, session.device)
-    return recording.Recorder(plan, {"rank": topology.rank, **place}, session.device, began)
+    where = recording.place_of(topology, backend.name, backend.transport, session.device)
+    return recording.Recorder(plan, {"rank": topology.rank, **where}, session.device, began)
 
 
 def _tell_choice(said: str) -> None:
@@ -209,7 +209,7 @@ def _tell_choice(said: str) -> None:
         print(f"dualdist: {said}", file=sys.stderr, flush=True)
 
 
-def recorded(optimizer: torch.optim.Optimizer) -> None:
+def record_steps(optimizer: torch.optim.Optimizer) -> None:
     """The wrapped optimizer's steps are recorded, where `dualdist compare` runs this program, or a trace is kept."""
     if _process.recorder is not None:
         _process.recorder.watch(optimizer)
@@ -217,7 +217,7 @@ def recorded(optimizer: torch.optim.Optimizer) -> None:
         _process.timeline.listener.watch(optimizer)
 
 
-def export(values: Mapping[str, str]) -> None:
+def export_env(values: Mapping[str, str]) -> None:
     """Set variables that a launcher would set, for programs that read them; the next init() does not see them."""
     if not any(name in os.environ for name in values):
         os.environ.update(values)
@@ -264,11 +264,11 @@ def new_group(ranks: Sequence[int]) -> Group:
     world = session.world
     name = world.next_name("new_group")
     backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
-    place, timeout_s = backend.rank, backend.timeout_s
-    mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, place, timeout_s)
+    index, timeout_s = backend.rank, backend.timeout_s
+    mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
     group = Group(backend, Monitor(world.watch.roll, members), mailbox=mailbox)
     session.groups.append(group)
-    observe(group)
+    set_observers(group)
     return group
 
 

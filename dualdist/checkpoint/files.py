@@ -25,10 +25,10 @@ NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
 NAMED = ".pt"  # a path that ends so means a file
 # Of what a checkpoint holds: what is not a program's object.
-ABOUT = "dualdist"
+METADATA = "dualdist"
 EXTRA = "extra"
 # Arguments that say how to save and load: a part of that name would be taken for one, or the other way round.
-HOW = ("async_op", "random", "required")
+OPTIONS = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
@@ -115,8 +115,8 @@ def read(path: Path, progress: ReadProgress) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # whatever torch makes of a file that a stranger has sealed
-        raise CheckpointError(f"{path} is refused by torch.load(weights_only=True): {_told(error)}") from error
-    about, extra = (content.get(ABOUT), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
+        raise CheckpointError(f"{path} is refused by torch.load(weights_only=True): {_load_error(error)}") from error
+    about, extra = (content.get(METADATA), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
     if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(extra, dict):
         raise CheckpointError(f"{path} is no checkpoint of this version of dualdist: expected format {FORMAT} in it")
     return cast(dict[str, Any], content)
@@ -184,7 +184,7 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _told(error: Exception) -> str:
+def _load_error(error: Exception) -> str:
     """What torch says, without its advice to load the file as code."""
     lines = [
         line.strip() for line in str(error).splitlines() if "global" in line.lower() and "weights_only" not in line

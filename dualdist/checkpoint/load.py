@@ -11,15 +11,23 @@ from typing import Any
 import torch
 
 from dualdist.checkpoint import files as checkpoint_files
-from dualdist.checkpoint.files import ABOUT, EXTRA, ReadProgress
-from dualdist.checkpoint.save import ROOT, CheckpointSaver, DiskTask, require_none, told, value_of, words_of
-from dualdist.checkpoint.state import misfit, restore
+from dualdist.checkpoint.files import EXTRA, METADATA, ReadProgress
+from dualdist.checkpoint.save import (
+    ROOT,
+    CheckpointSaver,
+    DiskTask,
+    await_outcome,
+    error_message,
+    raise_problems,
+    unwrap_outcome,
+)
+from dualdist.checkpoint.state import find_mismatch, load_state
 from dualdist.collectives.broadcast_state import broadcast_all
 from dualdist.collectives.collectives import in_step
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
 from dualdist.ddp.bucket_plan import dense_strides
-from dualdist.ddp.optimizer import settle_order
+from dualdist.ddp.optimizer import set_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, UsageError
 from dualdist.utils import random_state
 from dualdist.utils.nested_tensors import put_together, taken_apart
@@ -68,7 +76,7 @@ def load(
         if group.rank == ROOT
         else None
     )
-    header: CheckpointHeader | None = value_of(told(group, f"{name}.header", task), task)
+    header: CheckpointHeader | None = unwrap_outcome(await_outcome(group, f"{name}.header", task), task)
     if header is None:
         if required:
             raise CheckpointError(f"there is no checkpoint in {path}")
@@ -82,9 +90,9 @@ def load(
     in_step(group, "broadcast", f"{name}.tensors", {}, lambda line: broadcast_all(line, tensors, ROOT, f"op.{name}"))
     content = header.content(tensors)
     cause = _restore(content, parts, group, device if random else None)
-    _require_none(group, f"{name}.restored", words_of(cause) if cause else "", CheckpointError, cause)
-    for part, order in _orders(content[ABOUT].get("orders"), parts):
-        settle_order(part, order)
+    _require_none(group, f"{name}.restored", error_message(cause) if cause else "", CheckpointError, cause)
+    for part, order in _orders(content[METADATA].get("orders"), parts):
+        set_reduction_order(part, order)
     saver.pass_over(newer)
     if header.refused and group.rank == ROOT:  # at the end, for a warning may be an error
         warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
@@ -100,7 +108,7 @@ def _read(
     if found is None:
         return None
     newer += found.newer
-    wanted = {name: found.content[name] for name in (*parts, ABOUT, EXTRA) if name in found.content}
+    wanted = {name: found.content[name] for name in (*parts, METADATA, EXTRA) if name in found.content}
     structure = taken_apart(wanted, tensors)
     specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)
     return CheckpointHeader(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
@@ -110,9 +118,9 @@ def _misfit(header: CheckpointHeader, parts: Mapping[str, Any]) -> str:
     """What does not fit on this rank, in words, or nothing; known before a tensor is there."""
     content = header.content([torch.empty(shape, dtype=dtype, device="meta") for shape, _, dtype in header.specs])
     try:
-        return misfit(parts, content, header.names)
+        return find_mismatch(parts, content, header.names)
     except Exception as error:  # a stranger's file may hold anything, and the program's objects run their own code
-        return words_of(error)
+        return error_message(error)
 
 
 def _restore(
@@ -120,10 +128,10 @@ def _restore(
 ) -> Exception | None:
     """The objects, and with a device the random generators, are as they were; or why not."""
     try:
-        restore(parts, content)
+        load_state(parts, content)
         if device is not None:
-            _restore_random(content[ABOUT]["random"], group, device)
-    except Exception as error:  # told to all ranks
+            _restore_random(content[METADATA]["random"], group, device)
+    except Exception as error:  # reported to all ranks
         return error
     return None
 
@@ -156,6 +164,6 @@ def _require_none(
 ) -> None:
     """An error on every rank where a rank has a problem."""
     try:
-        require_none(allgather_object(group, problem, name), group.ranks, kind)
+        raise_problems(allgather_object(group, problem, name), group.ranks, kind)
     except kind as error:
         raise error from cause

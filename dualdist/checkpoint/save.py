@@ -25,14 +25,14 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import unpickled
 from dualdist.checkpoint import writer as checkpoint_writing
-from dualdist.checkpoint.files import ABOUT, FORMAT, ReadProgress
-from dualdist.checkpoint.state import contents, dtypes_of, require_free, shapes_of
+from dualdist.checkpoint.files import FORMAT, METADATA, ReadProgress
+from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, shapes_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.objects import broadcast_object
 from dualdist.collectives.work import PendingOperation
 from dualdist.data.sampler import Sampler
-from dualdist.ddp.optimizer import order_of
+from dualdist.ddp.optimizer import get_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
 from dualdist.utils import random_state
 from dualdist.utils.random_state import RandomState
@@ -70,7 +70,7 @@ class DiskTask:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.value = call(self.progress)
-        except Exception as error:  # told to all ranks
+        except Exception as error:  # reported to all ranks
             self.error = error
 
     def outcome(self) -> DiskOutcome | None:
@@ -78,7 +78,7 @@ class DiskTask:
         self._thread.join(self.beat_s)
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
-            return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=words_of(self.error))
+            return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=error_message(self.error))
         if (moved := (self.progress.nbytes, self._computed_s())) != self._seen[0]:
             self._seen = moved, time.monotonic()
         if time.monotonic() - self._seen[1] > self._limit_s:
@@ -118,12 +118,12 @@ class PendingSave:
         """The path of the checkpoint, which is on the disk now; every rank calls this. CheckpointError on all ranks."""
         if self._outcome is None:
             try:
-                self._outcome = told(self._group, self._name, self._task)
+                self._outcome = await_outcome(self._group, self._name, self._task)
             except BaseException:
                 if not self._is_copy:
                     self._give_up()
                 raise
-        return str(value_of(self._outcome, self._task))
+        return str(unwrap_outcome(self._outcome, self._task))
 
     def settle(self) -> None:
         """wait(), also where the ranks cannot talk to each other any more; once, nothing afterwards."""
@@ -134,7 +134,7 @@ class PendingSave:
         elif self._task is not None:
             while self._outcome is None:
                 self._outcome = self._task.outcome()
-            value_of(self._outcome, self._task)
+            unwrap_outcome(self._outcome, self._task)
 
     def _give_up(self) -> None:
         self._outcome = DiskOutcome(error="the checkpoint was given up: the wait for it was cut short")
@@ -173,12 +173,12 @@ class CheckpointSaver:
         try:
             _check(parts, keep)
             if group.rank == ROOT:
-                content = contents(parts, copy=async_op)
+                content = collect_state(parts, copy=async_op)
         except Exception as error:  # of the program's own objects, too: the others must not wait for this rank
             cause = error
         terms = {"parts": sorted(parts), "async_op": async_op}
         places = {name: sorted(part.places) for name, part in parts.items() if isinstance(part, Sampler)}
-        problem = "" if cause is None else words_of(cause)
+        problem = "" if cause is None else error_message(cause)
         try:
             states = _gathered_states(group, name, terms, (problem, places), self._device)
         except UsageError as error:
@@ -186,10 +186,16 @@ class CheckpointSaver:
         task = None
         if group.rank == ROOT:
             optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-            orders = {name: order for name, part in optimizers.items() if (order := order_of(part))}
+            orders = {name: order for name, part in optimizers.items() if (order := get_reduction_order(part))}
             dtypes = {name: dtypes_of(part) for name, part in optimizers.items()}
             shapes = {name: shapes_of(part) for name, part in optimizers.items()}
-            content[ABOUT] = {"format": FORMAT, "random": states, "orders": orders, "dtypes": dtypes, "shapes": shapes}
+            content[METADATA] = {
+                "format": FORMAT,
+                "random": states,
+                "orders": orders,
+                "dtypes": dtypes,
+                "shapes": shapes,
+            }
             passed_over = frozenset(self._passed_over)
             task = DiskTask(
                 lambda progress: str(checkpoint_writing.write(path, content, keep, progress, passed_over)),
@@ -203,11 +209,11 @@ def _check(parts: Mapping[str, Any], keep: int | None) -> None:
     """UsageError where the arguments cannot be saved, whatever they hold."""
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    require_free(parts)
+    check_part_names(parts)
 
 
 def _gathered_states(
-    group: Group, name: str, terms: dict[str, Any], told: tuple[str, Places], device: torch.device
+    group: Group, name: str, terms: dict[str, Any], report: tuple[str, Places], device: torch.device
 ) -> list[RandomState]:
     """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise.
 
@@ -216,7 +222,7 @@ def _gathered_states(
     mine = torch.frombuffer(bytearray(pickle.dumps(random_state.take(device))), dtype=torch.uint8)
 
     def perform(line: Backend, own: Sequence[Any]) -> list[RandomState]:
-        require_none([problem for _, (problem, _) in own], line.ranks, UsageError)
+        raise_problems([problem for _, (problem, _) in own], line.ranks, UsageError)
         _require_same_places([places for _, (_, places) in own], line.ranks)
         sent = [len(mine) if rank == ROOT else 0 for rank in range(line.size)]
         sizes = [nbytes if line.rank == ROOT else 0 for nbytes, _ in own]
@@ -224,7 +230,7 @@ def _gathered_states(
         return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
     return group.submit(
-        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), told)), perform)
+        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), report)), perform)
     ).wait()
 
 
@@ -242,12 +248,12 @@ def _require_same_places(found: Sequence[Places], ranks: Sequence[int]) -> None:
             )
 
 
-def words_of(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """An error as the other ranks are told of it; what is not ours comes with its name."""
     return str(error) if isinstance(error, DualdistError) else f"{type(error).__name__}: {error}"
 
 
-def require_none(problems: Sequence[str], ranks: Sequence[int], kind: type[DualdistError]) -> None:
+def raise_problems(problems: Sequence[str], ranks: Sequence[int], kind: type[DualdistError]) -> None:
     """An error of this kind where a rank has a problem, with the rank unless all have the same."""
     if not any(problems):
         return
@@ -256,7 +262,7 @@ def require_none(problems: Sequence[str], ranks: Sequence[int], kind: type[Duald
     raise kind("; ".join(f"rank {rank}: {problem}" for rank, problem in zip(ranks, problems, strict=True) if problem))
 
 
-def told(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:
+def await_outcome(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:
     """How rank 0's task ended, on every rank: Note [patience]."""
     beat = 0
     while True:
@@ -267,7 +273,7 @@ def told(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:
             return outcome
 
 
-def value_of(outcome: DiskOutcome, task: DiskTask | None) -> Any:
+def unwrap_outcome(outcome: DiskOutcome, task: DiskTask | None) -> Any:
     """What the task returned; CheckpointError where it failed."""
     if outcome.error:
         raise CheckpointError(outcome.error) from (None if task is None else task.error)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualdist.checkpoint.files import ABOUT, EXTRA, HOW
+from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.data.sampler import Sampler
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.utils.nested_tensors import mapped
 
 SHARDED = "FullyShardedDataParallel"
-ELSEWHERE = "torch.distributed.checkpoint saves all parts"
+USE_DCP = "torch.distributed.checkpoint saves all parts"
 SHOWN = 5  # names, at most, in an error
 
 
@@ -26,16 +26,16 @@ def has_state(part: object) -> bool:
     return callable(getattr(part, "state_dict", None))
 
 
-def require_free(names: Iterable[str]) -> None:
+def check_part_names(names: Iterable[str]) -> None:
     """UsageError where a part has a name that is not to be had."""
     for name in names:
-        if name in (ABOUT, EXTRA):
+        if name in (METADATA, EXTRA):
             raise UsageError(f"{name}= is a name that a checkpoint needs itself: choose another one")
-        if name in HOW:
+        if name in OPTIONS:
             raise UsageError(f"{name}= says how to save or load a checkpoint: choose another name for a part of it")
 
 
-def contents(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+def collect_state(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     """The states and the plain data, on the CPU, as torch loads them with weights_only=True.
 
     With `copy` nothing in it shares memory with the program.
@@ -43,8 +43,8 @@ def contents(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     for name, part in parts.items():
         # Their state_dict() waits for the other ranks, which are not asked for theirs.
         if isinstance(part, nn.Module) and SHARDED in {type(module).__name__ for module in part.modules()}:
-            raise UsageError(f"{name} is sharded between ranks, of which {ELSEWHERE}")
-    states = {name: unwrapped(part).state_dict() for name, part in parts.items() if has_state(part)}
+            raise UsageError(f"{name} is sharded between ranks, of which {USE_DCP}")
+    states = {name: unwrap_module(part).state_dict() for name, part in parts.items() if has_state(part)}
     extra = {name: part for name, part in parts.items() if not has_state(part)}
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
     for name in parts:
@@ -52,7 +52,7 @@ def contents(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     return found
 
 
-def unwrapped(part: Any) -> Any:
+def unwrap_module(part: Any) -> Any:
     """The module within DistributedDataParallel, DataParallel or a compiled module, so that names are the model's."""
     while True:
         if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -63,24 +63,24 @@ def unwrapped(part: Any) -> Any:
             return part
 
 
-def misfit(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[str]) -> str:
+def find_mismatch(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[str]) -> str:
     """What of the states does not fit the objects, in words, or nothing; of tensors the shapes count.
 
     `names` are those of all that the file holds.
     """
     missing = [name for name in parts if name not in found]
     if missing:
-        there = [name for name in names if name not in (ABOUT, EXTRA)]
+        there = [name for name in names if name not in (METADATA, EXTRA)]
         return f"it holds no {' and no '.join(missing)}, only {', '.join(there) or 'plain data'}"
     for name, part in parts.items():
-        part, state = unwrapped(part), found[name]
+        part, state = unwrap_module(part), found[name]
         words = ""
         if not isinstance(state, dict):
             words = f"a {type(state).__name__} stands for its state"
         elif isinstance(part, nn.Module):
             words = _misfit_of_module(part, state)
         elif isinstance(part, torch.optim.Optimizer):
-            words = _misfit_of_optimizer(part, state, found[ABOUT].get("shapes", {}).get(name))
+            words = _misfit_of_optimizer(part, state, found[METADATA].get("shapes", {}).get(name))
         elif isinstance(part, Sampler):
             words = part.misfit(state)
         if words:
@@ -89,7 +89,7 @@ def misfit(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[s
 
 
 def dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Those of its parameters, by which restore() tells what was kept more precisely."""
+    """Those of its parameters, by which load_state() tells what was kept more precisely."""
     return [str(param.dtype) for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -99,11 +99,11 @@ def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
     return [None if nn.parameter.is_lazy(param) else list(param.shape) for param in params]
 
 
-def restore(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """The objects have the states."""
-    dtypes = found[ABOUT].get("dtypes", {})
+    dtypes = found[METADATA].get("dtypes", {})
     for name, part in parts.items():
-        part = unwrapped(part)
+        part = unwrap_module(part)
         try:
             part.load_state_dict(found[name])
             if isinstance(part, torch.optim.Optimizer):
@@ -122,7 +122,7 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UsageError(
-                f"a {type(tensor).__name__} cannot be saved here: where it is a part of what ranks share, {ELSEWHERE}"
+                f"a {type(tensor).__name__} cannot be saved here: where it is a part of what ranks share, {USE_DCP}"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")

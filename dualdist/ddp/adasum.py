@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class AdasumBucket(Bucket):
     """Carries no gradients, only two flags for each: "I had one" and "it is not finite"."""
 
-    def __init__(self, plan: BucketPlan, recipe: ReducerConfig, line: Backend, dense: set[int]) -> None:
+    def __init__(self, plan: BucketPlan, config: ReducerConfig, line: Backend, dense: set[int]) -> None:
         super().__init__(plan, ReducerConfig("sum"), line, dense)
 
     def put_back(self, params: Sequence[torch.Tensor]) -> list[tuple[int, bool]]:

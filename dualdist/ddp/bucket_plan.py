@@ -56,12 +56,12 @@ def bucket_bytes(name: str, mebibytes: float) -> int:
     return max(1, int(mebibytes * 2**20))
 
 
-def wire_dtype(dtype: torch.dtype, recipe: ReducerConfig) -> torch.dtype | None:
+def wire_dtype(dtype: torch.dtype, config: ReducerConfig) -> torch.dtype | None:
     """In which dtype gradients travel; None where a compressor of the user's own decides."""
-    if recipe.compressor is None:
+    if config.compressor is None:
         return dtype
-    if isinstance(recipe.compressor, CastCompression):
-        return recipe.compressor.dtype if dtype.is_floating_point else dtype
+    if isinstance(config.compressor, CastCompression):
+        return config.compressor.dtype if dtype.is_floating_point else dtype
     return None
 
 
@@ -76,14 +76,14 @@ def name_of(compressor: GradientCompressor) -> str:
 
 
 def plan_buckets(
-    params: Sequence[torch.Tensor], order: Sequence[int], recipe: ReducerConfig, groups: Sequence[Sequence[int]] = ()
+    params: Sequence[torch.Tensor], order: Sequence[int], config: ReducerConfig, groups: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
     """Which of the numbered parameters travel together, given the order in which autograd finishes them.
 
     A bucket holds one device and one dtype, and is closed by the parameter that fills it. Of the given groups, each
     travels in buckets of its own, one for each device and dtype.
     """
-    limits = recipe.first_bucket_bytes, recipe.bucket_bytes
+    limits = config.first_bucket_bytes, config.bucket_bytes
     if not groups:
         return _split(params, order, limits)
     fresh, grouped = set(order), {number for group in groups for number in group}

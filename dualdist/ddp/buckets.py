@@ -13,7 +13,7 @@ from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, TAKES_PART, BucketPlan, ReducerConfig, name_of, wire_dtype
 from dualdist.ddp.compression import CastCompression, GradientCompressor
 from dualdist.ddp.flat_buffer import BufferPool, FlatBuffer, ProducerStreams
-from dualdist.ddp.nonfinite import kinds_of
+from dualdist.ddp.nonfinite import nonfinite_kinds
 from dualdist.errors import UsageError
 
 # Note [sparse gradients]: that a gradient is sparse is known only when it is there, and never to a rank whose loss does
@@ -37,15 +37,15 @@ class Bucket:
     bucket. They travel as the gradients do, in whose dtype a sum of many ones may be no count: a flag is 0 or not.
     """
 
-    def __init__(self, plan: BucketPlan, recipe: ReducerConfig, line: Backend, dense: set[int]) -> None:
+    def __init__(self, plan: BucketPlan, config: ReducerConfig, line: Backend, dense: set[int]) -> None:
         self.plan = plan
-        self.recipe = recipe
+        self.config = config
         self.waiting_for = len(plan.shapes)
         self.streams = ProducerStreams(plan.device) if plan.device.type == "cuda" else None
         self.reads_late = plan.device.type in RUN_LATE
         self._dense = dense  # the members that all ranks know to have been dense
         self._line = line
-        self._wire_dtype = wire_dtype(plan.dtype, recipe)
+        self._wire_dtype = wire_dtype(plan.dtype, config)
         self._cast: Buffer | None = None  # what travels, where that is a smaller dtype
         self._rows, self._own_rows = BufferPool(), BufferPool()
         self._sent: FlatBuffer | None = None  # where gradients are gathered
@@ -114,8 +114,8 @@ class Bucket:
             torch._foreach_copy_(flat.all_views, dense)
         else:
             self._gather(flat, grads)
-        if self.recipe.gradient_predivide_factor != 1.0:
-            flat.gradients.div_(self.recipe.gradient_predivide_factor)
+        if self.config.gradient_predivide_factor != 1.0:
+            flat.gradients.div_(self.config.gradient_predivide_factor)
         flat.tail.copy_(self._flags(grads, flag))
         self.begin_anew()
         self._send(flat)
@@ -123,7 +123,7 @@ class Bucket:
     def _gather(self, flat: FlatBuffer, grads: Sequence[torch.Tensor | None]) -> None:
         """What is not there yet; zeros where there is nothing."""
         packed, views, late = self._packed, [], []
-        may_be_dense = self.recipe.dense or self._all_stay_dense()
+        may_be_dense = self.config.dense or self._all_stay_dense()
         for number, view in flat.views.items():
             grad = grads[number]
             if grad is None or (grad.is_sparse and not may_be_dense):
@@ -186,15 +186,15 @@ class Bucket:
         """
         reduced = self._done_flat()
         is_used_by_me = all(param.grad is not None and not param.grad.is_sparse for param in params)
-        needs_none = self._all_stay_dense() or (self.reads_late and self.recipe.dense)
+        needs_none = self._all_stay_dense() or (self.reads_late and self.config.dense)
         told = None if is_used_by_me and needs_none else self.read_flags()
         targets, sources = [], []
         for number, view in reduced.views.items():
             dense, sparse = (True, False) if told is None else told[number]
             param = params[number]
-            if sparse and not dense and self.recipe.dense:
+            if sparse and not dense and self.config.dense:
                 param.grad = view.to_sparse(_sparse_dim(param.grad))
-            elif dense and (not sparse or self.recipe.dense):
+            elif dense and (not sparse or self.config.dense):
                 grad = param.grad
                 if grad is view:
                     continue
@@ -211,7 +211,7 @@ class Bucket:
     def _all_stay_dense(self) -> bool:
         """Whether no rank sends a sparse gradient any more: Note [sparse gradients]."""
         is_known = self.reads_late and len(self._dense) == len(self.plan.shapes)
-        return is_known and not self.plan.apart and not self.recipe.dense
+        return is_known and not self.plan.apart and not self.config.dense
 
     def reduced_values(self) -> torch.Tensor:
         """All that has been reduced together, after unpack()."""
@@ -219,7 +219,7 @@ class Bucket:
 
     def nonfinite_members(self) -> list[int]:
         """The members whose reduction is not finite, after unpack()."""
-        return [number for number, view in self._done_flat().views.items() if kinds_of(view)]
+        return [number for number, view in self._done_flat().views.items() if nonfinite_kinds(view)]
 
     def read_flags(self) -> list[tuple[bool, bool]]:
         """For each member, whether any rank had a dense gradient and whether any had a sparse one, after unpack()."""
@@ -233,13 +233,13 @@ class Bucket:
         return [
             (number, dense)
             for number, (dense, sparse) in enumerate(told)
-            if (sparse and not self.recipe.dense) or (dense and number in self.plan.apart)
+            if (sparse and not self.config.dense) or (dense and number in self.plan.apart)
         ]
 
     @torch.no_grad()
     def reduce_apart(self, number: int, grad: torch.Tensor | None, *, as_dense: bool) -> torch.Tensor:
         """The reduction of a member that travels by itself, None counting as zero."""
-        line, plan, op = self._line, self.plan, self.recipe.op
+        line, plan, op = self._line, self.plan, self.config.op
         name, shape = f"{plan.name}.{number}", plan.shapes[number]
         if not as_dense:
             if grad is None:
@@ -261,7 +261,7 @@ class Bucket:
 
     def _compressed(self, flat: FlatBuffer) -> torch.Tensor:
         """What goes over the wire: the row itself, or smaller tensors."""
-        compressor = self.recipe.compressor
+        compressor = self.config.compressor
         if compressor is None or isinstance(compressor, CastCompression):
             return flat.values if compressor is None else compressor.compress(flat.values)[0]
         pairs = [compressor.compress(view) for view in flat.views.values()]
@@ -287,10 +287,10 @@ class Bucket:
         is_settled = result is sent.values and sent.buffer is not None and sent.buffer.settles
         flat = self._reduced = self._row_for(result, sent, not is_settled or self._rows.has_another(self._new_row))
         is_elsewhere = result.data_ptr() != flat.values.data_ptr()
-        if self.recipe.compressor is not None and not isinstance(self.recipe.compressor, CastCompression):
-            self._decompress_each(flat, result, self.recipe.compressor)
+        if self.config.compressor is not None and not isinstance(self.config.compressor, CastCompression):
+            self._decompress_each(flat, result, self.config.compressor)
             self._multiply(flat.gradients)
-        elif is_elsewhere and result.dtype == flat.values.dtype and self.recipe.op == "mean" and not is_settled:
+        elif is_elsewhere and result.dtype == flat.values.dtype and self.config.op == "mean" and not is_settled:
             count = flat.gradients.numel()
             divide(result[:count], self._line.size, flat.gradients)  # in one pass
             flat.tail.copy_(result[count:])
@@ -302,14 +302,14 @@ class Bucket:
                 self._settle(flat.gradients)
 
     def _settle(self, sums: torch.Tensor) -> None:
-        """Sums over the ranks become, in place, what the recipe makes of them."""
-        if self.recipe.op == "mean":
+        """Sums over the ranks become, in place, what the config makes of them."""
+        if self.config.op == "mean":
             divide_(sums, self._line.size)
         self._multiply(sums)
 
     def _multiply(self, sums: torch.Tensor) -> None:
-        if self.recipe.gradient_predivide_factor != 1.0:
-            sums.mul_(self.recipe.gradient_predivide_factor)
+        if self.config.gradient_predivide_factor != 1.0:
+            sums.mul_(self.config.gradient_predivide_factor)
 
     def _row_for(self, result: torch.Tensor, sent: FlatBuffer, may_stay: bool) -> FlatBuffer:
         """Where the result shall lie: where it was sent from, but for what cannot stay in memory that ranks share."""
@@ -324,7 +324,7 @@ class Bucket:
     def _decompress_each(self, flat: FlatBuffer, result: torch.Tensor, compressor: GradientCompressor) -> None:
         sums, tail = result.tensor_split([result.numel() - flat.tail.numel()])
         flat.tail.copy_(tail)
-        is_mean, can_divide = self.recipe.op == "mean", sums.is_floating_point() or sums.is_complex()
+        is_mean, can_divide = self.config.op == "mean", sums.is_floating_point() or sums.is_complex()
         if is_mean and can_divide:
             divide_(sums, self._line.size)
         pieces = sums.split([shape.numel() for shape in self._shapes])

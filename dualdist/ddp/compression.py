@@ -35,7 +35,7 @@ class CastCompression:
 CASTS = {"fp16": CastCompression(torch.float16), "bf16": CastCompression(torch.bfloat16)}
 
 
-def compressor_of(compression: str | GradientCompressor | None) -> GradientCompressor | None:
+def resolve_compressor(compression: str | GradientCompressor | None) -> GradientCompressor | None:
     """What a caller means by its `compression` argument."""
     if isinstance(compression, str):
         if compression not in CASTS:

@@ -24,7 +24,7 @@ from dualdist.errors import CollectiveError, UnsupportedError
 # row any more, and another is made in its place.
 
 # Makes the row of that number.
-Make = Callable[[int], "FlatBuffer | None"]
+BufferFactory = Callable[[int], "FlatBuffer | None"]
 
 
 class FlatBuffer:
@@ -77,7 +77,7 @@ class BufferPool:
             FlatBuffer
         ] = []  # the last is the one that was used last; of more than two the others are forgotten
 
-    def free(self, make: Make) -> FlatBuffer:
+    def free(self, make: BufferFactory) -> FlatBuffer:
         """A row to write to, in which nobody looks."""
         row = self._find(self._rows) or self._new(make)
         if row is None:
@@ -89,7 +89,7 @@ class BufferPool:
         self._rows = [*others[-1:], row]
         return row
 
-    def has_another(self, make: Make) -> bool:
+    def has_another(self, make: BufferFactory) -> bool:
         """Whether one would be free if somebody looked at the one that was used last."""
         last = self._rows[-1]
         has_one = self._find(self._rows[:-1]) is not None or self._new(make) is not None
@@ -107,7 +107,7 @@ class BufferPool:
                 self._rows.remove(row)
         return None
 
-    def _new(self, make: Make) -> FlatBuffer | None:
+    def _new(self, make: BufferFactory) -> FlatBuffer | None:
         while (row := make(self._lowest_number())) is not None:
             self._rows = [*self._rows, row][-2:]
             if not row.is_kept():  # else an earlier bucket's gradients lie there

@@ -23,7 +23,7 @@ class GradHook:
         self.reducer.on_grad_ready(param, self._number)
 
 
-def nobody() -> None:
+def released() -> None:
     """In place of a reference to a parameter that is somebody else's now."""
 
 

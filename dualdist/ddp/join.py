@@ -12,8 +12,8 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, decide
 from dualdist.collectives.work import PendingOperation, own_parts
 from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
-from dualdist.ddp.nonfinite import NonFiniteReport, kinds_of
-from dualdist.ddp.reduction_plan import ReductionPlan, launch_due, running
+from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
+from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
 from dualdist.monitoring.monitored import require_answers
 from dualdist.utils.deadline import Deadline
 
@@ -35,7 +35,7 @@ class JoinedRank:
         self._flags: torch.Tensor | None = None
         self._work: Work | None = None
         self._first: Bucket | None = None
-        self._is_over = len(running(group)) < 2 and not any(rounds.buckets for rounds in running(group))
+        self._is_over = len(active_plans(group)) < 2 and not any(rounds.buckets for rounds in active_plans(group))
         for rounds in self._all_rounds:
             reducer = rounds.reducer()
             if reducer is not None:
@@ -56,7 +56,7 @@ class JoinedRank:
             self._first.wait()
             self._is_over = not (self._first.any_rank_set(TAKES_PART) or self._first.any_rank_set(DROPS))
             if not self._is_over:
-                self._go_through(running(self._group)[0], self._first)
+                self._go_through(active_plans(self._group)[0], self._first)
         elif self._work is not None and self._flags is not None:
             self._work.wait()
             self._is_over = not self._flags[-1]
@@ -73,12 +73,12 @@ class JoinedRank:
     def _begin(self) -> None:
         if self._is_over:
             return
-        rounds = running(self._group)
+        rounds = active_plans(self._group)
         if len(rounds) == 1:
             self._first = self._launched(rounds[0], 0)
         else:
             self._flags = torch.zeros(len(self._all_rounds) + 1, dtype=torch.int32, device="cpu")
-            self._work = launch_due(self._group, self._flags)
+            self._work = allreduce_due_flags(self._group, self._flags)
 
     def _go_through(self, rounds: ReductionPlan, first: Bucket) -> None:
         buckets = [first, *(self._launched(rounds, place) for place in range(1, len(rounds.buckets)))]
@@ -90,14 +90,14 @@ class JoinedRank:
             return
         for bucket in buckets:
             bucket.unpack()
-        blame = None if rounds.recipe.check_every is None else NonFiniteReport()
+        blame = None if rounds.config.check_every is None else NonFiniteReport()
         if blame is not None:
             blame.look(buckets, lambda place, member: None)
         for place, bucket in enumerate(buckets):
             apart = bucket.to_reduce_apart(bucket.read_flags())
             for member, as_dense in apart:
                 reduced = bucket.reduce_apart(member, None, as_dense=as_dense)
-                if blame is not None and kinds_of(reduced):
+                if blame is not None and nonfinite_kinds(reduced):
                     blame.note((place, member), None)
             rounds.set_apart(place, [member for member, _ in apart])
         if blame is not None:

@@ -40,7 +40,7 @@ def probe(values: torch.Tensor) -> torch.Tensor:
     return flat.sum(dtype=torch.float32)
 
 
-def kinds_of(grad: torch.Tensor | None) -> int:
+def nonfinite_kinds(grad: torch.Tensor | None) -> int:
     """What of NAN and INFINITE is in the gradient."""
     if grad is None:
         return 0
@@ -51,7 +51,7 @@ def kinds_of(grad: torch.Tensor | None) -> int:
     return (NAN if wide.isnan().any() else 0) | (INFINITE if wide.isinf().any() else 0)
 
 
-def suspects(rows: Sequence[torch.Tensor]) -> list[bool]:
+def find_suspects(rows: Sequence[torch.Tensor]) -> list[bool]:
     """Which rows may hold something that is not finite; the host waits for each device once."""
     found = [False] * len(rows)
     for device in dict.fromkeys(row.device for row in rows):
@@ -72,11 +72,11 @@ class NonFiniteReport:
     def note(self, member: tuple[int, int], own: torch.Tensor | None) -> None:
         """This member is not finite now; `own` is its gradient here before it was reduced."""
         self.members.append(member)
-        self.kinds.append(kinds_of(own) if len(self.members) <= SHOWN else 0)
+        self.kinds.append(nonfinite_kinds(own) if len(self.members) <= SHOWN else 0)
 
     def look(self, buckets: Sequence[Bucket], own: Callable[[int, int], torch.Tensor | None]) -> None:
         """Note what of the buckets is not finite, after unpack(); `own` gives this rank's gradients."""
-        for place, is_suspect in enumerate(suspects([bucket.reduced_values() for bucket in buckets])):
+        for place, is_suspect in enumerate(find_suspects([bucket.reduced_values() for bucket in buckets])):
             for member in buckets[place].nonfinite_members() if is_suspect else ():
                 self.note((place, member), own(place, member))
 
@@ -93,7 +93,7 @@ class NonFiniteReport:
         return {member: rows[n] if n < SHOWN else [] for n, member in enumerate(self.members)}
 
 
-def in_words(blame: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+def format_nonfinite(blame: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
     """The gradients, by name, and what was wrong with them on which ranks; the first ones."""
     clauses = []
     for name, kinds in list(blame.items())[:SHOWN]:

@@ -24,107 +24,107 @@ from dualdist.errors import UsageError
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
-WRAPPING = "_dualdist_wrapping"  # the attribute of a wrapped optimizer
+WRAPPER = "_dualdist_wrapper"  # the attribute of a wrapped optimizer
 
 
 def wrap_optimizer(
     group: Group,
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-    recipe: ReducerConfig,
+    config: ReducerConfig,
     accumulate: int,
     *,
-    together: Sequence[Sequence[torch.Tensor]] = (),
+    fused_groups: Sequence[Sequence[torch.Tensor]] = (),
     next_group: Callable[[], Group] | None = None,
     errors: Errors = contextlib.nullcontext,
 ) -> OptimizerT:
     """Reduce the gradients of the optimizer's parameters; returns the optimizer, which stays what it was.
 
-    `together` are parameters whose gradients travel together. For `next_group` and `errors` see Reducer.
+    `fused_groups` are parameters whose gradients travel together. For `next_group` and `errors` see Reducer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch optimizer, not a {type(optimizer).__name__}")
-    if recipe.op not in ("mean", "sum", "adasum"):
-        raise UsageError(f"op {recipe.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
-    if recipe.op == "adasum" and (group.size & (group.size - 1) or recipe.gradient_predivide_factor != 1.0):
+    if config.op not in ("mean", "sum", "adasum"):
+        raise UsageError(f"op {config.op!r}: gradients are reduced by 'mean', 'sum' or 'adasum'")
+    if config.op == "adasum" and (group.size & (group.size - 1) or config.gradient_predivide_factor != 1.0):
         raise UsageError(
             f"op 'adasum' pairs the ranks, and divides nothing: expected a power of two of them, not {group.size}, and "
-            f"gradient_predivide_factor=1.0, not {recipe.gradient_predivide_factor}"
+            f"gradient_predivide_factor=1.0, not {config.gradient_predivide_factor}"
         )
-    if not recipe.gradient_predivide_factor > 0:
-        raise UsageError(f"gradient_predivide_factor={recipe.gradient_predivide_factor}: expected a number above 0")
+    if not config.gradient_predivide_factor > 0:
+        raise UsageError(f"gradient_predivide_factor={config.gradient_predivide_factor}: expected a number above 0")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}: expected the number of backwards before a reduction, 1 or more")
     if not group.is_member:
         raise UsageError(f"this process is no member of the group of ranks {list(group.ranks)}: let only those call")
-    before = wrapping_of(optimizer)
+    before = get_wrapper(optimizer)
     if before is not None and before.reducer.group.is_open:
         raise UsageError("this optimizer is wrapped already: wrap_optimizer returns the same object, call it once")
-    given = given_names(optimizer, named_parameters)
-    unwrap(optimizer)  # it was wrapped in an earlier session
-    if group.size == 1 and recipe.op == "adasum":
-        recipe = replace(recipe, op="mean")
+    given = names_by_id(optimizer, named_parameters)
+    unwrap_optimizer(optimizer)  # it was wrapped in an earlier session
+    if group.size == 1 and config.op == "adasum":
+        config = replace(config, op="mean")
     reference = weakref.ref(optimizer)  # Note [who keeps whom]
     reducer = Reducer(
         group,
-        lambda: parameters_of(reference()),
-        lambda: with_names(reference(), given),
-        recipe,
+        lambda: optimizer_params(reference()),
+        lambda: named_optimizer_params(reference(), given),
+        config,
         accumulate,
-        together=together,
+        fused_groups=fused_groups,
         next_group=next_group,
         errors=errors,
     )
     reducer.update()
-    _attach(reducer, recipe, optimizer)
+    _attach(reducer, config, optimizer)
     return optimizer
 
 
 @dataclass
 class OptimizerWrapper:
-    """What a wrapped optimizer carries: its reducer, and what takes the wrapping off again."""
+    """What a wrapped optimizer carries: its reducer, and what takes the wrapper off again."""
 
     reducer: Reducer
     undo: Callable[[], None]
-    steps_alone: bool = False  # the next steps take the gradients as they are
+    skip_reduction: bool = False  # the next steps take the gradients as they are
 
 
-def wrapping_of(optimizer: torch.optim.Optimizer) -> OptimizerWrapper | None:
-    """The optimizer's wrapping, if it has one; copies and pickles have none."""
-    return getattr(optimizer, WRAPPING, None)
+def get_wrapper(optimizer: torch.optim.Optimizer) -> OptimizerWrapper | None:
+    """The optimizer's wrapper, if it has one; copies and pickles have none."""
+    return getattr(optimizer, WRAPPER, None)
 
 
-def order_of(optimizer: torch.optim.Optimizer) -> list[int] | None:
+def get_reduction_order(optimizer: torch.optim.Optimizer) -> list[int] | None:
     """The order in which the gradients of a wrapped optimizer travel, where that is settled."""
-    wrapping = wrapping_of(optimizer)
-    return None if wrapping is None else wrapping.reducer.order
+    wrapper = get_wrapper(optimizer)
+    return None if wrapper is None else wrapper.reducer.order
 
 
-def settle_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None:
+def set_reduction_order(optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None:
     """Another run's order for a wrapped optimizer; every rank calls this, between two steps. See Reducer."""
-    wrapping = wrapping_of(optimizer)
-    if wrapping is not None:
-        wrapping.reducer.settle_order(order)
+    wrapper = get_wrapper(optimizer)
+    if wrapper is not None:
+        wrapper.reducer.settle_order(order)
 
 
-def follow(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:
+def move_to_group(optimizers: Iterable[torch.optim.Optimizer], group: Group) -> None:
     """Those that are wrapped reduce in this group from now on, as if they had been wrapped there, in the same order.
 
     Every rank of the group calls this, or wrap_optimizer for each.
     """
-    reducers = [wrapping.reducer for optimizer in optimizers if (wrapping := wrapping_of(optimizer)) is not None]
+    reducers = [wrapper.reducer for optimizer in optimizers if (wrapper := get_wrapper(optimizer)) is not None]
     for reducer in sorted(reducers, key=lambda reducer: reducer.number):
         reducer.follow(group)
 
 
-def unwrap(optimizer: torch.optim.Optimizer) -> None:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer is a plain one again; every rank that wrapped it calls this."""
-    wrapping = wrapping_of(optimizer)
-    if wrapping is not None:
-        wrapping.undo()
+    wrapper = get_wrapper(optimizer)
+    if wrapper is not None:
+        wrapper.undo()
 
 
-def _attach(reducer: Reducer, recipe: ReducerConfig, optimizer: torch.optim.Optimizer) -> None:
+def _attach(reducer: Reducer, config: ReducerConfig, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer tell the reducer of its steps and new parameters. Pickles and copies do not carry this."""
     add_param_group, zero_grad = optimizer.add_param_group, optimizer.zero_grad
 
@@ -143,20 +143,20 @@ def _attach(reducer: Reducer, recipe: ReducerConfig, optimizer: torch.optim.Opti
     def undo() -> None:
         before.remove()
         after.remove()
-        for name in (*attributes, WRAPPING):
+        for name in (*attributes, WRAPPER):
             delattr(optimizer, name)
         reducer.detach()
 
-    wrapping = OptimizerWrapper(reducer, undo)
-    checks = None if recipe.check_every is None else StepChecks(reducer, recipe.check_every)
-    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapping, recipe.op, checks)
-    if recipe.op == "adasum":
-        steps = DeltaSteps(reducer, recipe.compressor, checks)
+    wrapper = OptimizerWrapper(reducer, undo)
+    checks = None if config.check_every is None else StepChecks(reducer, config.check_every)
+    steps: DeltaSteps | _ReducedSteps = _ReducedSteps(wrapper, config.op, checks)
+    if config.op == "adasum":
+        steps = DeltaSteps(reducer, config.compressor, checks)
     before = optimizer.register_step_pre_hook(steps.before)
     after = optimizer.register_step_post_hook(steps.after)
     after_step = optimizer._optimizer_step_post_hooks  # ours goes first: the user's see the combined steps
     after_step |= {number: after_step.pop(number) for number in list(after_step) if number != after.id}
-    for name, value in {**attributes, WRAPPING: wrapping}.items():
+    for name, value in {**attributes, WRAPPER: wrapper}.items():
         setattr(optimizer, name, value)  # this object's, not its class's
 
 
@@ -166,8 +166,8 @@ class _ReducedSteps:
     A step that calls that of its base class runs the hooks twice; the inner ones change nothing.
     """
 
-    def __init__(self, wrapping: OptimizerWrapper, op: Op, checks: StepChecks | None) -> None:
-        self._wrapping = wrapping
+    def __init__(self, wrapper: OptimizerWrapper, op: Op, checks: StepChecks | None) -> None:
+        self._wrapping = wrapper
         self._op = op
         self._checks = checks
 
@@ -175,7 +175,7 @@ class _ReducedSteps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = closure_of(args, kwargs)
-        if self._wrapping.steps_alone or isinstance(closure, _ReducedClosure):
+        if self._wrapping.skip_reduction or isinstance(closure, _ReducedClosure):
             return None
         if closure is None:
             self._wrapping.reducer.synchronize()
@@ -231,7 +231,7 @@ def _reduced_loss(group: Group, loss: Any, op: Op) -> Any:
     return allreduce(group, loss if is_divisible else loss.double(), op, name).wait()
 
 
-def given_names(
+def names_by_id(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[int, str]:
     """Names by the identity of the parameter; UsageError unless they are for all of the optimizer's parameters."""
@@ -245,7 +245,7 @@ def given_names(
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"named_parameters gives the name {twice!r} to several parameters: names are unique")
     given = {id(param): name for name, param in pairs}
-    missing = [name for name, param in with_names(optimizer, {}) if id(param) not in given]
+    missing = [name for name, param in named_optimizer_params(optimizer, {}) if id(param) not in given]
     if missing:
         raise UsageError(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
@@ -254,12 +254,14 @@ def given_names(
     return given
 
 
-def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def optimizer_params(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The optimizer's parameters; none where it was dropped."""
     return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def with_names(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
+def named_optimizer_params(
+    optimizer: torch.optim.Optimizer | None, names: dict[int, str]
+) -> list[tuple[str, torch.Tensor]]:
     """The optimizer's parameters, each with its given name or its place in the groups; none where it was dropped."""
     return [
         (names.get(id(param), f"group {group_number}, parameter {number}"), param)

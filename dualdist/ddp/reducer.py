@@ -30,9 +30,9 @@ from dualdist.ddp.bucket_plan import (
 )
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.flat_buffer import refuse_capture
-from dualdist.ddp.grad_hooks import GradHook, nobody, owner_of, remove_hooks
-from dualdist.ddp.nonfinite import NonFiniteReport, kinds_of
-from dualdist.ddp.reduction_plan import ReductionPlan, end_unused, launch_due, running
+from dualdist.ddp.grad_hooks import GradHook, owner_of, released, remove_hooks
+from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
+from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags, retire_unused
 from dualdist.errors import CollectiveError, NotInitializedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class Reducer:
         group: Group,
         parameters: Callable[[], Sequence[torch.Tensor]],
         named_parameters: Callable[[], Sequence[tuple[str, torch.Tensor]]],
-        recipe: ReducerConfig,
+        config: ReducerConfig,
         accumulate: int,
         *,
-        together: Sequence[Sequence[torch.Tensor]] = (),
+        fused_groups: Sequence[Sequence[torch.Tensor]] = (),
         next_group: Callable[[], Group] | None = None,
         errors: Errors = contextlib.nullcontext,
     ) -> None:
@@ -90,8 +90,8 @@ class Reducer:
         self.is_suspended = False  # backwards are none of the other ranks' business
         self._parameters = parameters
         self.named_parameters = named_parameters
-        self._recipe = recipe
-        self._together = [[weakref.ref(param) for param in members] for members in together]
+        self._config = config
+        self._fused_groups = [[weakref.ref(param) for param in members] for members in fused_groups]
         self._next_group = next_group
         self.errors = errors
         self._lock = threading.RLock()  # autograd runs the hooks of each device in a thread of its own
@@ -126,7 +126,7 @@ class Reducer:
         self._backwards_open.clear()
         self._next = self._backwards = self._rounds_done = 0
         self._number = len(group.reducers)
-        self._rounds = ReductionPlan(self._recipe, weakref.ref(self))
+        self._rounds = ReductionPlan(self._config, weakref.ref(self))
         group.reducers.append(self._rounds)
 
     def follow(self, group: Group) -> None:
@@ -176,12 +176,14 @@ class Reducer:
                 raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
         start = len(self._references)
         numbers = {id(param): number for number, (_, param) in enumerate(fresh, start)}
-        together = [[numbers[id(p)] for ref in refs if id(p := ref()) in numbers] for refs in self._together]
-        words = f"{self._recipe.words} accumulate={self.accumulate}" + (f" groups={together}" if together else "")
+        fused_groups = [[numbers[id(p)] for ref in refs if id(p := ref()) in numbers] for refs in self._fused_groups]
+        words = f"{self._config.words} accumulate={self.accumulate}" + (
+            f" groups={fused_groups}" if fused_groups else ""
+        )
         laid_out = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in fresh]
         with self.errors():
             check_same_tensors(self._line, laid_out, 0, f"{self.name}.check", words)
-            end_unused(self.group)
+            retire_unused(self.group)
         self._numbers.update(numbers)
         self._references.extend(weakref.ref(param) for _, param in fresh)
         self._bucket_of.extend([-1] * len(fresh))
@@ -190,7 +192,7 @@ class Reducer:
             self._own(param, numbers[id(param)])
         params = self.params
         # Autograd finishes the last layers first.
-        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._recipe, together):
+        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._config, fused_groups):
             self._add_bucket(members, params)
 
     @property
@@ -226,11 +228,11 @@ class Reducer:
         for seat, number in enumerate(members):
             self._bucket_of[number], self._seat_of[number] = place, seat
         dtype, device = params[0].dtype, params[0].device
-        apart = frozenset(range(len(members))) if self._recipe.op == "adasum" else frozenset()
+        apart = frozenset(range(len(members))) if self._config.op == "adasum" else frozenset()
         shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
         plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NO_PLACE, apart)
         # What Adasum's buckets carry is no gradients: nothing is compressed.
-        wire = dtype if self._recipe.op == "adasum" else wire_dtype(dtype, self._recipe)
+        wire = dtype if self._config.op == "adasum" else wire_dtype(dtype, self._config)
         if wire is not None and wire in self._line.supported_reduce_dtypes:
             plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
         self._rounds.buckets.append(plan)
@@ -239,7 +241,7 @@ class Reducer:
 
     def _shall_plan_anew(self) -> bool:
         """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
-        if self._plans > 1 or self._together or self._recipe.op == "adasum" or not self._buckets:
+        if self._plans > 1 or self._fused_groups or self._config.op == "adasum" or not self._buckets:
             return False
         return not self._buckets[0].any_rank_set(HAS_JOINED)
 
@@ -250,7 +252,7 @@ class Reducer:
         order = broadcast_object(self._line, mine, 0, f"{self.name}.order")
         self._plans += 1
         params = self.params
-        all_members = plan_buckets(params, order, self._recipe)
+        all_members = plan_buckets(params, order, self._config)
         if all_members == self._members:
             return
         apart = {
@@ -277,7 +279,7 @@ class Reducer:
 
         Sums over more than two ranks depend, in their last bit, on where a gradient lies in its bucket.
         """
-        if self._together or self._recipe.op == "adasum":  # which have one order only: that of their wrapping
+        if self._fused_groups or self._config.op == "adasum":  # which have one order only: that of their wrapping
             return
         if order != self.order and sorted(order) == list(range(len(self._references))):
             # A backward that raised may have got further on some ranks than on others.
@@ -310,7 +312,7 @@ class Reducer:
     def _give_up(self, param: torch.Tensor) -> None:
         number = self._number_of(param)
         if number is not None:
-            self._references[number] = nobody
+            self._references[number] = released
             del self._numbers[id(param)]
             self._buckets[self._bucket_of[number]].waiting_for -= 1
 
@@ -334,7 +336,7 @@ class Reducer:
             if seat in bucket.large:
                 bucket.pack(seat, param.grad)
             bucket.waiting_for -= 1
-            if bucket.waiting_for == 0 and len(running(self.group)) == 1:
+            if bucket.waiting_for == 0 and len(active_plans(self.group)) == 1:
                 with self.errors(), self.group.breaking():
                     self._launch_full()
 
@@ -354,7 +356,7 @@ class Reducer:
         if any(bucket.streams is not None for bucket in self._buckets):
             refuse_capture()
         self.drop_interrupted()
-        if len(running(self.group)) == 1:  # else the ranks do so when they know which ones are due
+        if len(active_plans(self.group)) == 1:  # else the ranks do so when they know which ones are due
             self.update()
         self._backwards_open.add(backward)
         Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
@@ -395,7 +397,7 @@ class Reducer:
 
     def _reduce(self) -> None:
         """Reduce all gradients, and put them back."""
-        if self._recipe.op == "sum" and self._rounds_done and self._adds_up():
+        if self._config.op == "sum" and self._rounds_done and self._adds_up():
             raise UsageError(
                 "a second backward before step() would add up again what is the sum over all ranks already: call "
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
@@ -442,7 +444,7 @@ class Reducer:
         all_params = self.params
         for bucket in self._buckets:
             bucket.unpack()
-        blame = None if self._recipe.check_every is None else NonFiniteReport()
+        blame = None if self._config.check_every is None else NonFiniteReport()
         if blame is not None:
             blame.look(self._buckets, lambda place, member: all_params[self._members[place][member]].grad)
         for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
@@ -451,12 +453,12 @@ class Reducer:
             for member, as_dense in apart:
                 grad = params[member].grad
                 params[member].grad = bucket.reduce_apart(member, grad, as_dense=as_dense)
-                if blame is not None and kinds_of(params[member].grad):
+                if blame is not None and nonfinite_kinds(params[member].grad):
                     blame.note((place, member), grad)
             self._rounds.set_apart(place, [member for member, _ in apart])
         if blame is not None:
             self._take_note(blame)
-        if self._recipe.op == "sum":
+        if self._config.op == "sum":
             self._sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
         self._forget()
 
@@ -502,12 +504,12 @@ def _live(group: Group) -> list[Reducer]:
 
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
     """Reduce those that are due on any rank: Note [several optimizers]."""
-    if len(running(group)) > 1:
+    if len(active_plans(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
         flags[-1] = 1
         began = time.monotonic()
-        launch_due(group, flags).wait()
+        allreduce_due_flags(group, flags).wait()
         if group.waits is not None:
             group.waits.noticed(began)
         due = [reducer for reducer in _live(group) if flags[reducer._number]]

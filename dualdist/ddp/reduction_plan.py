@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 class ReductionPlan:
     """What the rounds of one reducer consist of. Outlives the reducer: a rank that has joined may have dropped it."""
 
-    recipe: ReducerConfig
+    config: ReducerConfig
     reducer: weakref.ref[Reducer]
     buckets: list[BucketPlan] = field(default_factory=list)
     dense: dict[int, set[int]] = field(default_factory=dict)  # of each bucket the members that have been dense
     is_over: bool = False  # no rank has the reducer any more
 
     def bucket(self, place: int, line: Backend) -> Bucket:
-        kind, dense = AdasumBucket if self.recipe.op == "adasum" else Bucket, self.dense.setdefault(place, set())
-        return kind(self.buckets[place], self.recipe, line, dense)
+        kind, dense = AdasumBucket if self.config.op == "adasum" else Bucket, self.dense.setdefault(place, set())
+        return kind(self.buckets[place], self.config, line, dense)
 
     def clear(self) -> None:
         """There are no buckets."""
@@ -46,17 +46,17 @@ class ReductionPlan:
             self.buckets[place] = replace(plan, apart=plan.apart.union(members))
 
 
-def running(group: Group) -> list[ReductionPlan]:
+def active_plans(group: Group) -> list[ReductionPlan]:
     """The rounds that are not over, the same on every rank."""
     return [rounds for rounds in group.reducers if not rounds.is_over]
 
 
-def end_unused(group: Group) -> None:
+def retire_unused(group: Group) -> None:
     """The rounds of reducers that no rank has any more are over, and their memory is given back; every rank calls this.
 
     A rank that has dropped one alone may still join, and follow its rounds.
     """
-    asked = running(group)
+    asked = active_plans(group)
     if len(asked) < 2:
         return
     gc.collect()  # models are dropped in cycles
@@ -70,6 +70,6 @@ def end_unused(group: Group) -> None:
             rounds.clear()
 
 
-def launch_due(group: Group, flags: torch.Tensor) -> Work:
+def allreduce_due_flags(group: Group, flags: torch.Tensor) -> Work:
     """Tell each other which reducers are due; the last flag says "I take part"."""
     return group.gradients.allreduce_(flags, "max", "gradients.due")

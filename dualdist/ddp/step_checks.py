@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dualdist.collectives.consistency import require_same
-from dualdist.ddp.nonfinite import in_words, kinds_of
+from dualdist.ddp.nonfinite import format_nonfinite, nonfinite_kinds
 from dualdist.errors import NonFiniteError, UsageError
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class StepChecks:
         left = {
             names.get(id(param), f"parameter {number}"): kinds
             for number, kinds in reducer.blamed.items()
-            if (param := reducer.parameter(number)) is not None and kinds_of(param.grad)
+            if (param := reducer.parameter(number)) is not None and nonfinite_kinds(param.grad)
         }
         if left:
             raise NonFiniteError(
-                f"gradients are not finite: {in_words(left, reducer.group.ranks)}. The step has not been taken: "
+                f"gradients are not finite: {format_nonfinite(left, reducer.group.ranks)}. The step has not been taken: "
                 "parameters and the optimizer's state are as they were"
             )
 
@@ -70,7 +70,7 @@ class StepChecks:
         require_same(reducer.group, reducer.named_parameters(), name, f"before step {step + 1}, ")
 
 
-def checked_every(every: int | None) -> int | None:
+def validate_check_every(every: int | None) -> int | None:
     """How often parameters are checked; UsageError unless that is None, or 1 or more."""
     if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
         raise UsageError(f"check_every={every!r}: expected after how many steps parameters are compared, 1 or more")

@@ -18,7 +18,7 @@ TRIES = 3
 
 
 @contextlib.contextmanager
-def news(environ: Mapping[str, str], changed: Callable[[str], None]) -> Iterator[None]:
+def notify_host_changes(environ: Mapping[str, str], changed: Callable[[str], None]) -> Iterator[None]:
     """In the block changed(words) is called, in a thread, when hosts come or go, where the launcher tells."""
     if not is_elastic(environ):
         yield
@@ -30,11 +30,11 @@ def news(environ: Mapping[str, str], changed: Callable[[str], None]) -> Iterator
         end()
 
 
-def meet_anew(why: str) -> None:
+def reinitialize(why: str) -> None:
     """This rank is in a new session, with all ranks that there are now; every rank that is left calls this."""
     here = session.current()
     backend, timeout_s = here.backend.name, here.timeout_s
-    tell_first(f"{why}; the ranks that are left meet anew")
+    print_on_rank_0(f"{why}; the ranks that are left meet anew")
     for attempt in range(TRIES):
         with contextlib.suppress(DualdistError):  # nobody may be there to take leave of
             if session.is_open():
@@ -45,10 +45,10 @@ def meet_anew(why: str) -> None:
         except (CollectiveError, RendezvousError):
             if attempt == TRIES - 1:
                 raise
-    tell_first(f"{session.current().topology.size} ranks go on")
+    print_on_rank_0(f"{session.current().topology.size} ranks go on")
 
 
-def tell_first(words: str) -> None:
+def print_on_rank_0(words: str) -> None:
     """The first rank says so."""
     if session.current().topology.rank == 0:
         print(f"dualdist: {words}", file=sys.stderr, flush=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dualdist.checkpoint.files import ABOUT, EXTRA
-from dualdist.checkpoint.state import contents, dtypes_of, has_state, restore
+from dualdist.checkpoint.files import EXTRA, METADATA
+from dualdist.checkpoint.state import collect_state, dtypes_of, has_state, load_state
 from dualdist.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object, broadcast_object
@@ -31,21 +31,21 @@ class StateCopy:
 
     @staticmethod
     def of(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
-        content = contents(parts, copy=True)
+        content = collect_state(parts, copy=True)
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-        content[ABOUT] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
+        content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
         return StateCopy(content, random_state.take(device))
 
     def put_back(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The objects and random generators are as they were; returns the plain data, which belong to the caller."""
         content = copy.deepcopy(dict(self.content))  # objects go on to change what they are given
-        restore(objects, content)
+        load_state(objects, content)
         random_state.put(self.random, device)
         plain: dict[str, Any] = content[EXTRA]
         return plain
 
 
-def shared(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
+def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Every rank's objects have rank 0's state; returns rank 0's plain data. Every rank calls this."""
     kinds = allgather_object(
         group, {name: type(part).__name__ if has_state(part) else "plain data" for name, part in parts.items()}

@@ -13,11 +13,11 @@ import torch
 
 from dualdist import api, session
 from dualdist.backends.horovod.driver import is_elastic
-from dualdist.checkpoint.state import has_state, require_free
+from dualdist.checkpoint.state import check_part_names, has_state
 from dualdist.collectives.compile import uncompiled
 from dualdist.data.sampler import Sampler
 from dualdist.elastic import recovery
-from dualdist.elastic.state_copy import StateCopy, shared
+from dualdist.elastic.state_copy import StateCopy, broadcast_state
 from dualdist.errors import CheckpointError, CollectiveError, MismatchError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, file_of
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
@@ -98,7 +98,7 @@ class State:
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:
             raise UsageError(f"{', '.join(taken)}: a State has attributes of its own of that name; choose another one")
-        require_free([*parts])
+        check_part_names([*parts])
         samplers = [part for part in parts.values() if isinstance(part, Sampler)]
         if any(each.count is None and each.remainder == "uneven" for each in samplers):
             raise UsageError(
@@ -164,7 +164,7 @@ class State:
         self._commits = 0  # as of a rank that was started just now
         found = None if self._path is None else api.load_checkpoint(self._path, **self._objects())
         if found is None:
-            found = shared(session.current().world, self._parts())
+            found = broadcast_state(session.current().world, self._parts())
         self._take(found)
         if self._path is None:
             self.save()
@@ -181,10 +181,10 @@ class State:
 
     def _follow(self) -> None:
         """The wrapped optimizers reduce between the ranks that there are now."""
-        from dualdist.ddp.optimizer import follow
+        from dualdist.ddp.optimizer import move_to_group
 
         optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
-        follow(optimizers, session.current().world)
+        move_to_group(optimizers, session.current().world)
 
     def _listen(self) -> None:
         """A notice tells the job to stop, where it can go on from what is saved."""
@@ -225,7 +225,7 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
     @functools.wraps(func)
     def wrapper(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
         pending: list[str] = []  # what the launcher has told of its hosts
-        with recovery.news(os.environ, pending.append):
+        with recovery.notify_host_changes(os.environ, pending.append):
             while True:
                 _last_step().notice.news = pending
                 state._listen()
@@ -243,7 +243,7 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
                     why = str(error)
                     state._go_back()
                 pending.clear()  # what comes from here on may not be known where the ranks meet
-                recovery.meet_anew(why)
+                recovery.reinitialize(why)
                 state._follow()
                 state.on_reset()
 

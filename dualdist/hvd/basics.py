@@ -138,7 +138,7 @@ def _export(base: Group, seat: CrossRank) -> None:
         "CROSS_RANK": seat.cross_rank,
         "CROSS_SIZE": seat.cross_size,
     }
-    session.export({f"HOROVOD_{name}": str(value) for name, value in values.items()})
+    session.export_env({f"HOROVOD_{name}": str(value) for name, value in values.items()})
 
 
 def is_initialized() -> bool:

@@ -50,7 +50,7 @@ class HorovodSession:
 
     def observe(self, group: Group) -> None:
         """Let the timeline, if there is one, show what happens in the group from now on."""
-        session.observe(group, self.timeline, None if self.timeline is None else self.timeline.moved)
+        session.set_observers(group, self.timeline, None if self.timeline is None else self.timeline.moved)
 
     def job_rank(self, rank: int) -> int:
         """The job's number for one of the ranks of hvd.init()."""

@@ -12,9 +12,9 @@ import torch
 
 from dualdist import session
 from dualdist.ddp.bucket_plan import GradientOp, ReducerConfig
-from dualdist.ddp.compression import CASTS, compressor_of
+from dualdist.ddp.compression import CASTS, resolve_compressor
 from dualdist.ddp.compression import GradientCompressor as AnyCompressor
-from dualdist.ddp.optimizer import given_names, unwrap, wrap_optimizer, wrapping_of
+from dualdist.ddp.optimizer import get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
 from dualdist.hvd.compression import Compression
@@ -64,27 +64,27 @@ def DistributedOptimizer(
     if op not in GRADIENT_OPS:
         raise UsageError(f"op={op!r}: gradients are reduced by Average, Sum or Adasum")
     named = _named(optimizer, named_parameters)
-    given_names(optimizer, named)
-    together = _together(optimizer, groups)
+    names_by_id(optimizer, named)
+    fused_groups = _fused_groups(optimizer, groups)
     if op == Adasum and size() > 1 and process_set is not global_process_set:
         raise NotImplementedError("op=Adasum works on all ranks, not on other process sets")
     if op == Adasum and size() & (size() - 1):
         raise NotImplementedError(f"op=Adasum pairs the ranks: their number is a power of two, not {size()}")
-    recipe = ReducerConfig(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
+    config = ReducerConfig(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
     group = group_of(process_set)
     before = getattr(optimizer, CONTROLS, None)
     if before is not None:
         before.undo()
-    unwrap(optimizer)
+    unwrap_optimizer(optimizer)
     if group.is_member:
         with horovods_errors():
             wrap_optimizer(
                 group,
                 optimizer,
                 named,
-                recipe,
+                config,
                 backward_passes_per_step,
-                together=together,
+                fused_groups=fused_groups,
                 next_group=lambda: group_of(process_set),
                 errors=horovods_errors,
             )
@@ -99,7 +99,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    session.recorded(optimizer)
+    session.record_steps(optimizer)
     return optimizer
 
 
@@ -139,9 +139,9 @@ class _Controls:
         """
         if not self._skips:
             return
-        wrapping = wrapping_of(self._optimizer)
-        if wrapping is not None:
-            wrapping.reducer.synchronize()
+        wrapper = get_wrapper(self._optimizer)
+        if wrapper is not None:
+            wrapper.reducer.synchronize()
         self._is_synchronized = True
 
     @contextlib.contextmanager
@@ -149,26 +149,26 @@ class _Controls:
         """In the block step() takes the gradients as they are. AssertionError with op=Adasum."""
         if not self._skips:
             raise AssertionError("skip_synchronize() is not for op=Adasum, where it is the steps that are combined")
-        wrapping = wrapping_of(self._optimizer)
-        self._set_skipping(wrapping, True)
+        wrapper = get_wrapper(self._optimizer)
+        self._set_skipping(wrapper, True)
         try:
             yield
         finally:
-            self._set_skipping(wrapping, False)
+            self._set_skipping(wrapper, False)
 
-    def _set_skipping(self, wrapping: Any, is_skipping: bool) -> None:
+    def _set_skipping(self, wrapper: Any, is_skipping: bool) -> None:
         self._is_skipping = is_skipping
-        if wrapping is not None:
-            wrapping.steps_alone = is_skipping
+        if wrapper is not None:
+            wrapper.skip_reduction = is_skipping
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on gradients are reduced on every `passes`-th backward; every rank of the set calls this."""
         if passes <= 0:
             raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0")
         self._optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
-        wrapping = wrapping_of(self._optimizer)
-        if wrapping is not None:
-            wrapping.reducer.accumulate = passes
+        wrapper = get_wrapper(self._optimizer)
+        if wrapper is not None:
+            wrapper.reducer.accumulate = passes
 
     def _before_step(self, *_: Any) -> None:
         if self._is_synchronized and not self._is_skipping:
@@ -194,7 +194,7 @@ def _named(
     ]
 
 
-def _together(
+def _fused_groups(
     optimizer: torch.optim.Optimizer, groups: int | list[list[torch.Tensor]] | None
 ) -> Sequence[Sequence[torch.Tensor]]:
     """The parameters whose gradients travel together; of so many groups, the first ones have one more."""
@@ -219,4 +219,4 @@ def _compressor(compression: Any) -> AnyCompressor | None:
     """Horovod's own two as dualdist knows them, which compress whole buckets; others as they are."""
     if compression is Compression.none or compression is None:
         return None
-    return CASTS["fp16"] if compression is Compression.fp16 else compressor_of(compression)
+    return CASTS["fp16"] if compression is Compression.fp16 else resolve_compressor(compression)

@@ -230,7 +230,7 @@ def copies_are_plain_and_checkpoints_are_too() -> None:
             copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         for found in copies:
             assert type(found) is type(optimizer)
-            for name in ("synchronize", "_parameter_names", "_dualdist_wrapping", "op"):
+            for name in ("synchronize", "_parameter_names", "_dualdist_wrapper", "op"):
                 assert not hasattr(found, name), name
             weight = found.param_groups[0]["params"][0]
             before = weight.detach().clone()

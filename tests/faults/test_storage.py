@@ -27,7 +27,7 @@ import torch
 from harness.effort import Effort
 
 from dualdist.checkpoint import writer as checkpoint_writing
-from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, ReadProgress, read, read_newest, seal
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, ReadProgress, read, read_newest, seal
 from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError
 
@@ -36,7 +36,7 @@ DRAWS = random.Random(11)
 
 
 def content(step: int) -> dict[str, Any]:
-    return {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((1000,), float(step))}}
+    return {METADATA: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((1000,), float(step))}}
 
 
 def step_found(folder: Path) -> int:
@@ -250,7 +250,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> 
         path.write_bytes(data)
         error = error_of(partial(read, path, ReadProgress()))
         assert "add_safe_globals" not in error, "torch's advice to run it all the same"
-        assert path.name in error or set(read(path, ReadProgress())) == {ABOUT, EXTRA, "model"}
+        assert path.name in error or set(read(path, ReadProgress())) == {METADATA, EXTRA, "model"}
         assert not trap.exists()
         effort.count("files with code in them")
     pickle.loads(pickle.dumps(Malicious(trap)))

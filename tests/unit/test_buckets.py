@@ -71,5 +71,5 @@ def test_the_order_is_that_in_which_gradients_arrive() -> None:
 
 def test_sizes_are_the_callers() -> None:
     params = parameters([(1 << 18, torch.float32)] * 8)
-    recipe = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
-    assert [len(bucket) for bucket in plan_buckets(params, backwards(params), recipe)] == [2, 3, 3]
+    config = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
+    assert [len(bucket) for bucket in plan_buckets(params, backwards(params), config)] == [2, 3, 3]

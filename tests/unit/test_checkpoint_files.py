@@ -19,9 +19,9 @@ import torch
 from harness.effort import Effort
 
 from dualdist.checkpoint.files import (
-    ABOUT,
     EXTRA,
     FORMAT,
+    METADATA,
     SEAL_BYTES,
     ReadProgress,
     checkpoints,
@@ -38,7 +38,7 @@ RANDOM = random.Random(5)
 
 
 def content(step: int = 0, count: int = 1000) -> dict[str, Any]:
-    return {ABOUT: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((count,), float(step))}}
+    return {METADATA: {"format": FORMAT}, EXTRA: {"step": step}, "model": {"weight": torch.full((count,), float(step))}}
 
 
 def save(folder: Path, step: int, keep: int | None = 3, count: int = 1000) -> Path:
@@ -167,7 +167,9 @@ def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Pat
         read(path, ReadProgress())
 
 
-@pytest.mark.parametrize("strange", [5, [], {}, {ABOUT: 1}, {ABOUT: {"format": 2}, EXTRA: {}}, {ABOUT: {"format": 1}}])
+@pytest.mark.parametrize(
+    "strange", [5, [], {}, {METADATA: 1}, {METADATA: {"format": 2}, EXTRA: {}}, {METADATA: {"format": 1}}]
+)
 def test_what_another_program_has_saved_is_refused(tmp_path: Path, strange: Any) -> None:
     torch.save(strange, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="does not end in a checksum"):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.checkpoint.files import ABOUT, EXTRA, FORMAT, ReadProgress
-from dualdist.checkpoint.state import contents
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, ReadProgress
+from dualdist.checkpoint.state import collect_state
 from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError, UsageError
 
@@ -45,9 +45,9 @@ def test_names_are_the_models_own_and_fit_it_wrapped_or_not(tmp_path: Path, wrap
 def test_nothing_is_copied_unless_it_is_written_later_and_then_once() -> None:
     tied = nn.Linear(100, 100, bias=False)
     model = nn.ModuleList([tied, nn.Linear(100, 100), tied])
-    assert contents({"model": model}, copy=False)["model"]["0.weight"].data_ptr() == tied.weight.data_ptr()
+    assert collect_state({"model": model}, copy=False)["model"]["0.weight"].data_ptr() == tied.weight.data_ptr()
     extra = {"numbers": [1], "names": {"a"}}
-    found = contents({"model": model, "extra": extra} | extra, copy=True)
+    found = collect_state({"model": model, "extra": extra} | extra, copy=True)
     places = {tensor.data_ptr() for tensor in found["model"].values()}
     assert len(places) == 3, "tied weights are one"
     assert places.isdisjoint(param.data_ptr() for param in model.parameters())
@@ -70,7 +70,7 @@ def test_each_view_is_saved_with_its_own_values(copy: bool) -> None:
     numbers = [torch.full((1000,), complex(n, n)) for n in range(4)]
     views = [number.conj() for number in numbers] + numbers + [number.imag for number in numbers]
     views += [number.conj().imag for number in numbers]
-    found = contents({"views": views}, copy=copy)[EXTRA]["views"]
+    found = collect_state({"views": views}, copy=copy)[EXTRA]["views"]
     assert all(map(torch.equal, found, views))
 
 
@@ -173,7 +173,7 @@ STRANGE: tuple[Any, ...] = (5, None, [], {}, {"param_groups": 5}, {"state": 1, "
 @pytest.mark.parametrize("state", STRANGE, ids=str)
 @pytest.mark.parametrize("random", [5, [], [{}], [{"torch": 1, "python": 2, "numpy": 3}]], ids=str)
 def test_a_stranger_file_that_makes_no_sense_is_an_error_of_ours(tmp_path: Path, state: Any, random: Any) -> None:
-    content = {ABOUT: {"format": FORMAT, "random": random, "orders": state}, EXTRA: {}, "thing": state}
+    content = {METADATA: {"format": FORMAT, "random": random, "orders": state}, EXTRA: {}, "thing": state}
     write(tmp_path, content, None, ReadProgress())
     model = nn.Linear(1, 1)
     for thing in (
@@ -191,7 +191,7 @@ def test_a_stranger_file_that_makes_no_sense_is_an_error_of_ours(tmp_path: Path,
 def test_a_checkpoint_of_another_number_of_ranks_gives_new_random_states(tmp_path: Path) -> None:
     path = Path(dd.save_checkpoint(tmp_path))
     content = torch.load(path, weights_only=True)
-    content[ABOUT]["random"] *= 2
+    content[METADATA]["random"] *= 2
     write(tmp_path, content, None, ReadProgress())
     draws = []
     for file in (path, path, tmp_path, tmp_path):

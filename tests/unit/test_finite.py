@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.ddp.nonfinite import INFINITE, NAN, in_words, kinds_of, suspects
-from dualdist.ddp.step_checks import checked_every
+from dualdist.ddp.nonfinite import INFINITE, NAN, find_suspects, format_nonfinite, nonfinite_kinds
+from dualdist.ddp.step_checks import validate_check_every
 from dualdist.errors import UnsupportedError, UsageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -32,19 +32,19 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 )
 def test_kinds_are_told_apart(dtype: torch.dtype, values: list[float], expected: int) -> None:
     grad = torch.tensor(values, dtype=dtype)
-    assert kinds_of(grad) == expected
-    assert kinds_of(grad.view(-1, 1)) == expected
-    assert kinds_of(grad.to_sparse()) == expected
-    assert suspects([grad, torch.ones(3, dtype=dtype)])[1] is False
-    assert suspects([grad])[0] or not expected, "what is not finite is suspected"
+    assert nonfinite_kinds(grad) == expected
+    assert nonfinite_kinds(grad.view(-1, 1)) == expected
+    assert nonfinite_kinds(grad.to_sparse()) == expected
+    assert find_suspects([grad, torch.ones(3, dtype=dtype)])[1] is False
+    assert find_suspects([grad])[0] or not expected, "what is not finite is suspected"
 
 
 def test_numbers_too_large_to_add_up_are_finite() -> None:
     large = torch.full((4,), 3e38)
-    assert suspects([large]) == [True]
-    assert kinds_of(large) == 0
-    assert kinds_of(None) == 0
-    assert kinds_of(torch.tensor([1, 2])) == 0
+    assert find_suspects([large]) == [True]
+    assert nonfinite_kinds(large) == 0
+    assert nonfinite_kinds(None) == 0
+    assert nonfinite_kinds(torch.tensor([1, 2])) == 0
 
 
 def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
@@ -58,13 +58,13 @@ def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
         "a (NaN on ranks 1, 5), b (infinite on rank 0, NaN and infinite on rank 3), "
         "c (finite on every rank, but not together), d, e and 2 more"
     )
-    assert in_words(blame, [0, 1, 3, 5]) == expected
+    assert format_nonfinite(blame, [0, 1, 3, 5]) == expected
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "10"])
 def test_a_wrong_number_of_steps_is_refused(every: object) -> None:
     with pytest.raises(UsageError, match=r"check_every=.*1 or more"):
-        checked_every(every)  # type: ignore[arg-type]
+        validate_check_every(every)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dualdist import session
-from dualdist.ddp.optimizer import follow
+from dualdist.ddp.optimizer import move_to_group
 from dualdist.hvd.elastic.common import ObjectState
 from dualdist.hvd.elastic.sampler import ElasticSampler
 from dualdist.hvd.functions import allgather_object as allgather_object
@@ -58,7 +58,7 @@ class TorchState(ObjectState):
         for value in handled:
             if isinstance(value, ElasticSampler):
                 value.reset()
-        follow([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
+        move_to_group([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, name) and name in self._handlers:
