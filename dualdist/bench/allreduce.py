@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.bench.cases import AllreduceOptions
-from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob, worker_command
+from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
 from dualdist.bench.report import FigureTable, size_words
 from dualdist.bench.statistics import estimate, is_loaded, noise, pooled, ratio, subtracted
 from dualdist.launch.launchers import Site
@@ -35,7 +35,7 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
 
 
 def plan(
-    where: Sequence[Contestant],
+    where: Sequence[RunConfig],
     options: AllreduceOptions,
     setting: MeasurementSettings,
     site: Site,
@@ -62,7 +62,7 @@ def plan(
 
 def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every place and number of ranks."""
-    groups: dict[tuple[Contestant, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[RunConfig, int], list[dict[str, Any]]] = {}
     for planned, reports in done:
         groups.setdefault((planned.tags["place"], planned.tags["ranks"]), []).extend(reports)
     return [_result(reports) for reports in groups.values()]

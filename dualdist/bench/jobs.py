@@ -28,7 +28,7 @@ FOREIGN = "foreign_cores_of_job"  # in every report: what others did to the mach
 
 
 @dataclass(frozen=True)
-class Contestant:
+class RunConfig:
     """Where a job runs: a backend, its transport (None for the backend's own choice), and what starts the ranks."""
 
     backend: str
@@ -39,7 +39,7 @@ class Contestant:
         return f"{self.backend}{f' over {self.transport}' if self.transport else ''}, {self.launcher}"
 
 
-def places(text: str, transport: str | None, launcher: str | None) -> list[Contestant]:
+def parse_configs(text: str, transport: str | None, launcher: str | None) -> list[RunConfig]:
     """The places of `native,horovod:mpi`: backends, each with a transport of its own or the one that is given."""
     if launcher is not None:
         one_of(launcher, CHOICES, "launcher")
@@ -55,7 +55,7 @@ def places(text: str, transport: str | None, launcher: str | None) -> list[Conte
             )
         if chosen is not None:
             one_of(chosen, TRANSPORTS, "transport")
-        found.append(Contestant(backend, chosen, launcher or _launcher(backend, chosen)))
+        found.append(RunConfig(backend, chosen, launcher or _launcher(backend, chosen)))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
     return found
@@ -92,26 +92,26 @@ class MeasurementSettings:
 class PlannedJob:
     """A job to be launched, and the files in which it leaves its reports."""
 
-    what: str
+    title: str
     command: Command
     reports: tuple[Path, ...]
     tags: Mapping[str, Any] = field(default_factory=dict)  # by which its reports are told apart
 
     @property
-    def line(self) -> str:
+    def command_line(self) -> str:
         """The command as one would type it in a shell, without the values of secrets: it is shown and kept."""
         variables = [f"{name}={value}" for name, value in hidden(self.command.env).items()]
         return shlex.join([*(["env", *variables] if variables else []), *hidden_in(self.command.argv)])
 
 
-def worker_command(place: Contestant, words: Sequence[str], setting: MeasurementSettings, site: Site) -> Command:
+def worker_command(place: RunConfig, words: Sequence[str], setting: MeasurementSettings, site: Site) -> Command:
     """The command that runs the worker with these words on every rank."""
     words = (*words, f"--device={setting.device}", f"--timeout-s={setting.wait_s:g}")
     program = (*SPAWNED, str(setting.ranks), *words) if place.launcher == SPAWN else (*WORKER, *words)
     return program_command(place, program, setting, site)
 
 
-def program_command(place: Contestant, program: tuple[str, ...], setting: MeasurementSettings, site: Site) -> Command:
+def program_command(place: RunConfig, program: tuple[str, ...], setting: MeasurementSettings, site: Site) -> Command:
     """The command that runs the program on every rank, or once where it spawns them itself."""
     spawns = place.launcher == SPAWN
     ranks = 1 if spawns else setting.ranks
@@ -121,13 +121,13 @@ def program_command(place: Contestant, program: tuple[str, ...], setting: Measur
     return command("python" if spawns else place.launcher, job, site)
 
 
-def launched(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
+def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
     """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed, in
     which the values of its own secret variables are hidden.
     """
     before, redact = read_cpu(children=True), redactor(planned.command.env)
     try:
-        result = run(planned.command, timeout_s=timeout_s, what=planned.what)
+        result = run(planned.command, timeout_s=timeout_s, what=planned.title)
     except LaunchError as error:
         raise LaunchError(redact(str(error))) from error
     foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
@@ -138,5 +138,5 @@ def launched(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
         if told is not None and told not in shown:  # torchrun alone has as many lines to say after it
             shown = f"{told}\n[...]\n{shown}"
         why = f"exit code {result.code}" if result.code else "it left no report"
-        raise LaunchError(f"{planned.what} failed ({why}): {planned.line}\n{redact(shown)}")
+        raise LaunchError(f"{planned.title} failed ({why}): {planned.command_line}\n{redact(shown)}")
     return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]

@@ -11,7 +11,7 @@ from typing import Any
 from dualdist.bench import allreduce
 from dualdist.bench import step as bench_step
 from dualdist.bench.cases import AllreduceOptions, StepOptions
-from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob
+from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig
 from dualdist.bench.report import FigureTable, milliseconds, size_words
 from dualdist.bench.statistics import least_squares
 from dualdist.errors import UsageError
@@ -192,7 +192,7 @@ class ScaleOptions:
 
 
 def plan(
-    place: Contestant,
+    place: RunConfig,
     options: ScaleOptions,
     sweep: AllreduceOptions,
     setting: MeasurementSettings,
@@ -205,7 +205,7 @@ def plan(
     if options.compute_s is None:
         step = [StepOptions(options.model, ("none",), rounds=min(5, sweep.rounds))]
         alone = replace(setting, ranks=1)
-        native = [Contestant("native", None, "torchrun")]
+        native = [RunConfig("native", None, "torchrun")]
         yield from bench_step.plan(native, step, alone, site, folder, launches=1, with_memory=False)
 
 

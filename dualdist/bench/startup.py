@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dualdist.bench.jobs import FOREIGN, Contestant, MeasurementSettings, PlannedJob, program_command
+from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, RunConfig, program_command
 from dualdist.bench.report import FigureTable
 from dualdist.bench.statistics import estimate, is_loaded, noise, ratio, subtracted
 from dualdist.errors import UsageError
@@ -39,14 +39,14 @@ GROWN = (
 )
 
 
-def where_raw_starts(places: Sequence[Contestant], *, launcher_was_named: bool) -> list[Contestant]:
+def where_raw_starts(places: Sequence[RunConfig], *, launcher_was_named: bool) -> list[RunConfig]:
     """The places by the launcher that starts the raw library itself, which has no other way to find its ranks."""
     if launcher_was_named:
         raise UsageError("bench startup takes no --launcher: each raw library is started by the launcher that it knows")
-    return [Contestant(place.backend, place.transport, _launcher(place)) for place in places]
+    return [RunConfig(place.backend, place.transport, _launcher(place)) for place in places]
 
 
-def _launcher(place: Contestant) -> str:
+def _launcher(place: RunConfig) -> str:
     one_of(place.backend, LIBRARIES, "backend")
     if place.backend == "native":
         return "torchrun"
@@ -54,7 +54,7 @@ def _launcher(place: Contestant) -> str:
 
 
 def plan(
-    places: Sequence[Contestant], settings: Sequence[MeasurementSettings], site: Site, folder: Path, *, rounds: int
+    places: Sequence[RunConfig], settings: Sequence[MeasurementSettings], site: Site, folder: Path, *, rounds: int
 ) -> Iterator[PlannedJob]:
     """Two jobs for each round, place and setting (a number of ranks); who comes first changes with every round."""
     for number in range(rounds):
@@ -64,7 +64,7 @@ def plan(
 
 
 def _job(
-    place: Contestant, setting: MeasurementSettings, site: Site, folder: Path, kind: str, number: int
+    place: RunConfig, setting: MeasurementSettings, site: Site, folder: Path, kind: str, number: int
 ) -> PlannedJob:
     own = folder / f"startup-{place.backend}-{place.transport or 'own'}-{setting.ranks}-{kind}-{number}"
     program = (str(SCRIPT), kind, place.backend, str(setting.ranks), str(own), setting.device)
@@ -77,11 +77,11 @@ def _job(
 
 def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every place and number of ranks, place by place, from the rounds that both libraries ended."""
-    rounds: dict[tuple[Contestant, int, int], dict[str, list[dict[str, Any]]]] = {}
+    rounds: dict[tuple[RunConfig, int, int], dict[str, list[dict[str, Any]]]] = {}
     for planned, reports in done:
         tags = planned.tags
         rounds.setdefault((tags["place"], tags["ranks"], tags["launch"]), {})[tags["kind"]] = reports
-    groups: dict[tuple[Contestant, int], dict[str, list[list[dict[str, Any]]]]] = {}
+    groups: dict[tuple[RunConfig, int], dict[str, list[list[dict[str, Any]]]]] = {}
     for (place, ranks, _), found in rounds.items():
         if len(found) == len(KINDS):
             group = groups.setdefault((place, ranks), {kind: [] for kind in KINDS})
@@ -91,7 +91,7 @@ def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[
     return [_result(one, kinds) for place in places for (one, _), kinds in groups.items() if one == place]
 
 
-def _result(place: Contestant, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
+def _result(place: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
     parts = {name: (name,) for name in PHASES} | SUMS
     seconds = {
         kind: {part: [_slowest(reports, phases) for reports in jobs] for part, phases in parts.items()}

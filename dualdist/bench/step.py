@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from dualdist.bench.cases import CONTENDERS, MODELS, REFERENCES, StepOptions, default_contenders
-from dualdist.bench.jobs import Contestant, MeasurementSettings, PlannedJob, worker_command
+from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
 from dualdist.bench.report import FigureTable, milliseconds
 from dualdist.bench.statistics import estimate, is_loaded, noise, ratio
 from dualdist.errors import UsageError
@@ -18,7 +18,7 @@ from dualdist.launch.launchers import Site
 HEADROOM = "peak memory is that of one process with this contender alone, above what it held before init"
 
 
-def check(names: Sequence[str], place: Contestant) -> None:
+def check(names: Sequence[str], place: RunConfig) -> None:
     """UsageError where the contenders are unknown, or cannot run in this place."""
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown or len(set(names)) < len(names) or not names:
@@ -30,7 +30,7 @@ def check(names: Sequence[str], place: Contestant) -> None:
 
 
 def plan(
-    where: Sequence[Contestant],
+    where: Sequence[RunConfig],
     options: Sequence[StepOptions],
     setting: MeasurementSettings,
     site: Site,
@@ -54,7 +54,7 @@ def plan(
 
 def _job(
     kind: str,
-    place: Contestant,
+    place: RunConfig,
     options: StepOptions,
     chosen: tuple[str, ...],
     setting: MeasurementSettings,
@@ -87,8 +87,8 @@ def _job(
 
 def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """One result for every model and place, in the order in which they were measured."""
-    groups: dict[tuple[str, Contestant], list[dict[str, Any]]] = {}
-    peaks: dict[tuple[str, Contestant, str], int | None] = {}
+    groups: dict[tuple[str, RunConfig], list[dict[str, Any]]] = {}
+    peaks: dict[tuple[str, RunConfig, str], int | None] = {}
     for planned, reports in done:
         key = (planned.tags["model"], planned.tags["place"])
         if planned.tags["kind"] == "step":
@@ -103,7 +103,7 @@ def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[
 
 
 def _result(
-    model: str, place: Contestant, reports: list[dict[str, Any]], peaks: dict[str, int | None]
+    model: str, place: RunConfig, reports: list[dict[str, Any]], peaks: dict[str, int | None]
 ) -> dict[str, Any]:
     names = list(reports[0]["seconds"])
     seconds = {name: [report["seconds"][name] for report in reports] for name in names}

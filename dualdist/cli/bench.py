@@ -17,8 +17,8 @@ from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
 from dualdist.bench import step as bench_step
 from dualdist.bench.cases import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
-from dualdist.bench.compare.matrix import MatrixFacts, refusal
-from dualdist.bench.jobs import CHOICES, Contestant, MeasurementSettings, PlannedJob, launched, places
+from dualdist.bench.compare.matrix import MatrixFacts, refusal_reason
+from dualdist.bench.jobs import CHOICES, MeasurementSettings, PlannedJob, RunConfig, parse_configs, run_job
 from dualdist.bench.report import FigureTable, check_file, last_words, record, show, typed, write_json
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare_request import gpus_of
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         jobs, judge, tables = BENCHES[args.what](args, folder)
         if args.dry_run:
             for planned in jobs:
-                print(planned.line)
+                print(planned.command_line)
             return 0
         done, failed, code = _launched(jobs, args.timeout)
     results = judge(done)
@@ -235,7 +235,7 @@ def _scale(args: argparse.Namespace, folder: Path) -> Bench:
         None if args.compute_ms is None else args.compute_ms / 1e3,
         args.bytes,
     )
-    where = places(args.backend or "native", args.transport, args.launcher)
+    where = parse_configs(args.backend or "native", args.transport, args.launcher)
     if len(where) != 1:
         raise UsageError(f"backends {args.backend!r}: bench scale fits one backend at a time")
     sweep, setting = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _setting(args, ranks=1)
@@ -293,14 +293,14 @@ def _setting(args: argparse.Namespace, ranks: int | None = None) -> MeasurementS
     )
 
 
-def _places(args: argparse.Namespace, setting: MeasurementSettings, launcher: str | None) -> list[Contestant]:
+def _places(args: argparse.Namespace, setting: MeasurementSettings, launcher: str | None) -> list[RunConfig]:
     """Those of the backends that were named, else of all that can run here."""
     if args.backend is not None:
-        return places(args.backend, args.transport, launcher)
-    site, found = look(), places(",".join(CARRIERS), args.transport, launcher)
+        return parse_configs(args.backend, args.transport, launcher)
+    site, found = look(), parse_configs(",".join(CARRIERS), args.transport, launcher)
     gpus = 0 if args.device == "cpu" else gpus_of(site)
     facts = MatrixFacts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
-    reasons = {place: refusal(place, setting, site, facts) for place in found}
+    reasons = {place: refusal_reason(place, setting, site, facts) for place in found}
     # raw mpi4py, beside which the backend is measured, moves CPU tensors only.
     usable = [place for place in found if reasons[place] is None and not (place.backend == "mpi" and gpus)]
     if not usable:
@@ -318,9 +318,9 @@ def _launched(jobs: list[PlannedJob], timeout_s: float) -> tuple[Done, Failed, i
                 if any(_is_again(planned, other) for other, _ in failed):
                     failed.append((planned, "it failed before, and was not launched again"))
                     continue
-                print(f"[{number}/{len(jobs)}] {planned.what}", file=sys.stderr, flush=True)
+                print(f"[{number}/{len(jobs)}] {planned.title}", file=sys.stderr, flush=True)
                 try:
-                    done.append((planned, launched(planned, timeout_s)))
+                    done.append((planned, run_job(planned, timeout_s)))
                 except LaunchError as error:
                     failed.append((planned, str(error)))
                     print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
@@ -338,12 +338,12 @@ def _is_again(planned: PlannedJob, other: PlannedJob) -> bool:
 
 def _missing(failed: Failed) -> Iterator[FigureTable]:
     if failed:
-        rows = tuple((planned.what, last_words(error)) for planned, error in failed)
+        rows = tuple((planned.title, last_words(error)) for planned, error in failed)
         yield FigureTable("Missing", ("job", "why"), rows, words=2)
 
 
 def _job(planned: PlannedJob, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"what": planned.what, "command": planned.line, "reports": reports}
+    return {"what": planned.title, "command": planned.command_line, "reports": reports}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

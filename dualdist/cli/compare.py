@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualdist.bench.cases import IMAGE_SIZE, MODELS
-from dualdist.bench.compare.matrix import DEFAULT_REFERENCES, REFERENCES, Cell
+from dualdist.bench.compare.matrix import BASELINES, DEFAULT_BASELINES, Cell
 from dualdist.bench.compare.runner import RUNNING, claimed, looked_at
 from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import last_words, record, show, typed, write_json
@@ -77,9 +77,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all that the backend has)")
     cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
     cells(
-        "--references",
+        "--baselines",
         metavar="A,B",
-        help=f"of {', '.join(REFERENCES)}, or an empty word (default: {','.join(DEFAULT_REFERENCES)})",
+        help=f"of {', '.join(BASELINES)}, or an empty word (default: {','.join(DEFAULT_BASELINES)})",
     )
     cells(
         "--self-check",
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"dualdist compare: not {each.cell.label}: {last_words(each.reason)}", file=sys.stderr)
             for number in range(args.rounds):
                 for cell in rounds.left_in(number):
-                    print(contest.planned(cell, number).line)
+                    print(contest.planned(cell, number).command_line)
             return 0
         launches, code = _launched(rounds, cells, kept)
         found = result(cells, refused, launches, rounds.ended)

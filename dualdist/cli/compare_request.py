@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import dualdist
 from dualdist.bench.cases import MODELS, TrainOptions
 from dualdist.bench.compare.matrix import (
-    DEFAULT_REFERENCES,
-    OURS,
-    REFERENCES,
+    BASELINES,
+    DEFAULT_BASELINES,
+    DUALDIST,
     Cell,
     MatrixFacts,
     RefusedCell,
-    places_of,
-    references,
-    sorted_out,
+    baseline_cells,
+    expand_configs,
+    split_runnable,
 )
 from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import check_file, last_words
@@ -64,21 +64,21 @@ def cells_of(
     )
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
-    wanted = places_of(
+    wanted = expand_configs(
         _words(args.launchers), _words(args.backends) or list(CARRIERS), _words(args.transports), os.environ
     )
-    cells, refused = sorted_out(wanted, setting, site, facts)
+    cells, refused = split_runnable(wanted, setting, site, facts)
     if cells and args.self_check is not None:
-        first = cells[0].place
-        cells += [Cell(OURS, first, copy=1), Cell(OURS, first, slow=1 + args.self_check / 100, copy=2)]
-    names = list(dict.fromkeys(DEFAULT_REFERENCES if args.references is None else _words(args.references) or []))
+        first = cells[0].config
+        cells += [Cell(DUALDIST, first, copy=1), Cell(DUALDIST, first, slow=1 + args.self_check / 100, copy=2)]
+    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _words(args.baselines) or []))
     for name in names:
-        one_of(name, REFERENCES, "reference")
+        one_of(name, BASELINES, "baseline")
     if args.script is not None:
-        if args.references is not None and set(names) - {"one"}:
-            raise UsageError(f"--references {args.references}: beside a script only `one` can run, one rank alone")
+        if args.baselines is not None and set(names) - {"one"}:
+            raise UsageError(f"--baselines {args.baselines}: beside a script only `one` can run, one rank alone")
         names = [name for name in names if name == "one"]
-    for each in references(names, cells, facts):
+    for each in baseline_cells(names, cells, facts):
         if isinstance(each, Cell):
             cells.append(each)
         else:
@@ -114,7 +114,7 @@ def work_of(args: argparse.Namespace) -> TrainOptions | UserScript:
     model = MODELS[args.model]
     return TrainOptions(
         args.model,
-        OURS,
+        DUALDIST,
         args.batch or model.batch * args.ranks,
         args.warmup,
         args.steps or model.steps,

@@ -185,12 +185,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_run(args: argparse.Namespace) -> None:
     """Before a diagnosis, which takes seconds."""
-    from dualdist.bench.compare.matrix import places_of
+    from dualdist.bench.compare.matrix import expand_configs
 
     found = place(os.environ)
     if not isinstance(found, Topology) or found.launcher != "none":
         raise UsageError("--run starts ranks itself: type it where no launcher has started this process")
-    places_of(_words(args.launchers) or STARTERS, _words(args.backends) or list(CARRIERS), None, os.environ)
+    expand_configs(_words(args.launchers) or STARTERS, _words(args.backends) or list(CARRIERS), None, os.environ)
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
@@ -255,7 +255,7 @@ def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnos
         tried = cells.try_all(can, ranks, site, _say)
     known = {
         "tried": [asdict(each) for each in tried],
-        "left_out": [{**asdict(refused.cell.place), "reason": refused.reason} for refused in cannot],
+        "left_out": [{**asdict(refused.cell.config), "reason": refused.reason} for refused in cannot],
     }
     return diagnosis.with_more(list(cells.find(tried))), known
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.backends.availability import Availability
-from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, sorted_out
+from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, expand_configs, split_runnable
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
 from dualdist.doctor.findings import Finding
 from dualdist.errors import LaunchError
@@ -89,8 +89,8 @@ def usable(
 ) -> tuple[list[Cell], list[RefusedCell]]:
     """The cells that can run here as far as is known, and the others with the reasons."""
     facts = MatrixFacts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
-    places = places_of(launchers or STARTERS, wanted or list(CARRIERS), None, environ)
-    return sorted_out(places, MeasurementSettings(ranks), site, facts)
+    places = expand_configs(launchers or STARTERS, wanted or list(CARRIERS), None, environ)
+    return split_runnable(places, MeasurementSettings(ranks), site, facts)
 
 
 def try_all(cells: Iterable[Cell], ranks: int, site: Site, tell: Tell) -> list[TriedCell]:
@@ -126,20 +126,20 @@ def last_words(output: str) -> str:
 
 def _planned(cell: Cell, ranks: int, site: Site, folder: Path) -> PlannedJob:
     words = (str(folder), f"{WAIT_S:g}")
-    program = (*TRIAL, SPAWN_OPTION, str(ranks), *words) if cell.place.launcher == SPAWN else (*TRIAL, *words)
-    built = program_command(cell.place, program, MeasurementSettings(ranks), site)
+    program = (*TRIAL, SPAWN_OPTION, str(ranks), *words) if cell.config.launcher == SPAWN else (*TRIAL, *words)
+    built = program_command(cell.config, program, MeasurementSettings(ranks), site)
     return PlannedJob(cell.label, built, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
 
 
 def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> TriedCell:
-    planned, place, began = _planned(cell, ranks, site, folder), cell.place, time.monotonic()
+    planned, place, began = _planned(cell, ranks, site, folder), cell.config, time.monotonic()
     try:
-        result = run(planned.command, timeout_s=CELL_S, what=planned.what)
+        result = run(planned.command, timeout_s=CELL_S, what=planned.title)
         problem = _problem(place.backend, place.transport, planned, result.code, result.output)
     except LaunchError as error:
         problem = str(error)
     # The folder of the reports is gone afterwards: any other does for a person.
-    command = planned.line.replace(shlex.quote(str(folder)), tempfile.gettempdir())
+    command = planned.command_line.replace(shlex.quote(str(folder)), tempfile.gettempdir())
     return TriedCell(place.launcher, place.backend, place.transport, command, time.monotonic() - began, problem)
 
 

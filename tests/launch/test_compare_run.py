@@ -29,7 +29,7 @@ OF_MODEL, OF_SCRIPT = (
     shlex.split(next(line for line in SHOWN if option in line), comments=True)[2:] for option in ("--model", "--script")
 )
 QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
-SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--references", "")
+SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--baselines", "")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 SCRIPT = """
@@ -96,7 +96,7 @@ DDP, RAW = "DDP over gloo (torchrun)", "raw Horovod over gloo (torchrun)"
 def test_contenders_and_references_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
     assert set(compared.cells) == {OWN, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
     (refused,) = compared.result["refused"]
-    assert refused["cell"]["place"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
+    assert refused["cell"]["config"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
     assert "nccl moves GPU tensors" in refused["reason"]
     assert compared.result["ended"] == "complete"
 
@@ -193,7 +193,7 @@ def test_csv_has_one_line_a_launch(compared: Compared) -> None:
 
 
 def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
-    words = [*COMPARE, *QUICK, "--backends", "native", "--references", "none", "--rounds", "1", "--output", "out"]
+    words = [*COMPARE, *QUICK, "--backends", "native", "--baselines", "none", "--rounds", "1", "--output", "out"]
     outcome = interrupted(launch, words, "[1/2]")
     assert outcome.rc == 130, str(outcome)
     assert "launches  1, interrupted" in outcome.stdout
@@ -248,7 +248,7 @@ def test_scripts_that_train_different_models_make_an_invalid_comparison(
 
 def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(launch: Launch) -> None:
     (launch.directory / "hvd.py").write_text(HOROVOD_SCRIPT)
-    words = ("--backends", "native", "--transports", "gloo", "--rounds", "1", "--references", "", "--device", "cpu")
+    words = ("--backends", "native", "--transports", "gloo", "--rounds", "1", "--baselines", "", "--device", "cpu")
     outcome = launch([*COMPARE, *words, "--as-horovod", "--script", "hvd.py", "--json", "-"])
     (job,) = json.loads(outcome.stdout)["jobs"]
     assert "-m dualdist.hvd hvd.py" in job["command"]
@@ -258,7 +258,7 @@ def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(lau
 @pytest.mark.smoke
 def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -> None:
     (launch.directory / "train.py").write_text("print('done')")
-    words = ("--backends", "native", "--transports", "gloo", "--launchers", "torchrun,spawn", "--references", "")
+    words = ("--backends", "native", "--transports", "gloo", "--launchers", "torchrun,spawn", "--baselines", "")
     outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", "train.py"], check=False)
     assert outcome.rc == 1
     assert "does the script call dd.wrap_optimizer?" in outcome.stdout
@@ -312,7 +312,7 @@ def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
 
 @pytest.mark.smoke
 def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:
-    words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun,python", "--references", "ddp")
+    words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun,python", "--baselines", "ddp")
     outcome = launch([*COMPARE, *words, "--rounds", "3", "--dry-run", "--output", "out"])
     lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
     assert len(lines) == 9
@@ -331,7 +331,7 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
         (("--batch", "7"), "--batch 7: expected a multiple of the 2 ranks"),
         (("-np", "1"), "--ranks 1: expected 2 or more"),
         (("--backends", "nativ"), "backend 'nativ': expected one of native"),
-        (("--references", "dpd"), "reference 'dpd': expected one of ddp"),
+        (("--baselines", "dpd"), "baseline 'dpd': expected one of ddp"),
         (("--self-check", "0"), "--self-check 0: expected a percentage"),
         (("--as-horovod",), "are for a --script"),
         (("--script", "nowhere.py"), "there is no script 'nowhere.py'"),

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from dualdist.backends.availability import Availability
-from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, places_of, references, refusal, sorted_out
-from dualdist.bench.jobs import Contestant, MeasurementSettings
+from dualdist.bench.compare.matrix import (
+    Cell,
+    MatrixFacts,
+    RefusedCell,
+    baseline_cells,
+    expand_configs,
+    refusal_reason,
+    split_runnable,
+)
+from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli import compare
 from dualdist.cli.compare_request import cells_of
 from dualdist.errors import UsageError
@@ -24,12 +32,13 @@ GPUS = replace(FACTS, gpus=2)
 
 def reason(words: str, facts: MatrixFacts = FACTS, site: Site = SITE) -> str | None:
     launcher, backend, transport = words.split()
-    return refusal(Contestant(backend, transport, launcher), MeasurementSettings(2), site, facts)
+    return refusal_reason(RunConfig(backend, transport, launcher), MeasurementSettings(2), site, facts)
 
 
 def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> None:
     found = [
-        f"{each.launcher} {each.backend} {each.transport}" for each in places_of(None, ["native", "horovod"], None, {})
+        f"{each.launcher} {each.backend} {each.transport}"
+        for each in expand_configs(None, ["native", "horovod"], None, {})
     ]
     assert found == [
         "torchrun native gloo",
@@ -39,17 +48,17 @@ def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> 
         "mpirun horovod mpi",
         "torchrun horovod nccl",
     ]
-    assert {each.launcher for each in places_of(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
+    assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
 
 
 def test_every_combination_that_was_asked_for_is_a_cell_and_none_is_dropped() -> None:
-    places = places_of(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    cells, refused = sorted_out(places, MeasurementSettings(2), SITE, FACTS)
+    places = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
+    cells, refused = split_runnable(places, MeasurementSettings(2), SITE, FACTS)
     assert len(places) == 8
-    assert [cell.place for cell in cells] == [
-        Contestant("native", "shm", "torchrun"),
-        Contestant("native", "shm", "mpirun"),
-        Contestant("mpi", "mpi", "mpirun"),
+    assert [cell.config for cell in cells] == [
+        RunConfig("native", "shm", "torchrun"),
+        RunConfig("native", "shm", "mpirun"),
+        RunConfig("mpi", "mpi", "mpirun"),
     ]
     assert len(refused) == 5
     assert all(each.reason for each in refused)
@@ -99,15 +108,15 @@ def test_gpus_decide_between_nccl_and_the_others() -> None:
 
 
 def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> None:
-    cells = [Cell("dualdist", Contestant("horovod", "mpi", "mpirun"))]
-    found = list(references(["ddp", "hvd", "none", "one"], cells, FACTS))
+    cells = [Cell("dualdist", RunConfig("horovod", "mpi", "mpirun"))]
+    found = list(baseline_cells(["ddp", "hvd", "none", "one"], cells, FACTS))
     assert [each.label for each in found if isinstance(each, Cell)] == [
         "DDP over gloo (torchrun)",
         "raw Horovod over mpi (mpirun)",
         "no communication",
         "one rank",
     ]
-    (alone,) = references(["hvd"], [], FACTS)
+    (alone,) = baseline_cells(["hvd"], [], FACTS)
     assert isinstance(alone, RefusedCell)
 
 
@@ -119,14 +128,14 @@ def asked(*words: str) -> list[Cell]:
 
 
 def test_references_are_launched_once_and_unknown_ones_refused_beside_a_script_too() -> None:
-    kinds = [cell.kind for cell in asked("--transports", "gloo", "--references", "ddp,one,ddp")]
+    kinds = [cell.kind for cell in asked("--transports", "gloo", "--baselines", "ddp,one,ddp")]
     assert kinds == ["dualdist", "ddp", "one"]
     assert [cell.kind for cell in asked("--transports", "gloo", "--script", "x.py")] == ["dualdist", "one"]
     for script in ((), ("--script", "x.py")):
-        with pytest.raises(UsageError, match="reference 'hvt': expected one of ddp"):
-            asked("--references", "hvt", *script)
-    with pytest.raises(UsageError, match="--references one,ddp: beside a script only `one` can run"):
-        asked("--references", "one,ddp", "--script", "x.py")
+        with pytest.raises(UsageError, match="baseline 'hvt': expected one of ddp"):
+            asked("--baselines", "hvt", *script)
+    with pytest.raises(UsageError, match="--baselines one,ddp: beside a script only `one` can run"):
+        asked("--baselines", "one,ddp", "--script", "x.py")
 
 
 def test_nothing_is_launched_where_no_contender_is_left_and_the_reasons_are_told() -> None:
@@ -153,11 +162,11 @@ def test_names_that_nobody_has_are_refused(
     backends: list[str], transports: list[str] | None, launchers: list[str] | None, told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
-        places_of(launchers, backends, transports, {})
+        expand_configs(launchers, backends, transports, {})
 
 
 def test_labels_and_keys_tell_cells_apart() -> None:
-    place = Contestant("native", "shm", "torchrun")
+    place = RunConfig("native", "shm", "torchrun")
     cells = [Cell("dualdist", place), Cell("dualdist", place, copy=1), Cell("dualdist", place, slow=1.05, copy=2)]
     assert [cell.label for cell in cells] == [
         "native over shm (torchrun)",

@@ -16,7 +16,15 @@ import torch
 
 from dualdist.bench import scale, startup
 from dualdist.bench.cases import CONTENDERS, MODELS, StepOptions
-from dualdist.bench.jobs import FOREIGN, Contestant, MeasurementSettings, PlannedJob, launched, places, worker_command
+from dualdist.bench.jobs import (
+    FOREIGN,
+    MeasurementSettings,
+    PlannedJob,
+    RunConfig,
+    parse_configs,
+    run_job,
+    worker_command,
+)
 from dualdist.bench.ranks.interleaving import (
     RankTimings,
     TimedContender,
@@ -82,13 +90,13 @@ def test_repeats_fill_a_block_within_bounds(seconds: float, repeats: int) -> Non
 
 
 def test_places_take_their_own_transport_before_the_common_one() -> None:
-    assert places("native,horovod:mpi", None, None) == [
-        Contestant("native", None, "torchrun"),
-        Contestant("horovod", "mpi", "mpirun"),
+    assert parse_configs("native,horovod:mpi", None, None) == [
+        RunConfig("native", None, "torchrun"),
+        RunConfig("horovod", "mpi", "mpirun"),
     ]
-    assert places("native,horovod", "gloo", "mpirun") == [
-        Contestant("native", "gloo", "mpirun"),
-        Contestant("horovod", "gloo", "mpirun"),
+    assert parse_configs("native,horovod", "gloo", "mpirun") == [
+        RunConfig("native", "gloo", "mpirun"),
+        RunConfig("horovod", "gloo", "mpirun"),
     ]
 
 
@@ -106,12 +114,12 @@ def test_places_that_are_none_are_refused(
     backends: str, transport: str | None, launcher: str | None, told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
-        places(backends, transport, launcher)
+        parse_configs(backends, transport, launcher)
 
 
 def test_worker_is_started_by_the_places_launcher_with_the_places_variables() -> None:
     built = worker_command(
-        Contestant("horovod", "gloo", "torchrun"), ["step"], MeasurementSettings(2, env={"A": "b"}), SITE
+        RunConfig("horovod", "gloo", "torchrun"), ["step"], MeasurementSettings(2, env={"A": "b"}), SITE
     )
     assert built.env == {
         "OMP_NUM_THREADS": "1",
@@ -124,13 +132,13 @@ def test_worker_is_started_by_the_places_launcher_with_the_places_variables() ->
 
 def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
     site = replace(SITE, tools={"srun": "/v/srun"})
-    built = worker_command(Contestant("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
+    built = worker_command(RunConfig("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
     assert "--cpus-per-task=4" in built.argv
     assert built.env["OMP_NUM_THREADS"] == "4"
 
 
 def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:
-    built = worker_command(Contestant("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
+    built = worker_command(RunConfig("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
     assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.spawned", "3")
     assert built.env["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -140,7 +148,7 @@ def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_sa
     program = f"print('{prefix}ValueError: boom'); [print('after', n) for n in range(99)]; raise SystemExit(3)"
     failing = PlannedJob("x", Command((sys.executable, "-c", program), prefix=r"\[\d+,\d+\]<\w+>:"), ())
     with pytest.raises(LaunchError) as told:
-        launched(failing, 60)
+        run_job(failing, 60)
     head, exception, *shown = str(told.value).splitlines()
     assert head.startswith("x failed (exit code 3): ")
     assert (exception, shown[-1], len(shown)) == ("ValueError: boom", "after 98", 31)
@@ -151,17 +159,17 @@ def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of
     failing = PlannedJob(
         "x", Command((sys.executable, "-c", program, "--env=B_TOKEN=hush-2"), {"A_TOKEN": "hush-1"}), ()
     )
-    assert failing.line.startswith("env 'A_TOKEN=***' ")
-    assert failing.line.endswith(" '--env=B_TOKEN=***'")
+    assert failing.command_line.startswith("env 'A_TOKEN=***' ")
+    assert failing.command_line.endswith(" '--env=B_TOKEN=***'")
     with pytest.raises(LaunchError, match=r"no \*\*\*$") as told:
-        launched(failing, 60)
+        run_job(failing, 60)
     assert "hush" not in str(told.value)
     assert typed(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
         "dualdist bench step '--env=B_TOKEN=***' --env 'A_TOKEN=***'"
     )
     slow = PlannedJob("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
     with pytest.raises(LaunchError, match=r"was not done after") as told:
-        launched(slow, 0.5)
+        run_job(slow, 0.5)
     assert "hush" not in str(told.value)
 
 
@@ -185,22 +193,22 @@ def test_a_file_may_lie_in_the_folder_that_will_be_made(tmp_path: Path) -> None:
 
 
 def test_raw_horovod_runs_only_in_horovods_jobs() -> None:
-    check(["hvd"], Contestant("horovod", None, "torchrun"))
+    check(["hvd"], RunConfig("horovod", None, "torchrun"))
     with pytest.raises(UsageError, match="--backend horovod"):
-        check(["hvd"], Contestant("native", None, "torchrun"))
+        check(["hvd"], RunConfig("native", None, "torchrun"))
     with pytest.raises(UsageError, match="expected different ones of none, ddp"):
-        check(["ddp", "ddp"], Contestant("native", None, "torchrun"))
+        check(["ddp", "ddp"], RunConfig("native", None, "torchrun"))
 
 
 def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
-    found = where_raw_starts(places("native,horovod,horovod:mpi", None, None), launcher_was_named=False)
+    found = where_raw_starts(parse_configs("native,horovod,horovod:mpi", None, None), launcher_was_named=False)
     assert [place.launcher for place in found] == ["torchrun", "horovodrun", "mpirun"]
     with pytest.raises(UsageError, match="takes no --launcher"):
         where_raw_starts(found, launcher_was_named=True)
 
 
 def started(kind: str, number: int) -> tuple[PlannedJob, list[dict[str, Any]]]:
-    tags = {"place": Contestant("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
+    tags = {"place": RunConfig("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
     held: dict[str, Any] = dict.fromkeys(startup.HELD, 1)
     report = {"seconds": dict.fromkeys(startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
     return PlannedJob("x", Command(("x",)), (), tags), [report]

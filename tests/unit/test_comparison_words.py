@@ -14,17 +14,17 @@ from comparisons import launch
 
 from dualdist.bench.compare.figures import result
 from dualdist.bench.compare.launches import Launch, read, write
-from dualdist.bench.compare.matrix import OURS, Cell
+from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.compare.runner import CONDITIONS, claimed, looked_at
 from dualdist.bench.compare.schedule import duration
 from dualdist.bench.compare.tables import tables, write_csv
-from dualdist.bench.jobs import Contestant
+from dualdist.bench.jobs import RunConfig
 from dualdist.bench.report import last_words
 from dualdist.cli import compare
 from dualdist.cli.compare_request import conditions_of, seconds, setting_of, settings_of
 from dualdist.errors import UsageError
 
-CELL = Cell(OURS, Contestant("native", "shm", "torchrun"))
+CELL = Cell(DUALDIST, RunConfig("native", "shm", "torchrun"))
 
 
 @pytest.mark.parametrize(("text", "expected"), [("120s", 120), ("2m", 120), ("1.5h", 5400), ("90", 90)])

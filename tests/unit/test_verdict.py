@@ -15,11 +15,11 @@ from scipy import stats
 from dualdist.bench.compare.equivalence import sameness
 from dualdist.bench.compare.figures import result
 from dualdist.bench.compare.launches import Launch, RankRecord, by_cell, foreign_of
-from dualdist.bench.compare.matrix import OURS, Cell
+from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.compare.runner import unfit
 from dualdist.bench.compare.schedule import LaunchSchedule, ScheduleLimits, order_of
 from dualdist.bench.compare.verdict import Verdict, against, ranking, verdict
-from dualdist.bench.jobs import Contestant
+from dualdist.bench.jobs import RunConfig
 from dualdist.bench.paired import LEAST_LAUNCHES, centre, ratio_of, student
 
 TRIALS = 200
@@ -274,16 +274,16 @@ def test_of_the_same_launches_a_bootstrap_over_steps_sees_a_difference_that_is_n
     assert ratio_of(*steps).differs_from(1.0)
 
 
-PLACE = Contestant("native", "shm", "torchrun")
+PLACE = RunConfig("native", "shm", "torchrun")
 
 
 def test_figures_follow_from_what_ranks_recorded() -> None:
-    cell, one, none = Cell(OURS, PLACE), Cell("one", Contestant("auto", None, "python")), Cell("none", PLACE)
+    cell, one, none = Cell(DUALDIST, PLACE), Cell("one", RunConfig("auto", None, "python")), Cell("none", PLACE)
     found = [launch(cell.key, number, 0.2) for number in range(6)]
     found += [launch(none.key, number, 0.15) for number in range(6)]
     found += [launch(one.key, number, 0.1) for number in range(6)]
     figures = {each.kind: each for each in result([cell, one, none], [], found, "complete").cells}
-    ours = figures[OURS]
+    ours = figures[DUALDIST]
     assert ours.step_s.value == pytest.approx(0.2)  # the slowest rank's
     assert ours.rate is not None
     assert ours.rate.value == pytest.approx(16 / 0.2)
@@ -297,13 +297,13 @@ def test_figures_follow_from_what_ranks_recorded() -> None:
 
 
 def test_of_a_script_no_efficiency_is_told_as_nobody_knows_what_one_rank_has_to_do_alone() -> None:
-    cell, one = Cell(OURS, PLACE), Cell("one", Contestant("auto", None, "python"))
+    cell, one = Cell(DUALDIST, PLACE), Cell("one", RunConfig("auto", None, "python"))
     found = [launch(each.key, 0, 0.1).model_copy(update={"batch": None}) for each in (cell, one)]
     assert [each.efficiency for each in result([cell, one], [], found, "complete").cells] == [None, None]
 
 
 def test_a_launch_whose_allreduces_could_not_be_timed_counts_and_has_no_curve() -> None:
-    cell = Cell(OURS, PLACE)
+    cell = Cell(DUALDIST, PLACE)
     timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
     swept, not_swept = (
         launch(cell.key, number, 1.0).model_copy(update={"allreduce": allreduce})
@@ -328,7 +328,7 @@ def test_foreign_load_under_srun_is_what_the_ranks_saw_host_by_host() -> None:
 
 
 def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
-    cell, other = Cell(OURS, PLACE), Cell(OURS, Contestant("horovod", "gloo", "torchrun"))
+    cell, other = Cell(DUALDIST, PLACE), Cell(DUALDIST, RunConfig("horovod", "gloo", "torchrun"))
     failed = Launch(cell=other.key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
     found = result([cell, other], [], [launch(cell.key, 0, 1.0), failed], "complete")
     assert [(each.cell, each.reason) for each in found.refused] == [(other, "exit code 1\nno such device")]
@@ -336,28 +336,28 @@ def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
 
 
 def test_who_alone_was_launched_of_several_has_not_won() -> None:
-    cells = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun")]
+    cells = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun")]
     said = result(cells, [], [launch(cells[0].key, 0, 1.0)], "the budget of 60 s was used up").verdict
     assert said.kind == "too few"
     assert said.sentence.startswith("no verdict: of 2 contenders native over shm (torchrun) alone was launched")
 
 
 def test_no_cell_is_dropped_without_a_reason() -> None:
-    cells = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+    cells = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
     failed = Launch(cell=cells[1].key, round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
     run = [launch(cells[0].key, 0, 1.0), launch(cells[1].key, 0, 1.0), failed]
     found = result(cells, [], run, "the budget of 9 s was used up")
     assert [cell.runs for cell in found.cells] == [1, 1]
-    assert {each.cell.place.launcher: each.reason for each in found.refused} == {
+    assert {each.cell.config.launcher: each.reason for each in found.refused} == {
         "mpirun": "in round 2 it failed, and was not launched again: OSError: gone",
         "srun": "it was never launched: the budget of 9 s was used up",
     }
 
 
 def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
-    cell = Cell(OURS, PLACE)
+    cell = Cell(DUALDIST, PLACE)
     assert unfit(cell, launch(cell.key, 0, 1.0).ranks) is None
-    told = unfit(Cell(OURS, Contestant("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    told = unfit(Cell(DUALDIST, RunConfig("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
     assert told is not None
     assert told.startswith(
         "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
@@ -365,7 +365,7 @@ def test_records_of_another_backend_or_without_steps_are_no_cells() -> None:
     assert "it took 2 steps" in str(unfit(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
 
 
-CELLS = [Cell(OURS, Contestant("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+CELLS = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
 
 
 def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
@@ -376,10 +376,10 @@ def test_every_round_has_an_order_of_its_own_which_the_seed_decides() -> None:
 
 
 def test_the_first_round_begins_with_the_contenders() -> None:
-    cells = [Cell(kind, Contestant("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
+    cells = [Cell(kind, RunConfig("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
     for seed in range(20):
-        assert {cell.kind for cell in order_of(cells, 0, seed)[: len(CELLS)]} == {OURS}
-    assert {order_of(cells, 1, seed)[0].kind for seed in range(20)} > {OURS}
+        assert {cell.kind for cell in order_of(cells, 0, seed)[: len(CELLS)]} == {DUALDIST}
+    assert {order_of(cells, 1, seed)[0].kind for seed in range(20)} > {DUALDIST}
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The contenders of a comparison: a cell is (launcher, backend, transport); references run beside; some cannot run."""
+"""The contenders of a comparison: a cell is (launcher, backend, transport); baselines run beside; some cannot run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dualdist.backends.availability import Availability
-from dualdist.bench.jobs import Contestant, MeasurementSettings, program_command
+from dualdist.bench.jobs import MeasurementSettings, RunConfig, program_command
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
 from dualdist.launch.launchers import Site, known
 from dualdist.launch.option_conflicts import CARRIERS, JobChoices, impossible
 from dualdist.utils.suggest import one_of
 
-OURS = "dualdist"
+DUALDIST = "dualdist"
 # What a reference is, and what it is called.
-REFERENCES = {
+BASELINES = {
     "ddp": "DDP",
     "ddp_view": "DDP, gradient_as_bucket_view",
     "hvd": "raw Horovod",
     "none": "no communication",
     "one": "one rank",
 }
-DEFAULT_REFERENCES = ("ddp", "hvd", "none", "one")
+DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")
 # They train, or nobody averages: their parameters and losses cannot agree with the others'.
 APART = ("none", "one")
 
@@ -32,13 +32,13 @@ class Cell:
     """One contender, launched as a job of its own. `slow` stretches its steps; `copy` tells equal ones apart."""
 
     kind: str
-    place: Contestant
+    config: RunConfig
     slow: float = 1.0
     copy: int = 0
 
     @property
     def is_reference(self) -> bool:
-        return self.kind != OURS
+        return self.kind != DUALDIST
 
     @property
     def is_contender(self) -> bool:
@@ -48,19 +48,19 @@ class Cell:
     @property
     def label(self) -> str:
         """As a sentence names it."""
-        place = self.place
+        place = self.config
         over = f" over {place.transport}" if place.transport not in (None, place.backend) else ""
         if self.kind in APART:
-            return REFERENCES[self.kind]
-        if self.kind != OURS:
-            return f"{REFERENCES[self.kind]}{over} ({place.launcher})"
+            return BASELINES[self.kind]
+        if self.kind != DUALDIST:
+            return f"{BASELINES[self.kind]}{over} ({place.launcher})"
         again = f", slowed by {100 * (self.slow - 1):.3g}%" if self.slow > 1 else ", again" if self.copy else ""
         return f"{place.backend}{over} ({place.launcher}{again})"
 
     @property
     def key(self) -> str:
         """As files name it."""
-        place = self.place
+        place = self.config
         words = [self.kind, place.backend, place.transport or "own", place.launcher]
         return "-".join([*words, *([f"copy{self.copy}"] if self.copy else [])])
 
@@ -88,12 +88,12 @@ class RefusedCell:
     reason: str
 
 
-def places_of(
+def expand_configs(
     launchers: Sequence[str] | None,
     backends: Sequence[str],
     transports: Sequence[str] | None,
     environ: Mapping[str, str],
-) -> list[Contestant]:
+) -> list[RunConfig]:
     """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
     for backend in backends:
         one_of(backend, CARRIERS, "backend")
@@ -101,7 +101,7 @@ def places_of(
     for transport in transports or ():
         one_of(transport, valid, "transport")
     found = [
-        Contestant(backend, transport, known(launcher))
+        RunConfig(backend, transport, known(launcher))
         for backend in backends
         for transport in transports or CARRIERS[backend]
         for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
@@ -109,12 +109,12 @@ def places_of(
     return list(dict.fromkeys(found))
 
 
-def refusal(place: Contestant, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> str | None:
+def refusal_reason(place: RunConfig, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> str | None:
     """Why this place cannot be had here; None where nothing is known against it."""
     return next(_against(place, setting, site, facts), None)
 
 
-def _against(place: Contestant, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
+def _against(place: RunConfig, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
     # What no launcher can mend comes first.
     for launcher in (None, place.launcher):
         choice = JobChoices(launcher, place.backend, place.transport, setting.ranks)
@@ -138,7 +138,7 @@ def _against(place: Contestant, setting: MeasurementSettings, site: Site, facts:
         yield "the installed Horovod was built without Gloo"
 
 
-def _against_nccl(place: Contestant, setting: MeasurementSettings, facts: MatrixFacts) -> Iterator[str]:
+def _against_nccl(place: RunConfig, setting: MeasurementSettings, facts: MatrixFacts) -> Iterator[str]:
     if not facts.uses_gpus:
         yield "nccl moves GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
     elif facts.gpus < setting.ranks:
@@ -147,26 +147,26 @@ def _against_nccl(place: Contestant, setting: MeasurementSettings, facts: Matrix
         yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
 
 
-def sorted_out(
-    places: Sequence[Contestant], setting: MeasurementSettings, site: Site, facts: MatrixFacts
+def split_runnable(
+    places: Sequence[RunConfig], setting: MeasurementSettings, site: Site, facts: MatrixFacts
 ) -> tuple[list[Cell], list[RefusedCell]]:
     """The cells that can run here as far as is known, and the others."""
-    cells = [Cell(OURS, place) for place in places]
-    reasons = {cell: refusal(cell.place, setting, site, facts) for cell in cells}
+    cells = [Cell(DUALDIST, place) for place in places]
+    reasons = {cell: refusal_reason(cell.config, setting, site, facts) for cell in cells}
     refused = [RefusedCell(cell, reason) for cell, reason in reasons.items() if reason is not None]
     return [cell for cell in cells if reasons[cell] is None], refused
 
 
-def references(names: Sequence[str], cells: Sequence[Cell], facts: MatrixFacts) -> Iterator[Cell | RefusedCell]:
-    """The references that go with these cells; the names are those of REFERENCES."""
+def baseline_cells(names: Sequence[str], cells: Sequence[Cell], facts: MatrixFacts) -> Iterator[Cell | RefusedCell]:
+    """The baselines that go with these cells; the names are those of BASELINES."""
     own = None if facts.uses_gpus else "gloo"
     for name in names:
-        cell = Cell(name, Contestant("native", own, "torchrun"))
+        cell = Cell(name, RunConfig("native", own, "torchrun"))
         if name == "one":
-            cell = Cell(name, Contestant("auto", None, "python"))
+            cell = Cell(name, RunConfig("auto", None, "python"))
         if name == "hvd":
-            on_horovod = [each for each in cells if each.place.backend == "horovod"]
-            cell = Cell(name, on_horovod[0].place if on_horovod else Contestant("horovod", None, "torchrun"))
+            on_horovod = [each for each in cells if each.config.backend == "horovod"]
+            cell = Cell(name, on_horovod[0].config if on_horovod else RunConfig("horovod", None, "torchrun"))
             if not on_horovod:
                 yield RefusedCell(cell, "it needs a cell of the backend horovod that can run")
                 continue

@@ -49,7 +49,7 @@ def render(
 ) -> str:
     """The page, which needs no other file and no network."""
     environment = Environment(
-        loader=PackageLoader("dualdist", "compare"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("dualdist.bench", "compare"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     settings = {name: value for name, value in kept["settings"].items() if value not in ({}, [], None)}
     return environment.get_template(TEMPLATE).render(

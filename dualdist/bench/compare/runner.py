@@ -16,8 +16,8 @@ from typing import Any
 from dualdist.bench.cases import TrainOptions
 from dualdist.bench.compare import launches as files
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_of
-from dualdist.bench.compare.matrix import OURS, Cell
-from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, launched, program_command, worker_command
+from dualdist.bench.compare.matrix import DUALDIST, Cell
+from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, program_command, run_job, worker_command
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
@@ -136,9 +136,9 @@ class Comparison:
         if isinstance(self.work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
             setting = replace(setting, env={**record, **setting.env})
-            built = program_command(cell.place, self.work.words, setting, self.site)
+            built = program_command(cell.config, self.work.words, setting, self.site)
         else:
-            built = worker_command(cell.place, self._words(cell, self.work, own), setting, self.site)
+            built = worker_command(cell.config, self._words(cell, self.work, own), setting, self.site)
             if self._sweeps(cell, self.work):
                 reports.append(own / "allreduce.json")
         return PlannedJob(f"round {number + 1}, {cell.label}", built, tuple(reports), {"cell": cell, "folder": own})
@@ -150,7 +150,7 @@ class Comparison:
     def _words(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
         words = {
             "model": options.model,
-            "contender": OURS if cell.kind == "one" else cell.kind,
+            "contender": DUALDIST if cell.kind == "one" else cell.kind,
             "batch": self._batch(cell),
             "warmup": options.warmup,
             "steps": options.steps,
@@ -172,14 +172,14 @@ class Comparison:
         planned, began, started = self.planned(cell, number), time.time(), time.monotonic()
         shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # what an interrupted launch has left
         found = Launch(
-            cell=cell.key, round=number, began=began, seconds=0, command=planned.line, batch=self._batch(cell)
+            cell=cell.key, round=number, began=began, seconds=0, command=planned.command_line, batch=self._batch(cell)
         )
         try:
-            reports = launched(planned, self.setting.timeout_s)
+            reports = run_job(planned, self.setting.timeout_s)
             ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(cell)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
             known = {"ranks": ranks, "allreduce": allreduce, "error": unfit(cell, ranks)}
-            foreign = foreign_of(ranks) if cell.place.launcher == "srun" else reports[0][FOREIGN]
+            foreign = foreign_of(ranks) if cell.config.launcher == "srun" else reports[0][FOREIGN]
             found = found.model_copy(update={**known, "foreign_cores": foreign})
         except LaunchError as error:
             hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
@@ -200,7 +200,7 @@ class Comparison:
 
 def unfit(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
     """Why these records cannot be compared, or are not this cell's; None where they can."""
-    first, place = ranks[0], cell.place
+    first, place = ranks[0], cell.config
     if place.backend not in ("auto", first.backend) or place.transport not in (None, first.transport):
         ran, asked = f"{first.backend} over {first.transport}", f"{place.backend} over {place.transport}"
         return f"it ran on {ran}, not on {asked}: does the script name a backend itself? Let it call dd.init()"
