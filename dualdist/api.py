@@ -7,8 +7,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
-from dualdist.collectives.arguments import path_of, require_flags
-from dualdist.collectives.compile import uncompiled
+from dualdist.collectives.arguments import as_path, require_flags
+from dualdist.collectives.compile import disable_compile
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ def device() -> torch.device:
     return session.current().device
 
 
-@uncompiled
+@disable_compile
 def barrier(*, group: Group | None = None) -> None:
     """Every rank has called this when it returns. It does not wait for other operations that are under way.
 
@@ -175,7 +175,7 @@ def barrier(*, group: Group | None = None) -> None:
     collectives.barrier(session.group_or_world(group))
 
 
-@uncompiled
+@disable_compile
 def join(*, group: Group | None = None) -> int:
     """Let the other ranks go on without this one's data; returns, once all ranks have called it, the last one to do so.
 
@@ -186,13 +186,13 @@ def join(*, group: Group | None = None) -> int:
     >>> dd.join()
     0
     """
-    from dualdist.collectives.collectives import stand_in
+    from dualdist.collectives.collectives import zero_contribution
     from dualdist.ddp.join import join
 
-    return join(session.group_or_world(group), stand_in)
+    return join(session.group_or_world(group), zero_contribution)
 
 
-@uncompiled
+@disable_compile
 def new_group(ranks: Sequence[int]) -> Group:
     """Some of the job's ranks, to be passed as `group=`. Every rank of the job calls this, the members and the others.
 
@@ -206,7 +206,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     return session.new_group(ranks)
 
 
-@uncompiled
+@disable_compile
 def remove_group(group: Group) -> None:
     """The group exists no more; every rank of the job calls this, when nothing is under way on the group.
 
@@ -215,7 +215,7 @@ def remove_group(group: Group) -> None:
     session.remove_group(group)
 
 
-@uncompiled
+@disable_compile
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's object on every rank; every rank calls this, and what the others pass does not count.
 
@@ -229,7 +229,7 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
     return objects.broadcast_object(session.group_or_world(group), obj, root)
 
 
-@uncompiled
+@disable_compile
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Everybody's object, in rank order, on every rank; every rank calls this.
 
@@ -243,7 +243,7 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
     return objects.allgather_object(session.group_or_world(group), obj)
 
 
-@uncompiled
+@disable_compile
 def broadcast_parameters(
     params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     root: int = 0,
@@ -262,7 +262,7 @@ def broadcast_parameters(
     broadcast_state.broadcast_parameters(session.group_or_world(group), params, root)
 
 
-@uncompiled
+@disable_compile
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
     """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped.
 
@@ -277,7 +277,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
     broadcast_state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
 
 
-@uncompiled
+@disable_compile
 def wrap_optimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -376,7 +376,7 @@ def save_checkpoint(
 ) -> PendingSave: ...
 
 
-@uncompiled
+@disable_compile
 def save_checkpoint(
     path: str | PathLike[str],
     *,
@@ -412,11 +412,11 @@ def save_checkpoint(
     require_flags(async_op=async_op)
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | extra
-    saving = _saver(here).save(path_of(path), parts, keep, async_op=async_op)
+    saving = _saver(here).save(as_path(path), parts, keep, async_op=async_op)
     return saving if async_op else saving.wait()
 
 
-@uncompiled
+@disable_compile
 def load_checkpoint(
     path: str | PathLike[str],
     *,
@@ -459,7 +459,7 @@ def load_checkpoint(
     saver = _saver(here)
     saver.settle()
     return resuming.load(
-        here.world, here.device, here.timeout_s, path_of(path), parts, saver, required=required, random=random
+        here.world, here.device, here.timeout_s, as_path(path), parts, saver, required=required, random=random
     )
 
 
@@ -474,7 +474,7 @@ def _saver(here: Session) -> CheckpointSaver:
     return saver
 
 
-@uncompiled
+@disable_compile
 def check_consistency(
     model: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     *,
@@ -495,7 +495,7 @@ def check_consistency(
     consistency.check_consistency(session.group_or_world(group), model, buffers=buffers)
 
 
-@uncompiled
+@disable_compile
 def slow_ranks(*, group: Group | None = None) -> SlowRanks:
     """Who has waited for whom in operations and gradients, and how long, since the last call; every rank calls this.
 

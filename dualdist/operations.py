@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from dualdist.collectives.arguments import several
-from dualdist.collectives.compile import uncompiled
+from dualdist.collectives.arguments import as_list
+from dualdist.collectives.compile import disable_compile
 from dualdist.session import current
 from dualdist.session import group_or_world as _group
 
@@ -64,7 +64,7 @@ def allreduce(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
-@partial(uncompiled, unless=_traced_allreduce)
+@partial(disable_compile, unless=_traced_allreduce)
 def allreduce(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -122,7 +122,7 @@ def allreduce_(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def allreduce_(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -170,7 +170,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
+@disable_compile
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -190,7 +190,7 @@ def grouped_allreduce(
     """
     from dualdist.collectives import autograd, collectives
 
-    tensors = several(tensors)
+    tensors = as_list(tensors)
     if not async_op and autograd.wants_gradient(tensors):
         return autograd.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
@@ -218,7 +218,7 @@ def grouped_allreduce_(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
+@disable_compile
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -240,7 +240,7 @@ def grouped_allreduce_(
     from dualdist.collectives import collectives
 
     return _now_or_later(
-        collectives.grouped_allreduce_(_group(group), several(tensors), op, name, prescale, postscale), async_op
+        collectives.grouped_allreduce_(_group(group), as_list(tensors), op, name, prescale, postscale), async_op
     )
 
 
@@ -252,7 +252,7 @@ def allgather(
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -283,7 +283,7 @@ def grouped_allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
+@disable_compile
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
@@ -296,7 +296,7 @@ def grouped_allgather(
     """
     from dualdist.collectives import autograd, collectives
 
-    tensors = several(tensors)
+    tensors = as_list(tensors)
     if not async_op and autograd.wants_gradient(tensors):
         return autograd.grouped_allgather(_group(group), tensors, name)
     return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
@@ -315,7 +315,7 @@ def broadcast(
 def broadcast(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def broadcast(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -347,7 +347,7 @@ def broadcast_(
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
@@ -400,7 +400,7 @@ def alltoall(
     group: Group | None = None,
     async_op: Literal[True],
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
-@uncompiled
+@disable_compile
 def alltoall(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
@@ -452,7 +452,7 @@ def reducescatter(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def reducescatter(
     tensor: torch.Tensor,
     op: Op = "mean",
@@ -502,7 +502,7 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     async_op: Literal[True],
 ) -> Handle[list[torch.Tensor]]: ...
-@uncompiled
+@disable_compile
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     op: Op = "mean",
@@ -522,7 +522,7 @@ def grouped_reducescatter(
     """
     from dualdist.collectives import autograd, collectives
 
-    tensors = several(tensors)
+    tensors = as_list(tensors)
     if not async_op and autograd.wants_gradient(tensors):
         return autograd.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
     return _now_or_later(
@@ -555,7 +555,7 @@ def scatter(
     group: Group | None = None,
     async_op: Literal[True],
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def scatter(
     tensor: torch.Tensor | None,
     root: int = 0,
@@ -594,7 +594,7 @@ def gather(
 def gather(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
 ) -> Handle[torch.Tensor]: ...
-@uncompiled
+@disable_compile
 def gather(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualdist.backends.horovod.driver import is_elastic, next_place
-from dualdist.collectives.arguments import whole
+from dualdist.collectives.arguments import as_ints
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
@@ -187,7 +187,7 @@ def set_observers(
     moves: Callable[[str, str, str, int], None] | None = None,
 ) -> None:
     """These hear of what happens in the group, besides the timeline where there is one, and nobody else."""
-    group.observer, group.watch.observer = operations, moves
+    group.observer, group.monitor.observer = operations, moves
     if _process.timeline is not None:
         _process.timeline.listener.observe(group)
 
@@ -229,7 +229,7 @@ def shutdown() -> None:
     session = current()
     if _process.recorder is not None:
         _process.recorder.finish()
-    _process.session, _process.unheeded = None, session.unheeded
+    _process.session, _process.unheeded = None, session.ignored_failure
     _process.was_shut_down = True
     with contextlib.ExitStack() as stack:  # all of it, in this order, though one should fail
         stack.callback(session.close)
@@ -239,7 +239,7 @@ def shutdown() -> None:
 
 
 def _end() -> None:
-    failed_exit.end(_process.unheeded if _process.session is None else _process.session.unheeded)
+    failed_exit.end(_process.unheeded if _process.session is None else _process.session.ignored_failure)
 
 
 def built_with() -> dict[str, int]:
@@ -253,20 +253,20 @@ def built_with() -> dict[str, int]:
 
 def new_group(ranks: Sequence[int]) -> Group:
     """See dualdist.api.new_group."""
-    from dualdist.collectives.collectives import in_step
+    from dualdist.collectives.collectives import run_agreed
     from dualdist.collectives.group import Group
     from dualdist.monitoring.monitored import Monitor
 
     session = current()
-    members = sorted(whole(ranks, "ranks"))
+    members = sorted(as_ints(ranks, "ranks"))
     if not members or len(set(members)) < len(members) or not set(members) <= set(range(session.topology.size)):
         raise UsageError(f"ranks {members}: expected different ranks of this job, 0 to {session.topology.size - 1}")
     world = session.world
     name = world.next_name("new_group")
-    backend = in_step(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
+    backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
     mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
-    group = Group(backend, Monitor(world.watch.roll, members), mailbox=mailbox)
+    group = Group(backend, Monitor(world.monitor.roll, members), mailbox=mailbox)
     session.groups.append(group)
     set_observers(group)
     return group
@@ -274,12 +274,12 @@ def new_group(ranks: Sequence[int]) -> Group:
 
 def remove_group(group: Group) -> None:
     """See dualdist.api.remove_group."""
-    from dualdist.collectives.collectives import in_step
+    from dualdist.collectives.collectives import run_agreed
 
     session = current()
     if group not in session.groups:
         raise UsageError("remove_group takes a group that dd.new_group made in this session, once")
     world = session.world
     ranks = {"ranks": list(group.ranks)}
-    in_step(world, "remove_group", world.next_name("remove_group"), ranks, lambda line: group.close())
+    run_agreed(world, "remove_group", world.next_name("remove_group"), ranks, lambda line: group.close())
     session.groups.remove(group)

@@ -23,7 +23,7 @@ from dualdist.checkpoint.save import (
 )
 from dualdist.checkpoint.state import find_mismatch, load_state
 from dualdist.collectives.broadcast_state import broadcast_all
-from dualdist.collectives.collectives import in_step
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
 from dualdist.ddp.bucket_plan import dense_strides
@@ -65,7 +65,7 @@ def load(
     """See dualdist.api.load_checkpoint; the saver keeps what was loaded until there is more to keep."""
     name = group.next_name("load_checkpoint")
     # The ranks agree on what is wanted before rank 0 reads it.
-    in_step(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda line: None)
+    run_agreed(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda line: None)
     wrong = [part for part, value in parts.items() if not callable(getattr(value, "load_state_dict", None))]
     words = f"{', '.join(wrong)} cannot be loaded into: plain data come back as the result" if wrong else ""
     _require_none(group, f"{name}.parts", words, UsageError)
@@ -87,7 +87,7 @@ def load(
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device="cpu") for shape, strides, dtype in header.specs
         ]
-    in_step(group, "broadcast", f"{name}.tensors", {}, lambda line: broadcast_all(line, tensors, ROOT, f"op.{name}"))
+    run_agreed(group, "broadcast", f"{name}.tensors", {}, lambda line: broadcast_all(line, tensors, ROOT, f"op.{name}"))
     content = header.content(tensors)
     cause = _restore(content, parts, group, device if random else None)
     _require_none(group, f"{name}.restored", error_message(cause) if cause else "", CheckpointError, cause)

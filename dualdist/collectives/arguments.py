@@ -24,7 +24,7 @@ def name_of(group: Group, kind: str, name: str | None) -> str:
     return str(name) if name else group.next_name(kind)
 
 
-def whole(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
+def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
     """The numbers, NumPy's and tensors too, as int; UsageError unless they are integers."""
     given: object = numbers
     try:
@@ -34,7 +34,7 @@ def whole(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
         raise UsageError(f"{what} {given}: expected integers") from None
 
 
-def several(given: Iterable[T]) -> list[T]:
+def as_list(given: Iterable[T]) -> list[T]:
     """What a grouped operation takes."""
     try:
         return list(given)
@@ -42,7 +42,7 @@ def several(given: Iterable[T]) -> list[T]:
         raise UsageError(f"expected a list of tensors, not a {type(given).__name__}") from None
 
 
-def path_of(given: str | os.PathLike[str]) -> Path:
+def as_path(given: str | os.PathLike[str]) -> Path:
     """A path in the file system."""
     try:
         return Path(given)
@@ -52,8 +52,8 @@ def path_of(given: str | os.PathLike[str]) -> Path:
 
 def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:
     """One of the job's ranks, and its place in the group."""
-    (rank,) = whole([root], "root")
-    return rank, group.place_of(rank)
+    (rank,) = as_ints([root], "root")
+    return rank, group.group_rank_of(rank)
 
 
 def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_object, as_bytes, broadcast_object, check_same_tensors
-from dualdist.collectives.collectives import in_step
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import MismatchError, UsageError
 from dualdist.utils.nested_tensors import put_together, taken_apart
@@ -21,7 +21,7 @@ Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Ten
 
 def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
     """Give every rank root's values, in place; MismatchError on every rank where names, shapes or dtypes differ."""
-    place = group.place_of(root)
+    place = group.group_rank_of(root)
     tensors = named_tensors(params)
     name = group.next_name("broadcast_parameters")
 
@@ -29,7 +29,7 @@ def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
         check_same_tensors(line, tensors, place, f"{name}.check")
         broadcast_all(line, [tensor for _, tensor in tensors], place, name)
 
-    in_step(group, "broadcast_parameters", name, {"root": root}, perform)
+    run_agreed(group, "broadcast_parameters", name, {"root": root}, perform)
 
 
 def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -62,13 +62,13 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
-    place = group.place_of(root)
+    place = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
 
     def perform(line: Backend) -> None:
         _broadcast_state(line, optimizer, place, name)
 
-    in_step(group, "broadcast_optimizer_state", name, {"root": root}, perform)
+    run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, perform)
 
 
 def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import allgather_bytes, as_bytes
 from dualdist.collectives import reductions
-from dualdist.collectives.arguments import name_of, root_of, scales_of, whole
+from dualdist.collectives.arguments import as_ints, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.reductions import (
@@ -18,9 +18,9 @@ from dualdist.collectives.reductions import (
     adasum_,
     check_op,
     check_scales,
+    finalize_,
     reduce_rows,
     scale_,
-    settle_,
     sparse_sum,
     wire_op,
 )
@@ -152,12 +152,12 @@ def _reduce_in_place(
     for work in works:
         work.wait()
     for flat, members in zip(flats, kinds.values(), strict=True):
-        settle_(flat, op, backend.size, postscale)
+        finalize_(flat, op, backend.size, postscale)
         for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
             put_back(piece, member)
 
 
-def stand_in(offer: CollectiveRequest) -> PendingOperation[Any]:
+def zero_contribution(offer: CollectiveRequest) -> PendingOperation[Any]:
     """The part of a rank that has joined in a reduction of the others: zeros."""
     device = device_of(offer.terms["device"])
     zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, offer.terms["tensors"])]
@@ -319,7 +319,7 @@ def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, siz
 
 def splits_of(splits: Sequence[int] | torch.Tensor, count: int, size: int) -> list[int]:
     """How many of `count` rows go to each rank, as the caller says; UsageError where that cannot be."""
-    sent = whole(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
+    sent = as_ints(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
     if len(sent) != size or any(split < 0 for split in sent) or sum(sent) != count:
         raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together {count}")
     return sent
@@ -363,7 +363,7 @@ def _reducescatter(
         check_op(op, tensor.dtype)
         check_scales(scales, tensor.dtype)
         if op == "adasum":
-            raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
+            raise UsageError("op 'adasum' looks at as_ints tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     given = [values_of(tensor) if scales[0] == 1 else scale_(copy_of(tensor), scales[0]) for tensor in tensors]
@@ -386,7 +386,7 @@ def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name:
         return rows.new_empty(shape[1:])
     sizes = [count * width for count in counts], [mine * width] * backend.size
     came = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
-    return settle_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
+    return finalize_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
 
 
 def shares(rows: int, size: int) -> list[int]:
@@ -397,10 +397,10 @@ def shares(rows: int, size: int) -> list[int]:
 
 def barrier(group: Group, name: str | None = None) -> None:
     """Every rank has called this when it returns; it does not wait for what else is under way."""
-    in_step(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
+    run_agreed(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
-def in_step(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
+def run_agreed(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
     """What `perform` returns, run at the same place by every rank once all agree on the terms."""
     return group.submit(
         PendingOperation(CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend))

@@ -17,7 +17,7 @@ WHY = (
 )
 
 
-def uncompiled(function: F, unless: Callable[..., Any] | None = None) -> F:
+def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
     """The function, into which torch.compile does not look; with fullgraph=True it says why.
 
     `unless`, given the same arguments, is what torch.compile follows in its place, where that is not None.

@@ -12,7 +12,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
-from dualdist.collectives.collectives import in_step
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.fingerprint import DIGEST_BYTES, fingerprints
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import spec
@@ -30,7 +30,7 @@ def check_consistency(group: Group, given: Any, *, buffers: bool) -> None:
 
 def require_same(group: Group, tensors: Named, name: str, when: str = "") -> None:
     """DriftError on every rank unless all hold the same bits; all of them call this, under the same name."""
-    found = in_step(group, "check_consistency", name, {}, lambda line: difference(line, tensors, name))
+    found = run_agreed(group, "check_consistency", name, {}, lambda line: difference(line, tensors, name))
     if found:
         raise DriftError(
             f"{when}{found}. The ranks did not begin alike, which dd.broadcast_parameters(model) sees to, or one has "

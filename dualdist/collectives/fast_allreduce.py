@@ -18,8 +18,8 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.collectives import collectives, reductions
 from dualdist.collectives.arguments import name_of
-from dualdist.collectives.negotiation import ENCODE, RIDERS, CollectiveRequest, RankRequests
-from dualdist.collectives.reductions import Op, check_op, reduce_rows, settle_, wire_op
+from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
+from dualdist.collectives.reductions import Op, check_op, finalize_, reduce_rows, wire_op
 from dualdist.collectives.tensor_utils import spec
 from dualdist.collectives.work import Handle, PendingOperation
 
@@ -96,7 +96,7 @@ class FastAllreduce:
     def __init__(self, group: Group, tensor: torch.Tensor, op: Op, name: str | None, *, in_place: bool) -> None:
         known = signature(op, tensor.dtype, tensor.shape)
         self.name = name_of(group, KIND, name)
-        self.agreed = f"{known.before_name}{ENCODE(self.name)}{known.after_name}".encode() + RIDERS
+        self.agreed = f"{known.before_name}{ENCODE(self.name)}{known.after_name}".encode() + PAYLOAD_MARK
         self.message = self.agreed + tensor.detach().numpy().tobytes() if known.values_ride else self.agreed
         self._known = known
         self._tensor = tensor
@@ -120,7 +120,7 @@ class FastAllreduce:
             return self._reduced(backend)
         rows = torch.frombuffer(bytearray(b"".join(inline_payloads)), dtype=self._tensor.dtype)
         found = reduce_rows(rows.view(len(inline_payloads), *self._tensor.shape), wire_op(self._op))
-        settle_(found, self._op, backend.size, 1.0)
+        finalize_(found, self._op, backend.size, 1.0)
         if not self._in_place:
             return found
         self._tensor.detach().copy_(found)
@@ -131,5 +131,5 @@ class FastAllreduce:
         target = self._tensor if self._in_place else self._tensor.detach().clone()
         flat = target.detach().view(-1)
         reductions.allreduce_(backend, flat, wire_op(self._op), f"op.{self.name}.0").wait()
-        settle_(flat, self._op, backend.size, 1.0)
+        finalize_(flat, self._op, backend.size, 1.0)
         return target

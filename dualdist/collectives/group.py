@@ -24,7 +24,7 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.exchange import ShmExchange, ShmMessage
-from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, Response, decide
+from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, Response, compute_response
 from dualdist.collectives.work import Handle, PendingOperation, own_parts
 from dualdist.errors import (
     CollectiveError,
@@ -78,17 +78,17 @@ class Group:
     """Some of the job's ranks, or all of them, and what they have begun together."""
 
     def __init__(
-        self, backend: Backend, watch: Monitor, parent: Backend | None = None, mailbox: ShmExchange | None = None
+        self, backend: Backend, monitor: Monitor, parent: Backend | None = None, mailbox: ShmExchange | None = None
     ) -> None:
         self.backend = backend
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size
-        self.watch = watch
+        self.monitor = monitor
         self.observer: Callable[[str, CollectiveRequest | None], None] | None = (
             None  # is told of every step, see _notify()
         )
-        self.waits: WaitTimes | None = None  # where somebody asks who waits for whom
+        self.wait_times: WaitTimes | None = None  # where somebody asks who waits for whom
         self.rounds = 0  # of gradients reduced with this rank's own
         self.reducers: list[
             Any
@@ -96,7 +96,7 @@ class Group:
         self._mailbox = mailbox  # where the ranks share a host: the quickest way to tell each other what they do
         self._parent = parent or backend  # which ends with the group, and with it all its lines
         self._gradients: MonitoredBackend | None = None
-        self.named = 0  # operations that were given a number
+        self.num_unnamed = 0  # operations that were given a number
         self.exchanges = 0
         self._others: Sequence[RankRequests] = ()  # what all ranks said when nothing could be done
         lock = threading.Lock()
@@ -130,7 +130,7 @@ class Group:
         return self.is_open and self.is_member and self._failure is None
 
     @property
-    def unheeded(self) -> str:
+    def ignored_failure(self) -> str:
         """The failure after which the program went on in this group, if it did."""
         return str(self._failure) if self._refusals else ""
 
@@ -140,15 +140,15 @@ class Group:
         if self._failure is not None:
             self.require_usable()
         if self._gradients is None:
-            self._gradients = MonitoredBackend(self._parent.channel("gradients"), self.watch)
+            self._gradients = MonitoredBackend(self._parent.channel("gradients"), self.monitor)
         return self._gradients
 
     def next_name(self, kind: str) -> str:
         """For an operation that the caller left unnamed; alike on all ranks, which call in the same order."""
-        self.named += 1
-        return f"{kind}.{self.named}"
+        self.num_unnamed += 1
+        return f"{kind}.{self.num_unnamed}"
 
-    def place_of(self, rank: int) -> int:
+    def group_rank_of(self, rank: int) -> int:
         """The place in this group of one of the job's ranks; UsageError where it has none."""
         if rank not in self.ranks:
             raise UsageError(f"root={rank}: expected a rank of this group, one of {list(self.ranks)}")
@@ -191,18 +191,18 @@ class Group:
         if self._failure is None and not isinstance(error, HARMLESS):
             self._failure = error
 
-    def breaking(self) -> BreakOnError:
+    def fail_on_error(self) -> BreakOnError:
         """A block whose failure is that of the group."""
         return self._breaking
 
     def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
         offer = handle.offer
         self._notify("agreed", offer)
-        handle._perform(self.backend, own, self.watch)
+        handle._perform(self.backend, own, self.monitor)
         if handle.error is not None:
             self.fail(handle.error)
-        if self.waits is not None:
-            self.waits.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
+        if self.wait_times is not None:
+            self.wait_times.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._notify("done", offer)
 
     def _notify(self, event: str, offer: CollectiveRequest | None) -> None:
@@ -249,15 +249,15 @@ class Group:
             if self._is_driven or self._pending or self.observer is not None or self.size == 1:
                 return None
             self._is_driven, self._name_at_once = True, express.name
-        began = 0.0 if self.waits is None else time.monotonic()
+        began = 0.0 if self.wait_times is None else time.monotonic()
         try:
-            with self.watch.over(express):
+            with self.monitor.over(express):
                 exchange = self.exchange(express.message)
                 values = exchange.tails(express.agreed)
                 if values is not None:
                     found = express.perform(self.backend, values)
-                    if self.waits is not None:
-                        self.waits.operation(began, began or None)
+                    if self.wait_times is not None:
+                        self.wait_times.operation(began, began or None)
                     return found
                 said = exchange.wait()
             handle = Handle(self, express.operation())
@@ -321,7 +321,7 @@ class Group:
         self._notify("cycle", None)
         try:
             mine = row.dumps()
-            with self.watch.over(offered[0].offer):
+            with self.monitor.over(offered[0].offer):
                 exchange = self.exchange(mine)
                 are_alike = len(offered) == 1 and exchange.are_alike()
                 said = [] if are_alike else exchange.wait()
@@ -335,9 +335,9 @@ class Group:
         return self._carry_out(said, offered)
 
     def _carry_out(self, said: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
-        """Do what the ranks' messages decide; whether that was anything."""
+        """Do what the ranks' messages compute_response; whether that was anything."""
         rows = [RankRequests.loads(data) for data in said]
-        decision = decide(rows, self.ranks)
+        decision = compute_response(rows, self.ranks)
         self._settle(decision, offered, rows)
         has_moved = bool(decision.agreed or decision.refused)
         if has_moved:

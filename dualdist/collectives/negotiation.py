@@ -13,7 +13,7 @@ from dualdist.utils.suggest import SHOWN, listed
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Between what a rank says and what comes along with it: Note [inline payload]. JSON does not hold it.
-RIDERS = b"\0"
+PAYLOAD_MARK = b"\0"
 # What the ranks that go on may still do when others have joined, who take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
 
@@ -66,7 +66,7 @@ class JoinedAt:
     exchanges: int
     rounds: int
     clock_s: float
-    named: int  # operations that the rank has given a number; afterwards all go on from the highest
+    num_unnamed: int  # operations that the rank has given a number; afterwards all go on from the highest
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RankRequests:
 
     @staticmethod
     def loads(data: bytes) -> RankRequests:
-        offers, waiting, joined = json.loads(data.partition(RIDERS)[0])
+        offers, waiting, joined = json.loads(data.partition(PAYLOAD_MARK)[0])
         return RankRequests(
             tuple(CollectiveRequest(*offer) for offer in offers), waiting, None if joined is None else JoinedAt(*joined)
         )
@@ -113,7 +113,7 @@ class Response:
     last_joined: int | None = None
 
 
-def decide(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Response:
+def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Response:
     """Whatever all ranks are ready for, in the order of the first of them; rows come in the order of ranks.
 
     Where all programs wait, and not for the same, no rank can ever go on: then what they wait for is refused.

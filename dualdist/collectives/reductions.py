@@ -121,7 +121,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor.mul_(factor)
 
 
-def settle_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> torch.Tensor:
+def finalize_(reduced: torch.Tensor, op: Op, size: int, postscale: float) -> torch.Tensor:
     """What a transport has reduced becomes the result, in place: divided where it is a mean, and scaled.
 
     Means of integers are cut off towards zero, once. They are divided: Horovod multiplies by 1/size, which is a little
@@ -270,7 +270,7 @@ def sparse_sum(
         device=mine.device,
         check_invariants=False,
     ).coalesce()
-    settle_(total.values(), op, backend.size, scales[1])
+    finalize_(total.values(), op, backend.size, scales[1])
     return total
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.collectives.compile import uncompiled
+from dualdist.collectives.compile import disable_compile
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
 from dualdist.monitoring.monitored import Monitor
 
@@ -46,7 +46,7 @@ class Handle(Generic[T]):
         self._operation: PendingOperation[T] | None = operation
         self._streams = operation.streams()
         self._is_inference = torch.is_inference_mode_enabled()
-        self.began = 0.0 if group.waits is None else time.monotonic()
+        self.began = 0.0 if group.wait_times is None else time.monotonic()
         self.waits_since: float | None = None  # before anybody calls wait()
         self._result: T
         self._error: BaseException | None = None
@@ -65,14 +65,14 @@ class Handle(Generic[T]):
         """Whether wait() would raise at once."""
         return self._error is not None
 
-    @uncompiled
+    @disable_compile
     def begin(self) -> Handle[T]:
         """Let it go on by itself, while the program does something else; returns this handle."""
         if not self._is_done:
             self._group._let_thread_drive()
         return self
 
-    @uncompiled
+    @disable_compile
     def wait(self) -> T:
         """The result; raises CollectiveError where the operation failed."""
         if not self._is_done:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from dualdist import session
-from dualdist.collectives.arguments import whole
+from dualdist.collectives.arguments import as_ints
 from dualdist.errors import UsageError
 
 Remainder = Literal["drop", "pad", "uneven"]
@@ -101,7 +101,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         self.count = _length(dataset)
         self.remainder: Remainder = remainder
         self.shuffle = shuffle
-        (self.seed,) = whole([seed], "seed")
+        (self.seed,) = as_ints([seed], "seed")
         self.turn = 0  # iterations that have begun: those before the last one are over
         self._drawn = 0  # the last of them of which all indices were drawn
         self._in_vain = 0  # iterations, one after the other, of which nothing was recorded
@@ -189,7 +189,7 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch, unless it is the one under way, which goes on from its position."""
-        (epoch,) = whole([epoch], "epoch")
+        (epoch,) = as_ints([epoch], "epoch")
         if epoch != self._epoch or self._is_over():
             self._go_to(epoch, 0)
 

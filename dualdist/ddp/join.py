@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, decide
+from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, compute_response
 from dualdist.collectives.work import PendingOperation, own_parts
 from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
@@ -84,8 +84,8 @@ class JoinedRank:
         buckets = [first, *(self._launched(rounds, place) for place in range(1, len(rounds.buckets)))]
         for bucket in buckets:
             bucket.wait()
-        if self._group.waits is not None:
-            self._group.waits.followed(self._group.waits.rounds)
+        if self._group.wait_times is not None:
+            self._group.wait_times.followed(self._group.wait_times.rounds)
         if buckets[-1].any_rank_set(DROPS):
             return
         for bucket in buckets:
@@ -125,8 +125,8 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
         return group.ranks[0]
     group.finish_pending()
     timeout_s = group.backend.timeout_s
-    with group.exclusive_progress(), group.watch.over("join"):
-        row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.named)).dumps()
+    with group.exclusive_progress(), group.monitor.over("join"):
+        row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.num_unnamed)).dumps()
         gradients = JoinedRank(group)
         while True:
             exchange = group.exchange(row)
@@ -136,19 +136,19 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
                     gradients.follow()
                     quiet = Deadline(timeout_s)
                 elif quiet.passed():
-                    require_answers(group.watch)
+                    require_answers(group.monitor)
                     quiet = Deadline(timeout_s)
                 else:
                     time.sleep(LOOK_S)
             rows = [RankRequests.loads(data) for data in exchange.wait()]
-            decision = decide(rows, group.ranks)
+            decision = compute_response(rows, group.ranks)
             if decision.last_joined is not None:
                 gradients.finish()
-                group.named = max(row.joined.named for row in rows if row.joined is not None)
+                group.num_unnamed = max(row.joined.num_unnamed for row in rows if row.joined is not None)
                 group.rounds = max(row.joined.rounds for row in rows if row.joined is not None)
                 return decision.last_joined
             for name in decision.agreed:
                 offer = next(offer for row in rows if (offer := row.offer(name)) is not None)
                 stand_in(offer).perform(group.backend, own_parts(rows, name))
-                if group.waits is not None:
-                    group.waits.followed(group.waits.operations)
+                if group.wait_times is not None:
+                    group.wait_times.followed(group.wait_times.operations)

@@ -284,7 +284,7 @@ class Reducer:
         if order != self.order and sorted(order) == list(range(len(self._references))):
             # A backward that raised may have got further on some ranks than on others.
             launched = allgather_object(self.group, self._next)
-            with self.errors(), self.group.breaking():
+            with self.errors(), self.group.fail_on_error():
                 if any(launched):
                     self._drop_round()
                 self._plan_anew(order)
@@ -293,7 +293,7 @@ class Reducer:
         """The gradients are reduced, whatever the number of backwards since the last time."""
         self._require_open()
         if self._rounds_done == 0 or self._backwards:
-            with self.errors(), self.group.breaking():
+            with self.errors(), self.group.fail_on_error():
                 _run_round(self.group, [self])
 
     def reset_step(self) -> None:
@@ -323,7 +323,7 @@ class Reducer:
                 return
             backward = _current_backward()
             if backward not in self._backwards_open:
-                with self.errors(), self.group.breaking():
+                with self.errors(), self.group.fail_on_error():
                     self._begin_backward(backward)
                 number = self._numbers.get(id(param), number)  # a new group numbers anew
             if self._backwards + 1 < self.accumulate or number in self._arrived:
@@ -337,7 +337,7 @@ class Reducer:
                 bucket.pack(seat, param.grad)
             bucket.waiting_for -= 1
             if bucket.waiting_for == 0 and len(active_plans(self.group)) == 1:
-                with self.errors(), self.group.breaking():
+                with self.errors(), self.group.fail_on_error():
                     self._launch_full()
 
     def _launch_full(self) -> None:
@@ -365,7 +365,7 @@ class Reducer:
         """Reduce what is due. Every reducer that the backward touched is asked to; the first one does it for all."""
         due = [reducer for reducer in _live(self.group) if reducer._has_ended(backward)]
         if due:
-            with self.errors(), self.group.breaking():
+            with self.errors(), self.group.fail_on_error():
                 _run_round(self.group, due)
 
     def drop_interrupted(self) -> None:
@@ -436,8 +436,8 @@ class Reducer:
         began = time.monotonic()
         for bucket in self._buckets:
             bucket.wait()
-        if self.group.waits is not None and self._buckets:
-            self.group.waits.round(began)
+        if self.group.wait_times is not None and self._buckets:
+            self.group.wait_times.round(began)
 
     def _put_back(self) -> None:
         """What has been reduced becomes the parameters' gradients."""
@@ -510,8 +510,8 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         flags[-1] = 1
         began = time.monotonic()
         allreduce_due_flags(group, flags).wait()
-        if group.waits is not None:
-            group.waits.noticed(began)
+        if group.wait_times is not None:
+            group.wait_times.noticed(began)
         due = [reducer for reducer in _live(group) if flags[reducer._number]]
     for reducer in due:
         reducer.update()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualdist import session
 from dualdist.collectives import collectives
-from dualdist.collectives.compile import uncompiled
+from dualdist.collectives.compile import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.errors import UsageError
 
@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
     def _everybody(self) -> Group:
         return session.current().world
 
-    @uncompiled
+    @disable_compile
     def _over_ranks(self, group: Group, input: torch.Tensor) -> torch.Tensor:
         statistics = _Statistics.over(group, input)
         updates = self.training and self.track_running_stats

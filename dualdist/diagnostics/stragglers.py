@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Store
 from dualdist.backends.control_plane import ControlAllgather
-from dualdist.collectives.collectives import in_step
+from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import RendezvousError
 from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summed_up
@@ -30,11 +30,11 @@ def slow_ranks(group: Group) -> SlowRanks:
     name = group.next_name("slow_ranks")
 
     def perform(line: Backend) -> SlowRanks:
-        counted = group.waits or WaitTimes()
-        group.waits = WaitTimes()
+        counted = group.wait_times or WaitTimes()
+        group.wait_times = WaitTimes()
         return summed_up(group.ranks, ControlAllgather(line, counted.dumps(), name).wait())
 
-    return in_step(group, "slow_ranks", name, {}, perform)
+    return run_agreed(group, "slow_ranks", name, {}, perform)
 
 
 class StragglerReport:
@@ -44,7 +44,7 @@ class StragglerReport:
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session if session.store is not None else None
-        session.world.waits = WaitTimes()
+        session.world.wait_times = WaitTimes()
 
     def __call__(self) -> None:
         atexit.unregister(self)
@@ -53,7 +53,7 @@ class StragglerReport:
             return
         world, store, key = session.world, session.store, f"{session.key}/waits"
         assert store is not None, "looked at above"
-        counted = (world.waits or WaitTimes()).dumps()
+        counted = (world.wait_times or WaitTimes()).dumps()
         try:
             if world.rank:
                 store.set(f"{key}/{world.rank}", base64.b64encode(counted).decode())

@@ -76,7 +76,7 @@ class EventListener:
     def observe(self, group: Group) -> None:
         """Hear of all that happens in the group, besides whoever else does."""
         group.observer = both(group.observer, functools.partial(self.operation, id(group)))
-        group.watch.observer = both(group.watch.observer, functools.partial(self.moved, id(group)))
+        group.monitor.observer = both(group.monitor.observer, functools.partial(self.moved, id(group)))
 
     def operation(self, group: int, event: str, offer: CollectiveRequest | None) -> None:
         """For Group.observer."""

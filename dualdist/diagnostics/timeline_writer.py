@@ -93,7 +93,7 @@ class TimelineWriter:
         if self._is_over:
             return
         self.listener.stop()
-        self._world.observer = self._world.watch.observer = None
+        self._world.observer = self._world.monitor.observer = None
         try:
             later, _ = measure(lambda each: allgather_object(self._world, each))
             parts = self._gathered(self._events(later[self._world.rank]))

@@ -14,7 +14,7 @@ import torch
 from dualdist import api, session
 from dualdist.backends.horovod.driver import is_elastic
 from dualdist.checkpoint.state import check_part_names, has_state
-from dualdist.collectives.compile import uncompiled
+from dualdist.collectives.compile import disable_compile
 from dualdist.data.sampler import Sampler
 from dualdist.elastic import recovery
 from dualdist.elastic.state_copy import StateCopy, broadcast_state
@@ -46,7 +46,7 @@ class RanksChanged(Exception):
     """Ranks come or go: run() has those that are there meet anew."""
 
 
-@uncompiled
+@disable_compile
 def should_stop() -> bool:
     """Whether the job was told to stop, which it does after this step; the same answer on every rank.
 
@@ -124,7 +124,7 @@ class State:
         """These are called, in order, when the ranks have met anew: their number may be another then."""
         self._callbacks.extend(callbacks)
 
-    @uncompiled
+    @disable_compile
     def commit(self) -> None:
         """A step is done. Every rank calls this after every step; it saves what is due, and stops where that is due.
 

@@ -77,15 +77,15 @@ class Session:
         return self.world.backend
 
     @property
-    def unheeded(self) -> str:
+    def ignored_failure(self) -> str:
         """Why an operation failed, where the program went on regardless."""
-        return next((group.unheeded for group in (self.world, *self.groups) if group.unheeded), "")
+        return next((group.ignored_failure for group in (self.world, *self.groups) if group.ignored_failure), "")
 
     def close(self) -> None:
         """End the groups and the backend; the roll call last, for what fails on the way asks it."""
         with contextlib.ExitStack() as stack:  # all of them, in this order, though one should fail
-            if self.world.watch.roll is not None:
-                stack.callback(self.world.watch.roll.close)
+            if self.world.monitor.roll is not None:
+                stack.callback(self.world.monitor.roll.close)
             for group in (self.world, *reversed(self.groups)):
                 stack.callback(group.close)
             self.groups.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, Response, decide
+from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, Response, compute_response
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 ROWS = st.lists(
@@ -44,7 +44,7 @@ def test_a_row_survives_its_bytes(rows: list[RankRequests]) -> None:
 
 @given(ROWS)
 def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) -> None:
-    decision = decide(rows, range(len(rows)))
+    decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     everywhere = set.intersection(*[{o.name for o in one.offers} for one in active]) if active else set()
     assert set(decision.agreed) == everywhere
@@ -53,7 +53,7 @@ def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) ->
 
 @given(ROWS)
 def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[RankRequests]) -> None:
-    decision = decide(rows, range(len(rows)))
+    decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     if decision.refused:
         assert all(one.waiting for one in active), "some rank may still begin what the others wait for"
@@ -64,13 +64,13 @@ def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[RankRequests])
 
 def test_the_order_is_that_of_the_first_active_rank() -> None:
     rows = [joined(1), row("b", "a", "c"), row("a", "c", "b")]
-    assert decide(rows, range(3)) == Response(agreed=("b", "a", "c"))
+    assert compute_response(rows, range(3)) == Response(agreed=("b", "a", "c"))
 
 
 def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
     odd = RankRequests((offer("x", op="max"),), "x")
     rows = [RankRequests((offer("x", op="sum"),), "x")] * 2 + [odd]
-    (name, reason), *others = decide(rows, (3, 5, 6)).refused
+    (name, reason), *others = compute_response(rows, (3, 5, 6)).refused
     assert (name, others) == ("x", [])
     assert "ranks 3, 5 allreduce of float32(2,), op sum" in reason
     assert "rank 6 allreduce of float32(2,), op max" in reason
@@ -78,35 +78,35 @@ def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
 
 def test_different_kinds_of_one_name_are_refused() -> None:
     rows = [RankRequests((offer("x"),)), RankRequests((offer("x", "broadcast"),))]
-    assert decide(rows, range(2)).refused[0][0] == "x"
+    assert compute_response(rows, range(2)).refused[0][0] == "x"
 
 
 def test_ranks_that_wait_for_different_operations_are_told_so_each() -> None:
-    decision = decide([row("a", waiting=True), row("b", waiting=True)], range(2))
+    decision = compute_response([row("a", waiting=True), row("b", waiting=True)], range(2))
     assert [name for name, _ in decision.refused] == ["a", "b"]
     assert "rank 0 in allreduce 'a'" in decision.refused[0][1]
     assert "rank 1 in allreduce 'b'" in decision.refused[0][1]
 
 
 def test_a_rank_that_goes_on_may_still_come() -> None:
-    assert decide([row("a", waiting=True), row("b")], range(2)) == Response()
+    assert compute_response([row("a", waiting=True), row("b")], range(2)) == Response()
 
 
 def test_what_does_not_work_with_joined_ranks_is_refused() -> None:
     rows = [RankRequests((offer("x", "allgather"),), "x"), joined(3)]
-    assert "rank 1 called join" in decide(rows, range(2)).refused[0][1]
-    assert decide([row("x"), joined(3)], range(2)).agreed == ("x",)
+    assert "rank 1 called join" in compute_response(rows, range(2)).refused[0][1]
+    assert compute_response([row("x"), joined(3)], range(2)).agreed == ("x",)
 
 
 def test_the_last_to_join_is_the_one_that_did_most_with_the_others() -> None:
-    assert decide([joined(5), joined(4)], range(2)).last_joined == 0
-    assert decide([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
-    assert decide([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
-    assert decide([joined(4), joined(4)], (3, 7)).last_joined == 7
+    assert compute_response([joined(5), joined(4)], range(2)).last_joined == 0
+    assert compute_response([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
+    assert compute_response([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
+    assert compute_response([joined(4), joined(4)], (3, 7)).last_joined == 7
 
 
 def test_long_lists_are_cut() -> None:
     many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
     assert many.what.endswith("and 12 more")
     few = [RankRequests((offer("x", op="sum"),))] * 12 + [RankRequests((offer("x", op="max"),))]
-    assert "and 4 more" in decide(few, range(13)).refused[0][1]
+    assert "and 4 more" in compute_response(few, range(13)).refused[0][1]
