@@ -60,6 +60,13 @@ def last_rank_begins_late() -> None:
     dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
 
 
+def is_waited_for() -> None:
+    """One after the other in one session, each of which the rank says; what is unfinished comes last."""
+    for happens in (last_rank_begins_late, joins_early, leaves_one_unfinished):
+        happens()
+        sys.stdout.write(f"done: {happens.__name__}\n")
+
+
 def stops_in_a_step(count: int) -> None:
     """One rank does not come to the backward of a second step, whose gradient has so many elements."""
     weight = torch.nn.Parameter(torch.ones(count))
@@ -73,10 +80,8 @@ def stops_in_a_step(count: int) -> None:
 
 # What all ranks do between two sums.
 OPERATIONS: dict[str, Callable[[], object]] = {
-    "unfinished": leaves_one_unfinished,
     "joined": waits_for_a_stopped_rank,
-    "late joined": joins_early,
-    "late begun": last_rank_begins_late,
+    "is waited for": is_waited_for,
     "stops in a small step": lambda: stops_in_a_step(3),
     "stops in a large step": lambda: stops_in_a_step(1 << 18),
 }
