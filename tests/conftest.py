@@ -13,6 +13,7 @@ import pytest
 from harness import costs, hosts, leaks, mpi, tiers
 from harness import effort as efforts
 from harness import slurm as slurm_cluster
+from harness.base_env import STARTUP
 from harness.base_env import base_env as make_base_env
 from harness.guard import PR_SET_CHILD_SUBREAPER, prctl
 from harness.installed import lack
@@ -34,6 +35,9 @@ SHARED_MEMORY = pytest.StashKey[frozenset[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SHARED_MEMORY] = leaks.shared_memory()
+    # For what starts without base_env: children of this process, as those of dd.spawn.
+    if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
     costs.start(config)
 
 
