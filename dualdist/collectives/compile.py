@@ -10,11 +10,6 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 # Loaded wherever something is compiled, and by torch's optimizers; it takes a second.
 COMPILER = "torch._dynamo"
-WHY = (
-    "between ranks, torch.compile(fullgraph=True) follows dd.allreduce only, on the native backend, of a dense tensor, "
-    "by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without async_op; Horovod's "
-    "engine is no part of torch, so that its operations cannot be followed: leave fullgraph out"
-)
 
 
 def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
@@ -25,27 +20,17 @@ def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if COMPILER not in sys.modules:
-            return function(*args, **kwargs)
         import torch
+
+        # First, because a graph that has looked at sys.modules guards each of its thousands of entries.
+        if not torch.compiler.is_compiling() and COMPILER not in sys.modules:
+            return function(*args, **kwargs)
+        from dualdist.collectives.graph_break import outside
 
         if unless is not None and torch.compiler.is_compiling():
             result = unless(*args, **kwargs)
             if result is not None:
                 return result
-        return _outside_graph()(function, args, kwargs)
+        return outside(function, args, kwargs)
 
     return call  # type: ignore[return-value]
-
-
-@functools.cache
-def _outside_graph() -> Callable[..., Any]:
-    """Return a function that calls another one outside of torch.compile's graph; torch is imported here only."""
-    import torch
-
-    disabled: Callable[..., Any] = torch.compiler.disable(_call, reason=WHY)
-    return disabled
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
