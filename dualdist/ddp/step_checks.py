@@ -59,7 +59,7 @@ class StepChecks:
         }
         if left:
             raise NonFiniteError(
-                f"gradients are not finite: {format_nonfinite(left, reducer.group.ranks)}. The step has not been taken: "
+                f"gradients are not finite: {format_nonfinite(left, reducer.group.ranks)}. The step was not taken: "
                 "parameters and the optimizer's state are as they were"
             )
 
