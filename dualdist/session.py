@@ -59,7 +59,7 @@ _process = _ProcessState()
 def current() -> Session:
     """The open session; NotInitializedError where there is none."""
     if _process.session is None:
-        tracebacks.install(os.environ)
+        tracebacks.install_hooks(os.environ)
         when = "after dd.shutdown()" if _process.was_shut_down else "before dd.init()"
         raise NotInitializedError(f"dualdist was used {when}: call dd.init() first, on every rank")
     return _process.session
@@ -88,7 +88,7 @@ def rank_and_size() -> tuple[int, int]:
 
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     """Join the job; see dualdist.api.init."""
-    tracebacks.install(os.environ)
+    tracebacks.install_hooks(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
@@ -173,7 +173,7 @@ def _trace(session: Session, path: str) -> None:
     backend, topology = session.backend, session.topology
     about = {"backend": f"{backend.name} over {backend.transport}", "launcher": topology.launcher}
     try:
-        _process.timeline = timeline_writer.start(path, session.world, _process.sessions - 1, **about)
+        _process.timeline = timeline_writer.start_timeline(path, session.world, _process.sessions - 1, **about)
     except UsageError:
         _process.session = None
         session.close()
@@ -198,7 +198,7 @@ def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: fl
 
     topology, backend = session.topology, session.backend
     plan = recording.RecordingPlan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
-    where = recording.place_of(topology, backend.name, backend.transport, session.device)
+    where = recording.describe_run(topology, backend.name, backend.transport, session.device)
     return recording.Recorder(plan, {"rank": topology.rank, **where}, session.device, began)
 
 
@@ -212,9 +212,9 @@ def _tell_choice(said: str) -> None:
 def record_steps(optimizer: torch.optim.Optimizer) -> None:
     """The wrapped optimizer's steps are recorded, where `dualdist compare` runs this program, or a trace is kept."""
     if _process.recorder is not None:
-        _process.recorder.watch(optimizer)
+        _process.recorder.attach(optimizer)
     if _process.timeline is not None:
-        _process.timeline.listener.watch(optimizer)
+        _process.timeline.listener.attach(optimizer)
 
 
 def export_env(values: Mapping[str, str]) -> None:
@@ -239,7 +239,7 @@ def shutdown() -> None:
 
 
 def _end() -> None:
-    failed_exit.end(_process.unheeded if _process.session is None else _process.session.ignored_failure)
+    failed_exit.exit_if_failed(_process.unheeded if _process.session is None else _process.session.ignored_failure)
 
 
 def built_with() -> dict[str, int]:
@@ -266,7 +266,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
     mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
-    group = Group(backend, Monitor(world.monitor.roll, members), mailbox=mailbox)
+    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=mailbox)
     session.groups.append(group)
     set_observers(group)
     return group

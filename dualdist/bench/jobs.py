@@ -16,8 +16,8 @@ from dualdist.launch.launchers import LAUNCHERS, Command, Job, Site, command
 from dualdist.launch.stderr_summary import exception_in
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
-from dualdist.utils.redaction import hidden, hidden_in, redactor
-from dualdist.utils.suggest import meant, one_of
+from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
+from dualdist.utils.suggest import did_you_mean, require_choice
 
 WORKER = ("-m", "dualdist.bench.ranks.worker")
 SPAWNED = ("-m", "dualdist.bench.ranks.spawned")
@@ -42,7 +42,7 @@ class RunConfig:
 def parse_configs(text: str, transport: str | None, launcher: str | None) -> list[RunConfig]:
     """The places of `native,horovod:mpi`: backends, each with a transport of its own or the one that is given."""
     if launcher is not None:
-        one_of(launcher, CHOICES, "launcher")
+        require_choice(launcher, CHOICES, "launcher")
     found = []
     for word in text.split(","):
         backend, _, own = word.strip().partition(":")
@@ -51,10 +51,10 @@ def parse_configs(text: str, transport: str | None, launcher: str | None) -> lis
             valid = ", ".join(name for name in BACKENDS if name != "auto")
             raise UsageError(
                 f"backend {backend!r}: expected {valid}, or several with commas between, as native,horovod:mpi"
-                + meant(backend, BACKENDS)
+                + did_you_mean(backend, BACKENDS)
             )
         if chosen is not None:
-            one_of(chosen, TRANSPORTS, "transport")
+            require_choice(chosen, TRANSPORTS, "transport")
         found.append(RunConfig(backend, chosen, launcher or _launcher(backend, chosen)))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
@@ -100,8 +100,8 @@ class PlannedJob:
     @property
     def command_line(self) -> str:
         """The command as one would type it in a shell, without the values of secrets: it is shown and kept."""
-        variables = [f"{name}={value}" for name, value in hidden(self.command.env).items()]
-        return shlex.join([*(["env", *variables] if variables else []), *hidden_in(self.command.argv)])
+        variables = [f"{name}={value}" for name, value in redact_variables(self.command.env).items()]
+        return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
 
 
 def worker_command(place: RunConfig, words: Sequence[str], setting: MeasurementSettings, site: Site) -> Command:
@@ -125,7 +125,7 @@ def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
     """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed, in
     which the values of its own secret variables are hidden.
     """
-    before, redact = read_cpu(children=True), redactor(planned.command.env)
+    before, redact = read_cpu(children=True), make_redactor(planned.command.env)
     try:
         result = run(planned.command, timeout_s=timeout_s, what=planned.title)
     except LaunchError as error:

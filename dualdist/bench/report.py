@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from dualdist.errors import UsageError
 from dualdist.launch.stderr_summary import exception_in
 from dualdist.utils.machine import machine, versions
-from dualdist.utils.redaction import hidden_in
+from dualdist.utils.redaction import redact_command
 
 SCHEMA = 1
 _NOTE = textwrap.TextWrapper(
@@ -63,7 +63,7 @@ def _of_gpus(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 def typed(words: Sequence[str]) -> str:
     """The command line of these words, without the values of secrets."""
-    return shlex.join(["dualdist", *hidden_in(words)])
+    return shlex.join(["dualdist", *redact_command(words)])
 
 
 def heading(kept: dict[str, Any]) -> str:

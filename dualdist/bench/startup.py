@@ -14,7 +14,7 @@ from dualdist.bench.report import FigureTable
 from dualdist.bench.statistics import estimate, is_loaded, noise, ratio, subtracted
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 SCRIPT = Path(__file__).parent / "ranks" / "cold_start.py"
 KINDS = ("raw", "dualdist")
@@ -47,7 +47,7 @@ def where_raw_starts(places: Sequence[RunConfig], *, launcher_was_named: bool) -
 
 
 def _launcher(place: RunConfig) -> str:
-    one_of(place.backend, LIBRARIES, "backend")
+    require_choice(place.backend, LIBRARIES, "backend")
     if place.backend == "native":
         return "torchrun"
     return "mpirun" if "mpi" in (place.backend, place.transport) else "horovodrun"

@@ -30,7 +30,7 @@ from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.ddp.optimizer import set_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, UsageError
 from dualdist.utils import random_state
-from dualdist.utils.nested_tensors import put_together, taken_apart
+from dualdist.utils.nested_tensors import extract_tensors, insert_tensors
 from dualdist.utils.random_state import RandomState
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
@@ -47,7 +47,7 @@ class CheckpointHeader:
     refused: tuple[str, ...]  # why newer files were not taken
 
     def content(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
-        found: dict[str, Any] = put_together(self.structure, tensors)
+        found: dict[str, Any] = insert_tensors(self.structure, tensors)
         return found
 
 
@@ -109,7 +109,7 @@ def _read(
         return None
     newer += found.newer
     wanted = {name: found.content[name] for name in (*parts, METADATA, EXTRA) if name in found.content}
-    structure = taken_apart(wanted, tensors)
+    structure = extract_tensors(wanted, tensors)
     specs = tuple((tuple(tensor.shape), dense_strides(tensor), tensor.dtype) for tensor in tensors)
     return CheckpointHeader(str(found.path), structure, specs, tuple(map(str, found.content)), found.refused)
 
@@ -153,10 +153,10 @@ def _restore_random(states: list[RandomState], group: Group, device: torch.devic
     if not states:
         raise CheckpointError("it holds no random state")
     if len(states) == group.size:
-        random_state.put(states[group.rank], device)
+        random_state.set_random_state(states[group.rank], device)
     else:
         was = [state["torch"].numpy().tobytes() for state in states]
-        random_state.seed(random_state.seed_of(was, group.rank, group.size), device)
+        random_state.seed_generators(random_state.derive_seed(was, group.rank, group.size), device)
 
 
 def _require_none(

@@ -219,7 +219,7 @@ def _gathered_states(
 
     MismatchError on all where their samplers stand at different places.
     """
-    mine = torch.frombuffer(bytearray(pickle.dumps(random_state.take(device))), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
 
     def perform(line: Backend, own: Sequence[Any]) -> list[RandomState]:
         raise_problems([problem for _, (problem, _) in own], line.ranks, UsageError)

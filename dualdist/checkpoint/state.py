@@ -14,7 +14,7 @@ from torch import nn
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.data.sampler import Sampler
 from dualdist.errors import CheckpointError, UsageError
-from dualdist.utils.nested_tensors import mapped
+from dualdist.utils.nested_tensors import map_nested
 
 SHARDED = "FullyShardedDataParallel"
 USE_DCP = "torch.distributed.checkpoint saves all parts"
@@ -114,9 +114,9 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:
     """The structure with its tensors on the CPU; what shared memory shares it still."""
-    mapped(value, (set, frozenset), _require_no_tensor)
+    map_nested(value, (set, frozenset), _require_no_tensor)
     if copy:
-        value = mapped(value, (set, bytearray), lambda found: found.copy())
+        value = map_nested(value, (set, bytearray), lambda found: found.copy())
     copies: dict[object, torch.Tensor] = {}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def _on_cpu(value: Any, *, copy: bool) -> Any:
             copies[place] = tensor.to("cpu", copy=copy or is_view)
         return copies[place]
 
-    return mapped(value, torch.Tensor, moved)
+    return map_nested(value, torch.Tensor, moved)
 
 
 def _require_no_tensor(found: AbstractSet[Any]) -> None:
@@ -149,7 +149,7 @@ def _require_plain(name: str, value: Any) -> None:
     """UsageError unless torch itself can load it with weights_only=True; tried without the tensors' values."""
     tried = io.BytesIO()
     try:
-        torch.save(mapped(value, torch.Tensor, lambda tensor: torch.empty(0)), tried)
+        torch.save(map_nested(value, torch.Tensor, lambda tensor: torch.empty(0)), tried)
         tried.seek(0)
         torch.load(tried, weights_only=True)
     except Exception as error:  # pickling and loading run the objects' own code

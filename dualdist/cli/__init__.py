@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from dualdist.cli.help_formatter import add_help, add_list, refuse
 from dualdist.errors import DualdistError
-from dualdist.utils.tracebacks import shows_all
+from dualdist.utils.tracebacks import is_debug
 from dualdist.version import __version__
 
 # Set by the shell when somebody has pressed Tab, with the line as far as it was typed.
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except DualdistError as error:
-        if shows_all(os.environ):
+        if is_debug(os.environ):
             raise
         print(f"dualdist {parsed.command}: {error}", file=sys.stderr)
         return int(getattr(module, "ERROR_CODE", 1))

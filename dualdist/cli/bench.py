@@ -29,8 +29,8 @@ from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import look
 from dualdist.launch.interrupts import termination_raises
 from dualdist.launch.option_conflicts import CARRIERS
-from dualdist.utils.redaction import hidden_in
-from dualdist.utils.suggest import one_of
+from dualdist.utils.redaction import redact_command
+from dualdist.utils.suggest import require_choice
 
 WHATS = {
     "step": "one training step beside DDP and raw Horovod",
@@ -188,7 +188,7 @@ def _step(args: argparse.Namespace, folder: Path) -> Bench:
     chosen = tuple(args.contenders.split(",")) if args.contenders else ()
     names = args.model or [name for name, model in MODELS.items() if args.full or not model.full]
     for name in names:
-        one_of(name, MODELS, "model")
+        require_choice(name, MODELS, "model")
     least = {"batch": 0, "steps": 0, "warmup": 1, "image_size": 32}
     for option, value in least.items():
         if getattr(args, option) < value:
@@ -224,7 +224,7 @@ def _startup(args: argparse.Namespace, folder: Path) -> Bench:
 def _scale(args: argparse.Namespace, folder: Path) -> Bench:
     if args.launches != 1:
         raise UsageError("bench scale takes no --launches: say --rounds")
-    one_of(args.model, MODELS, "model")
+    require_choice(args.model, MODELS, "model")
     if args.compute_ms is not None and not 0 < args.compute_ms < math.inf:
         raise UsageError(f"--compute-ms {args.compute_ms:g}: expected a time above 0")
     options = ScaleOptions(
@@ -348,7 +348,7 @@ def _job(planned: PlannedJob, reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     names = ("ranks", "threads", "device", "rounds", "launches")
-    return {**{name: getattr(args, name) for name in names}, "env": hidden_in(args.env)}
+    return {**{name: getattr(args, name) for name in names}, "env": redact_command(args.env)}
 
 
 @contextmanager

@@ -36,10 +36,10 @@ from dualdist.launch.processes import MARK
 from dualdist.rendezvous import saved_choice
 from dualdist.utils.exit_codes import NOTICE
 from dualdist.utils.machine import machine, versions
-from dualdist.utils.package_probe import ask_torch
-from dualdist.utils.redaction import hidden_in
+from dualdist.utils.package_probe import probe_torch
+from dualdist.utils.redaction import redact_command
 from dualdist.utils.resource_limits import usable_cores
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
     from dualdist.bench.compare.runner import UserScript
@@ -73,7 +73,7 @@ def cells_of(
         cells += [Cell(DUALDIST, first, copy=1), Cell(DUALDIST, first, slow=1 + args.self_check / 100, copy=2)]
     names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _words(args.baselines) or []))
     for name in names:
-        one_of(name, BASELINES, "baseline")
+        require_choice(name, BASELINES, "baseline")
     if args.script is not None:
         if args.baselines is not None and set(names) - {"one"}:
             raise UsageError(f"--baselines {args.baselines}: beside a script only `one` can run, one rank alone")
@@ -93,7 +93,7 @@ def gpus_of(site: Site) -> int:
     """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
     if versions().get("torch", "").endswith("+cpu"):
         return 0
-    said = ask_torch(os.environ)
+    said = probe_torch(os.environ)
     if isinstance(said, str):
         raise LaunchError(f"torch cannot be imported by {site.python}: {said}")
     return said.gpus
@@ -144,7 +144,7 @@ def check(args: argparse.Namespace) -> None:
     if args.save_choice:
         saved_choice.load(saved_choice.path_of(os.environ))
     seconds(args.budget)
-    one_of(args.model, MODELS, "model")
+    require_choice(args.model, MODELS, "model")
     least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}
     for option, value in least.items():
         if getattr(args, option) < value:
@@ -183,9 +183,13 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """As they count: what was left open has the value that it gets."""
     names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
     names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
-    found = {**{name: getattr(args, name) for name in names}, "threads": _threads(args), "env": hidden_in(args.env)}
+    found = {
+        **{name: getattr(args, name) for name in names},
+        "threads": _threads(args),
+        "env": redact_command(args.env),
+    }
     if args.script is not None:
-        found["arguments"] = hidden_in(args.arguments)
+        found["arguments"] = redact_command(args.arguments)
         return {**found, "steps": args.steps or SCRIPT_STEPS}
     model = MODELS[args.model]
     return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
@@ -215,7 +219,7 @@ def _kept(words: Sequence[str]) -> list[str]:
     """The words without the values of secrets; a hash says whether these are the same."""
     return [
         shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
-        for word, shown in zip(words, hidden_in(words), strict=True)
+        for word, shown in zip(words, redact_command(words), strict=True)
     ]
 
 

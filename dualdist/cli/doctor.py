@@ -22,7 +22,7 @@ from dualdist.errors import UsageError
 from dualdist.launch.launchers import STARTERS
 from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.topology import Topology
-from dualdist.utils.redaction import redacted_in, redactor
+from dualdist.utils.redaction import make_redactor, redact_json
 
 STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}
 VERDICTS = {0: "nothing is wrong here", 1: "something may fail", 2: "something will fail"}
@@ -151,7 +151,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; its exit code says how bad it is."""
     _check(args)
-    redact = redactor(os.environ)
+    redact = make_redactor(os.environ)
     if args.explain_env:
         return _explain(args, redact)
     diagnosis = diagnose(os.environ, args.ranks)
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         diagnosis, more["hosts"] = _with_hosts(args, diagnosis)
     if args.run:
         diagnosis, more["cells"] = _with_cells(args, diagnosis)
-    _put_out(args, redacted_in({**to_json(diagnosis), **more}, redact))
+    _put_out(args, redact_json({**to_json(diagnosis), **more}, redact))
     if args.json != "-":
         paint = Painter(sys.stdout, os.environ)
         _print([*lines(diagnosis, paint), *tried_lines(more.get("cells"), paint)], redact)
@@ -197,7 +197,7 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
     found = place(os.environ)
     explanation = explain(os.environ, found, installed_backends(), has_gpu=may_use_gpus(os.environ))
     known = {"topology": place_json(found) if isinstance(found, Topology) else None, **explanation.to_json()}
-    _put_out(args, redacted_in(known, redact))
+    _put_out(args, redact_json(known, redact))
     if args.json != "-":
         _print(explained(explanation, Painter(sys.stdout, os.environ)), redact)
     return 2 if explanation.error else 0
@@ -265,7 +265,7 @@ def _words(text: str | None) -> list[str] | None:
 
 
 def _say(line: str) -> None:
-    print(redactor(os.environ)(line), file=sys.stderr, flush=True)
+    print(make_redactor(os.environ)(line), file=sys.stderr, flush=True)
 
 
 def _print(said: Iterable[str], redact: Callable[[str], str]) -> None:

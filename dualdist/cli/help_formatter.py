@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from dualdist.utils.suggest import meant
+from dualdist.utils.suggest import did_you_mean
 
 WIDTH, HEIGHT = 80, 24
 COLUMN = 24
@@ -97,7 +97,7 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Seque
     while chosen := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
         parser = chosen.choices[next(word for word in words if word in chosen.choices)]
     option = unknown[0].partition("=")[0]
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant(option, parser._option_string_actions)}")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(option, parser._option_string_actions)}")
 
 
 def completes(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:

@@ -18,7 +18,7 @@ from dualdist.launch.env_defaults import interface_variables
 from dualdist.launch.option_conflicts import RIVALS, WITHOUT_MPI, JobChoices, impossible, unfit
 from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find, script
 from dualdist.launch.schedulers.request import ScriptRequest
-from dualdist.utils.redaction import hidden
+from dualdist.utils.redaction import redact_variables
 
 
 def requested(
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, request: RunRequest, program: Sequence[str]) -
         env={**interface_variables(request.interface), **request.env},
         handed_on=request.handed_on,
     )
-    text = script(args.scheduler, replace(asked, env=hidden(asked.env)) if args.dry_run else asked)
+    text = script(args.scheduler, replace(asked, env=redact_variables(asked.env)) if args.dry_run else asked)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
         if not args.submit:

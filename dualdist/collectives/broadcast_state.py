@@ -14,7 +14,7 @@ from dualdist.backends.control_plane import allgather_object, as_bytes, broadcas
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import MismatchError, UsageError
-from dualdist.utils.nested_tensors import put_together, taken_apart
+from dualdist.utils.nested_tensors import extract_tensors, insert_tensors
 
 Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
 
@@ -80,7 +80,7 @@ def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int,
             "every rank"
         )
     tensors: list[torch.Tensor] = []
-    skeleton = taken_apart(_state_of(optimizer), tensors)
+    skeleton = extract_tensors(_state_of(optimizer), tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = broadcast_object(line, (skeleton, specs), root, f"{name}.skeleton")
     if line.rank != root:
@@ -90,7 +90,7 @@ def _broadcast_state(line: Backend, optimizer: torch.optim.Optimizer, root: int,
         ]
     broadcast_all(line, tensors, root, name)
     if line.rank != root:
-        _set_state(optimizer, *put_together(skeleton, tensors))
+        _set_state(optimizer, *insert_tensors(skeleton, tensors))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

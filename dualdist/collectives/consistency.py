@@ -17,7 +17,7 @@ from dualdist.collectives.fingerprint import DIGEST_BYTES, fingerprints
 from dualdist.collectives.group import Group
 from dualdist.collectives.tensor_utils import spec
 from dualdist.errors import DriftError, UnsupportedError, UsageError
-from dualdist.utils.suggest import listed
+from dualdist.utils.suggest import format_ranks
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -112,11 +112,11 @@ def _in_words(ranks: Sequence[int], prints: Sequence[bytes], reference: int, tol
         those, far = [ranks[place] for place in places], told[places[0]]
         verb = "differs" if len(those) == 1 else "differ"
         clauses.append(
-            f"{listed(those)} {verb} from {listed(agree)} in {far.elements} elements, by {far.most:.3g} at most"
-            + _not_finite(far)
+            f"{format_ranks(those)} {verb} from {format_ranks(agree)} in {far.elements} elements, "
+            f"by {far.most:.3g} at most" + _not_finite(far)
         )
     own = _not_finite(told[reference])
-    return "; ".join(clauses) + (f"; {listed(agree)}{own.removeprefix(',')}" if own else "")
+    return "; ".join(clauses) + (f"; {format_ranks(agree)}{own.removeprefix(',')}" if own else "")
 
 
 def _not_finite(found: TensorDifference) -> str:

@@ -202,7 +202,7 @@ class Group:
         if handle.error is not None:
             self.fail(handle.error)
         if self.wait_times is not None:
-            self.wait_times.operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
+            self.wait_times.record_operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
         self._notify("done", offer)
 
     def _notify(self, event: str, offer: CollectiveRequest | None) -> None:
@@ -251,13 +251,13 @@ class Group:
             self._is_driven, self._name_at_once = True, express.name
         began = 0.0 if self.wait_times is None else time.monotonic()
         try:
-            with self.monitor.over(express):
+            with self.monitor.operation(express):
                 exchange = self.exchange(express.message)
                 values = exchange.tails(express.agreed)
                 if values is not None:
                     found = express.perform(self.backend, values)
                     if self.wait_times is not None:
-                        self.wait_times.operation(began, began or None)
+                        self.wait_times.record_operation(began, began or None)
                     return found
                 said = exchange.wait()
             handle = Handle(self, express.operation())
@@ -321,7 +321,7 @@ class Group:
         self._notify("cycle", None)
         try:
             mine = row.dumps()
-            with self.monitor.over(offered[0].offer):
+            with self.monitor.operation(offered[0].offer):
                 exchange = self.exchange(mine)
                 are_alike = len(offered) == 1 and exchange.are_alike()
                 said = [] if are_alike else exchange.wait()

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import SHOWN, listed
+from dualdist.utils.suggest import SHOWN, format_ranks
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Between what a rank says and what comes along with it: Note [inline payload]. JSON does not hold it.
@@ -136,8 +136,10 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
         else:
             agreed.append(offer.name)
     if not agreed and not refused and all(row.offer(row.waiting) for _, row in active):
-        said = "; ".join(f"{listed(ranks)} in {what}" for what, ranks in _by_words(active).items())
-        reason = f"the ranks wait for different operations: {said}" + (f"; {listed(joined)} in join" if joined else "")
+        said = "; ".join(f"{format_ranks(ranks)} in {what}" for what, ranks in _by_words(active).items())
+        reason = f"the ranks wait for different operations: {said}" + (
+            f"; {format_ranks(joined)} in join" if joined else ""
+        )
         names = dict.fromkeys(row.waiting for _, row in active)
         return Response(refused=tuple((name, reason) for name in names))
     return Response(tuple(agreed), tuple(refused))
@@ -150,10 +152,10 @@ def _objection(offer: CollectiveRequest, found: Sequence[tuple[int, CollectiveRe
         for rank, other in found:
             said.setdefault(other.words, []).append(rank)
         return "the ranks passed different arguments: " + "; ".join(
-            f"{listed(ranks)} {words}" for words, ranks in said.items()
+            f"{format_ranks(ranks)} {words}" for words, ranks in said.items()
         )
     if joined and offer.kind not in WITH_JOINED:
-        return f"{listed(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
+        return f"{format_ranks(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
     return ""
 
 

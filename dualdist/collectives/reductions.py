@@ -10,7 +10,7 @@ import torch
 from dualdist.backends.base import Backend, ReduceOp, Work
 from dualdist.backends.control_plane import ControlAllgather, allgather_bytes, as_bytes
 from dualdist.errors import UsageError
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 # What callers choose; an "integer mean" is what Horovod's scripts get when they average integers.
 Op = Literal["mean", "sum", "min", "max", "product", "adasum", "integer mean"]
@@ -63,7 +63,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op == "integer mean" and dtype in INTEGERS:
         return
     if op not in OPS:
-        one_of(op, OPS, "op")
+        require_choice(op, OPS, "op")
     if op in ("mean", "adasum") and not (dtype.is_floating_point or (dtype.is_complex and op == "mean")):
         raise UsageError(f"the {op} of {dtype} is not a {dtype}: convert the tensor first, or use op='sum'")
     if op in ("min", "max") and dtype.is_complex:

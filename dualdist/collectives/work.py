@@ -85,10 +85,10 @@ class Handle(Generic[T]):
     def offer(self) -> CollectiveRequest:
         return self._offer
 
-    def _perform(self, backend: Backend, own: Sequence[Any], watch: Monitor) -> None:
+    def _perform(self, backend: Backend, own: Sequence[Any], monitor: Monitor) -> None:
         assert self._operation is not None, "an operation is performed once"
         try:
-            with watch.over(self._offer), self._streams, _inference_mode(self._is_inference):
+            with monitor.operation(self._offer), self._streams, _inference_mode(self._is_inference):
                 result = self._operation.perform(backend, own)
         except Exception as error:  # whoever waits for it shall see it, whatever it is
             self._fail(error)

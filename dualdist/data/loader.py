@@ -98,7 +98,7 @@ class _Loader(DataLoader[Any]):
         turn = self._counted.begin(drops_last=self.drop_last)
         share = self._counted.share
         self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
-        self.generator.manual_seed(random_state.seed_of(self._counted.seed, self._counted.epoch, share))
+        self.generator.manual_seed(random_state.derive_seed(self._counted.seed, self._counted.epoch, share))
         return _Batches(self._fetched(), self._counted, turn, self.batch_size or 1, self.drop_last)
 
     def _fetched(self) -> Iterator[Any]:
@@ -110,10 +110,10 @@ class _Loader(DataLoader[Any]):
             resource_tracker.ensure_running()  # when it starts by itself it lets the signals through again
         if method == "forkserver":
             forkserver.ensure_running()  # which serves the program, too: its workers outlive signals a moment later
-        notices, programs_own = preemption.notices(), self.worker_init_fn
+        notices, programs_own = preemption.unhandled_signals(), self.worker_init_fn
         self.worker_init_fn = _Beginning(notices, programs_own)
         try:
-            with preemption.outlived(notices):
+            with preemption.block_signals(notices):
                 return super().__iter__()
         finally:
             self.worker_init_fn = programs_own
@@ -127,7 +127,7 @@ class _Beginning:
     programs_own: Callable[[int], None] | None
 
     def __call__(self, number: int) -> None:
-        preemption.obey_parent(self.outlived)
+        preemption.exit_with_parent(self.outlived)
         if self.programs_own is not None:
             self.programs_own(number)
 
@@ -194,7 +194,7 @@ class _Seeded(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def _begin(self, index: int) -> None:
-        random_state.seed(random_state.seed_of(self._seed, self._place[0].item(), index))
+        random_state.seed_generators(random_state.derive_seed(self._seed, self._place[0].item(), index))
 
 
 class _Stream(IterableDataset[Any]):
@@ -220,7 +220,7 @@ class _Stream(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         share = EpochShare(None, start, rank, size, self._sampler.remainder)
         return self._samples(
-            share, random_state.fresh(random_state.seed_of(self._sampler.seed, epoch)), number, workers
+            share, random_state.make_random_state(random_state.derive_seed(self._sampler.seed, epoch)), number, workers
         )
 
     def _samples(self, share: EpochShare, state: RandomState, number: int, workers: int) -> Iterator[Any]:
@@ -260,7 +260,7 @@ def _alone(state: RandomState) -> Iterator[None]:
     worker = torch_worker._worker_info
     torch_worker._worker_info = None
     try:
-        with random_state.swapped(state):
+        with random_state.use_random_state(state):
             yield
     finally:
         torch_worker._worker_info = worker

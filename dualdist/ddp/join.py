@@ -14,7 +14,7 @@ from dualdist.collectives.work import PendingOperation, own_parts
 from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
-from dualdist.monitoring.monitored import require_answers
+from dualdist.monitoring.monitored import require_responsive
 from dualdist.utils.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class JoinedRank:
         for bucket in buckets:
             bucket.wait()
         if self._group.wait_times is not None:
-            self._group.wait_times.followed(self._group.wait_times.rounds)
+            self._group.wait_times.skip(self._group.wait_times.rounds)
         if buckets[-1].any_rank_set(DROPS):
             return
         for bucket in buckets:
@@ -125,7 +125,7 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
         return group.ranks[0]
     group.finish_pending()
     timeout_s = group.backend.timeout_s
-    with group.exclusive_progress(), group.monitor.over("join"):
+    with group.exclusive_progress(), group.monitor.operation("join"):
         row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.num_unnamed)).dumps()
         gradients = JoinedRank(group)
         while True:
@@ -136,7 +136,7 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
                     gradients.follow()
                     quiet = Deadline(timeout_s)
                 elif quiet.passed():
-                    require_answers(group.monitor)
+                    require_responsive(group.monitor)
                     quiet = Deadline(timeout_s)
                 else:
                     time.sleep(LOOK_S)
@@ -151,4 +151,4 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
                 offer = next(offer for row in rows if (offer := row.offer(name)) is not None)
                 stand_in(offer).perform(group.backend, own_parts(rows, name))
                 if group.wait_times is not None:
-                    group.wait_times.followed(group.wait_times.operations)
+                    group.wait_times.skip(group.wait_times.operations)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.utils.suggest import listed
+from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
@@ -98,7 +98,7 @@ def format_nonfinite(blame: Mapping[str, Sequence[int]], ranks: Sequence[int]) -
     clauses = []
     for name, kinds in list(blame.items())[:SHOWN]:
         found = [(word, _those(ranks, kinds, kind)) for kind, word in WORDS.items()]
-        said = [f"{word} on {listed(those)}" for word, those in found if those]
+        said = [f"{word} on {format_ranks(those)}" for word, those in found if those]
         whole = ["finite on every rank, but not together"] if kinds else []
         clauses.append(f"{name} ({', '.join(said or whole)})" if said or whole else name)
     more = f" and {len(blame) - SHOWN} more" if len(blame) > SHOWN else ""

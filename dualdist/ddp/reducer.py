@@ -437,7 +437,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.wait()
         if self.group.wait_times is not None and self._buckets:
-            self.group.wait_times.round(began)
+            self.group.wait_times.record_round(began)
 
     def _put_back(self) -> None:
         """What has been reduced becomes the parameters' gradients."""
@@ -511,7 +511,7 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         began = time.monotonic()
         allreduce_due_flags(group, flags).wait()
         if group.wait_times is not None:
-            group.wait_times.noticed(began)
+            group.wait_times.record_flags_wait(began)
         due = [reducer for reducer in _live(group) if flags[reducer._number]]
     for reducer in due:
         reducer.update()

@@ -1,6 +1,6 @@
 """What a training was, step by step: one file a rank, from which `dualdist compare` judges speed and sameness.
 
-A program of a user's is recorded without its knowledge, where the variables of session.py say so; see Recorder.watch.
+A program of a user's is recorded without its knowledge, where the variables of session.py say so; see Recorder.attach.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Recorder:
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         """The first step is about to change these; the first call counts."""
-        self._start = self._start or sample(parameters)
+        self._start = self._start or sample_parameters(parameters)
 
     def step(self, loss: torch.Tensor | None) -> None:
         """A training step has ended, of this loss."""
@@ -131,8 +131,8 @@ class Recorder:
             "losses": [None if loss is None else float(loss) for loss in self._losses],
             "digest": digest(parameters),
             "start": self._start,
-            "sample": sample(parameters),
-            "rounding": rounding(parameters),
+            "sample": sample_parameters(parameters),
+            "rounding": coarsest_eps(parameters),
             "peak_bytes": None if (peak := peak_kib()) is None else peak * 1024,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             "tcp_bytes": max(0, (sent or 0) - (sent_before or 0)) / timed if is_known else None,
@@ -146,7 +146,7 @@ class Recorder:
         draft.write_text(json.dumps(kept))
         draft.replace(self.plan.path)
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the program by this optimizer's steps; the first one's, where it wraps several.
 
         After the last planned step the program ends, on every rank alike: SystemExit leaves the optimizer's step().
@@ -201,7 +201,7 @@ class Recorder:
         return [parameter for group in groups for parameter in group["params"]]
 
 
-def place_of(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
+def describe_run(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
     """What a figure was measured on."""
     cuda = device.type == "cuda"
     return {
@@ -219,13 +219,13 @@ def place_of(topology: Topology, backend: str, transport: str, device: torch.dev
     }
 
 
-def sample(parameters: Iterable[torch.Tensor]) -> list[float]:
+def sample_parameters(parameters: Iterable[torch.Tensor]) -> list[float]:
     """About SAMPLE elements, at the same places of each tensor every time."""
     tensors = [parameter.detach().reshape(-1) for parameter in parameters]
     stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
     return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
 
 
-def rounding(parameters: Iterable[torch.Tensor]) -> float:
+def coarsest_eps(parameters: Iterable[torch.Tensor]) -> float:
     """The coarsest of their types: a number is kept as itself times 1 plus or minus half of this."""
     return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

@@ -13,9 +13,9 @@ from dualdist.backends.control_plane import ControlAllgather
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.errors import RendezvousError
-from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summed_up
+from dualdist.monitoring.wait_times import SlowRanks, WaitTimes, summarize_waits
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.suggest import listed
+from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
     from dualdist.rendezvous.open_session import Session
@@ -32,7 +32,7 @@ def slow_ranks(group: Group) -> SlowRanks:
     def perform(line: Backend) -> SlowRanks:
         counted = group.wait_times or WaitTimes()
         group.wait_times = WaitTimes()
-        return summed_up(group.ranks, ControlAllgather(line, counted.dumps(), name).wait())
+        return summarize_waits(group.ranks, ControlAllgather(line, counted.dumps(), name).wait())
 
     return run_agreed(group, "slow_ranks", name, {}, perform)
 
@@ -62,8 +62,8 @@ class StragglerReport:
         except (RendezvousError, TimeoutError):
             return  # rank 0 has ended before
         silent = [rank for rank in world.ranks if rank not in said]
-        without = f" (nothing from {listed(silent)})" if silent else ""
-        found = summed_up(sorted(said), [said[rank] for rank in sorted(said)])
+        without = f" (nothing from {format_ranks(silent)})" if silent else ""
+        found = summarize_waits(sorted(said), [said[rank] for rank in sorted(said)])
         print(f"dualdist: {found}{without}", file=sys.stderr, flush=True)
 
 

@@ -51,7 +51,7 @@ class EventListener:
             self._keep(TraceSpan(COMMUNICATION, " ".join(key[2:]), start_ns, ended, {"unfinished": True}))
         self._under_way.clear()
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of this optimizer's steps. The reducer's hook came before, so a step begins with reduced gradients."""
         began: list[tuple[FrameType, int]] = []  # by which call of the hooks, and when
 
@@ -75,8 +75,8 @@ class EventListener:
 
     def observe(self, group: Group) -> None:
         """Hear of all that happens in the group, besides whoever else does."""
-        group.observer = both(group.observer, functools.partial(self.operation, id(group)))
-        group.monitor.observer = both(group.monitor.observer, functools.partial(self.moved, id(group)))
+        group.observer = chain_observers(group.observer, functools.partial(self.operation, id(group)))
+        group.monitor.observer = chain_observers(group.monitor.observer, functools.partial(self.moved, id(group)))
 
     def operation(self, group: int, event: str, offer: CollectiveRequest | None) -> None:
         """For Group.observer."""
@@ -156,7 +156,9 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def both(first: Callable[..., None] | None, second: Callable[..., None] | None) -> Callable[..., None] | None:
+def chain_observers(
+    first: Callable[..., None] | None, second: Callable[..., None] | None
+) -> Callable[..., None] | None:
     """An observer that tells both, or the one that there is."""
     if first is None or second is None:
         return first or second

@@ -22,7 +22,15 @@ from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
 from dualdist.collectives.objects import allgather_object
 from dualdist.diagnostics.timeline_events import EventListener
-from dualdist.diagnostics.trace_format import TIMELINE, ClockModel, Event, document, part_of, problem_of, rank_events
+from dualdist.diagnostics.trace_format import (
+    TIMELINE,
+    ClockModel,
+    Event,
+    find_write_problem,
+    rank_events,
+    rank_file,
+    trace_document,
+)
 from dualdist.errors import DualdistError, UsageError
 from dualdist.version import __version__
 
@@ -40,7 +48,7 @@ class ClockOffset:
     at_ns: int
 
 
-def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[ClockOffset], int]:
+def measure_offsets(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple[list[ClockOffset], int]:
     """How far everybody is ahead of rank 0, and what rank 0's clock said last; every rank calls this."""
     most: list[int] = []  # by how much this rank is ahead of each at most
     for _ in range(EXCHANGES):
@@ -50,18 +58,18 @@ def measure(gather: Gather, now: Callable[[], int] = time.monotonic_ns) -> tuple
         most = bounds if not most else [min(pair) for pair in zip(most, bounds, strict=True)]
     everybodys = gather((most, now()))
     of_rank_0, zero_ns = everybodys[0]
-    told = [between(-of_rank_0[other], row[0], at) for other, (row, at) in enumerate(everybodys)]
+    told = [offset_between(-of_rank_0[other], row[0], at) for other, (row, at) in enumerate(everybodys)]
     return told, int(zero_ns)
 
 
-def between(least_ns: int, most_ns: int, at_ns: int) -> ClockOffset:
+def offset_between(least_ns: int, most_ns: int, at_ns: int) -> ClockOffset:
     """The middle of the bounds, or 0 where that is within them."""
     if least_ns <= 0 <= most_ns:
         return ClockOffset(0.0, float(max(-least_ns, most_ns)), at_ns)
     return ClockOffset((least_ns + most_ns) / 2, (most_ns - least_ns) / 2, at_ns)
 
 
-def worst_ns(ahead: Sequence[ClockOffset]) -> float:
+def max_error_ns(ahead: Sequence[ClockOffset]) -> float:
     """By how much times of two ranks may be apart wrongly."""
     return max((each.error_ns for each in ahead), default=0.0)
 
@@ -76,13 +84,13 @@ class TimelineWriter:
         self._world = world
         self._title = title
         with contextlib.suppress(OSError):  # of an earlier run: it would be joined with ours
-            part_of(path, world.rank).unlink(missing_ok=True)
+            rank_file(path, world.rank).unlink(missing_ok=True)
             if world.rank == 0:
                 _joining(path).unlink(missing_ok=True)  # it was killed then, and nobody would join ours
-        problems = allgather_object(world, problem_of(path) if world.rank == 0 else "")
+        problems = allgather_object(world, find_write_problem(path) if world.rank == 0 else "")
         if problems[0]:
             raise _cannot(path, problems[0])
-        self._ahead, self._zero_ns = measure(lambda each: allgather_object(world, each))
+        self._ahead, self._zero_ns = measure_offsets(lambda each: allgather_object(world, each))
         self._is_over = False
         self.listener.observe(world)
         self.listener.start()
@@ -95,14 +103,14 @@ class TimelineWriter:
         self.listener.stop()
         self._world.observer = self._world.monitor.observer = None
         try:
-            later, _ = measure(lambda each: allgather_object(self._world, each))
+            later, _ = measure_offsets(lambda each: allgather_object(self._world, each))
             parts = self._gathered(self._events(later[self._world.rank]))
         except DualdistError:
             return  # the ranks are out of step: at exit each leaves what it has seen
         self._is_over = True
         atexit.unregister(self._leave_part)
         if self._world.rank == 0:
-            error_ns = max(worst_ns(self._ahead), worst_ns(later))
+            error_ns = max(max_error_ns(self._ahead), max_error_ns(later))
             try:
                 self._write(self._path, [event for part in parts for event in part], error_ns)
             except OSError as error:
@@ -139,7 +147,7 @@ class TimelineWriter:
             print(f"dualdist: {path} has the first part of the run only: it became too long", file=sys.stderr)
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(document(events, **about)))
+            draft.write_text(json.dumps(trace_document(events, **about)))
             draft.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -152,9 +160,9 @@ class TimelineWriter:
             return
         self._is_over = True
         self.listener.stop()
-        own = part_of(self._path, self._world.rank)
+        own = rank_file(self._path, self._world.rank)
         try:
-            self._write(own, self._events(), worst_ns(self._ahead))
+            self._write(own, self._events(), max_error_ns(self._ahead))
             left = f"it has what this rank did; the last rank to leave makes {self._path} of all"
             said = "" if self._joined() else left
         except OSError as error:
@@ -164,7 +172,7 @@ class TimelineWriter:
 
     def _joined(self) -> bool:
         """Whether the parts of all ranks have become one file, as far as they are in one folder."""
-        parts = [part_of(self._path, rank) for rank in range(self._world.size)]
+        parts = [rank_file(self._path, rank) for rank in range(self._world.size)]
         if not all(part.exists() for part in parts):
             return not parts[self._world.rank].exists()  # another rank has joined them by now
         try:
@@ -173,7 +181,7 @@ class TimelineWriter:
             return True  # another rank is at it
         try:
             events = [event for part in parts for event in json.loads(part.read_text())["traceEvents"]]
-            self._write(self._path, events, worst_ns(self._ahead))
+            self._write(self._path, events, max_error_ns(self._ahead))
             for part in parts:
                 part.unlink(missing_ok=True)
         finally:
@@ -181,7 +189,7 @@ class TimelineWriter:
         return True
 
 
-def start(path: str, world: Group, number: int, **about: Any) -> TimelineWriter:
+def start_timeline(path: str, world: Group, number: int, **about: Any) -> TimelineWriter:
     """The timeline of this process's session of that number, the first being 0; every rank calls this.
 
     A rank that has come later, after a loss, has had fewer sessions than the others, whose earlier traces are kept.

@@ -33,20 +33,20 @@ class TraceSpan:
     parts: tuple[tuple[str, int, int], ...] = ()
 
 
-def named(pid: int, name: str) -> Event:
+def process_name_event(pid: int, name: str) -> Event:
     """A process is called so."""
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
-def begins(pid: int, name: str, ts: float) -> Event:
+def begin_event(pid: int, name: str, ts: float) -> Event:
     return {"name": name, "ph": "B", "pid": pid, "ts": ts}
 
 
-def ends(pid: int, ts: float) -> Event:
+def end_event(pid: int, ts: float) -> Event:
     return {"ph": "E", "pid": pid, "ts": ts}
 
 
-def happens(pid: int, name: str, ts: float) -> Event:
+def instant_event(pid: int, name: str, ts: float) -> Event:
     """An instant, across the whole picture."""
     return {"name": name, "ph": "i", "pid": pid, "ts": ts, "s": "g"}
 
@@ -54,7 +54,7 @@ def happens(pid: int, name: str, ts: float) -> Event:
 def rank_events(rank: int, title: str, spans: Sequence[TraceSpan], clock: ClockModel) -> list[Event]:
     """One rank as a process of the trace: its steps, what it computed, and below that what it communicated."""
     found = [
-        named(rank, title),
+        process_name_event(rank, title),
         {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
     ]
     lanes: list[int] = []  # of communication: when each will be free
@@ -93,7 +93,7 @@ def _complete(rank: int, tid: int, span: TraceSpan, clock: ClockModel) -> Iterat
         yield {**event, "args": span.args} if number == 0 and span.args else event
 
 
-def document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
+def trace_document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
     """The whole file."""
     return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": about}
 
@@ -123,7 +123,7 @@ class ClockModel:
 TIMELINE = "DUALDIST_TIMELINE"
 
 
-def problem_of(path: Path) -> str:
+def find_write_problem(path: Path) -> str:
     """Why rank 0, on this host, cannot write the file; "" where it can."""
     if path.is_dir():
         return "it is a folder"
@@ -132,6 +132,6 @@ def problem_of(path: Path) -> str:
     return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
 
 
-def part_of(path: Path, rank: int) -> Path:
+def rank_file(path: Path, rank: int) -> Path:
     """The file of one rank alone."""
     return path.with_stem(f"{path.stem}.rank-{rank}")

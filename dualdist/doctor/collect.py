@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from dualdist.diagnostics.trace_format import TIMELINE, problem_of
+from dualdist.diagnostics.trace_format import TIMELINE, find_write_problem
 from dualdist.doctor import host
 from dualdist.doctor.facts import InstallationFacts, MpiStarter
-from dualdist.environments.env_values import text
+from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import mpi_of
 from dualdist.topology import Topology
-from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe, ask_horovod, ask_mpi4py, ask_torch
+from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe, probe_horovod, probe_mpi4py, probe_torch
 
 ANSWER_S = 15.0
 STARTERS = ("mpirun", "mpiexec")
@@ -36,8 +36,8 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> InstallationF
     """All facts; takes as long as `import torch`, in other processes."""
     installed = host.versions()
     with ThreadPoolExecutor() as pool:
-        torch = pool.submit(lambda: ask_torch(environ) if installed["torch"] else None)
-        mpi4py = pool.submit(lambda: ask_mpi4py(environ) if installed["mpi4py"] else None)
+        torch = pool.submit(lambda: probe_torch(environ) if installed["torch"] else None)
+        mpi4py = pool.submit(lambda: probe_mpi4py(environ) if installed["mpi4py"] else None)
         horovod = pool.submit(_horovod, environ)
         here = pool.submit(host.look)
         srun = pool.submit(_srun_mpi, environ)
@@ -59,7 +59,9 @@ def look(environ: Mapping[str, str], topology: Topology | None) -> InstallationF
         starters=tuple(found),
         srun_mpi=srun.result(),
         master_problem=master.result(),
-        timeline_problem=problem_of(Path(timeline).absolute()) if (timeline := text(environ, TIMELINE)) else "",
+        timeline_problem=find_write_problem(Path(timeline).absolute())
+        if (timeline := get_value(environ, TIMELINE))
+        else "",
     )
 
 
@@ -68,7 +70,7 @@ def _horovod(environ: Mapping[str, str]) -> BuildRecord | None:
     record = read_record()
     if record is None or record.gloo is not None:
         return record
-    said = ask_horovod(environ)
+    said = probe_horovod(environ)
     return record if isinstance(said, str) else replace(record, gloo=said.gloo, mpi=said.mpi, nccl=said.nccl or None)
 
 

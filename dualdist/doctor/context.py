@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dualdist.backends.availability import Availability
 from dualdist.doctor.facts import InstallationFacts
-from dualdist.environments.env_values import text
+from dualdist.environments.env_values import get_value
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
 from dualdist.topology import Topology
 
@@ -29,7 +29,7 @@ class DoctorContext:
     @property
     def asked(self) -> str | None:
         """The backend that was asked for."""
-        return text(self.environ, BACKEND)
+        return get_value(self.environ, BACKEND)
 
     @property
     def launcher(self) -> str:
@@ -47,7 +47,7 @@ class DoctorContext:
 
     @property
     def wants_mpi(self) -> bool:
-        return "mpi" in (self.asked, text(self.environ, TRANSPORT))
+        return "mpi" in (self.asked, get_value(self.environ, TRANSPORT))
 
     @property
     def wants_horovod(self) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dualdist.backends.availability import Availability
-from dualdist.environments.env_values import RENDEZVOUS, text
-from dualdist.environments.unused import UnusedVariable, set_places, unused
+from dualdist.environments.env_values import RENDEZVOUS, get_value
+from dualdist.environments.unused import UnusedVariable, find_all_set, find_unused
 from dualdist.errors import TopologyError, UsageError
 from dualdist.rendezvous.backend_selection import (
     BACKEND,
@@ -64,7 +64,9 @@ def explain(
 ) -> TopologyExplanation:
     """What the variables said, and what follows from it."""
     if isinstance(found, TopologyError):
-        seen = tuple(UnusedVariable(name, text(environ, name) or "", "see the error") for name in set_places(environ))
+        seen = tuple(
+            UnusedVariable(name, get_value(environ, name) or "", "see the error") for name in find_all_set(environ)
+        )
         return TopologyExplanation((), seen, str(found))
     parts = [
         ExplainedField("launcher", found.launcher, found.source),
@@ -74,14 +76,14 @@ def explain(
     wrong = wrong_choices(environ)
     if not wrong:
         chosen, why = backend_of(environ, found, backends, has_gpu=has_gpu)
-        asked = text(environ, TRANSPORT)
+        asked = get_value(environ, TRANSPORT)
         parts += [
             ExplainedField("backend", chosen, why),
             ExplainedField(
                 "transport", asked or "the backend's own", TRANSPORT if asked else f"{TRANSPORT} is not set"
             ),
         ]
-    return TopologyExplanation(tuple(parts), tuple(unused(environ, found)), "; ".join(wrong))
+    return TopologyExplanation(tuple(parts), tuple(find_unused(environ, found)), "; ".join(wrong))
 
 
 def wrong_choices(environ: Mapping[str, str]) -> list[str]:
@@ -89,7 +91,7 @@ def wrong_choices(environ: Mapping[str, str]) -> list[str]:
     found = []
     for variable, choices, what in ((BACKEND, BACKENDS, "backend"), (TRANSPORT, TRANSPORTS, "transport")):
         try:
-            checked_choice(text(environ, variable) or choices[0], choices, what, variable)
+            checked_choice(get_value(environ, variable) or choices[0], choices, what, variable)
         except UsageError as error:
             found.append(str(error))
     return found
@@ -99,7 +101,7 @@ def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[ExplainedF
     origins = dict(found.origins)
     for name in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes"):
         if name in origins:
-            source = f"{origins[name]} ({text(environ, origins[name].partition('[')[0])})"
+            source = f"{origins[name]} ({get_value(environ, origins[name].partition('[')[0])})"
         elif name in found.inferred:
             source = "inferred by the usual placement; the ranks find out when they meet"
         else:
@@ -108,7 +110,7 @@ def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[ExplainedF
 
 
 def _meeting(environ: Mapping[str, str], found: Topology) -> ExplainedField:
-    named = text(environ, RENDEZVOUS)
+    named = get_value(environ, RENDEZVOUS)
     if named is not None and found.size > 1:
         return ExplainedField("ranks meet", named, RENDEZVOUS)
     if found.address is None or found.size == 1:
@@ -122,14 +124,14 @@ def backend_of(
     environ: Mapping[str, str], found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
 ) -> tuple[str, str]:
     """The backend that dd.init() would take for this place, and why: as rendezvous.backend_selection decides."""
-    asked = text(environ, BACKEND)
+    asked = get_value(environ, BACKEND)
     if asked not in (None, "auto"):
         return asked or "", BACKEND
     name, why = _by_launcher(found, backends, has_gpu=has_gpu)
     saved = path_of(environ)
     if can_count(found) and saved.is_file():
         why += f"; a choice of dualdist compare for such a job goes before it ({saved})"
-    controller = text(environ, HOROVOD_CONTROLLER)
+    controller = get_value(environ, HOROVOD_CONTROLLER)
     if name == "horovod" and controller is not None:
         why += f"; {HOROVOD_CONTROLLER}={controller}"
     return name, why

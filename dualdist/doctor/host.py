@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
 from dualdist.doctor.facts import UNLIMITED, HostFacts
-from dualdist.utils.network_interfaces import LOOPBACK, interfaces
-from dualdist.utils.resource_limits import bound_cores, granted_cores
+from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
+from dualdist.utils.resource_limits import affinity_cores, quota_cores
 from dualdist.version import __version__
 
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py")
@@ -35,15 +35,15 @@ def look() -> HostFacts:
     resolve_s = time.monotonic() - began
     return HostFacts(
         name=name,
-        cores=bound_cores(),
+        cores=affinity_cores(),
         all_cores=os.cpu_count() or 1,
-        quota=granted_cores(),
+        quota=quota_cores(),
         shm_free=_free(FOLDER),
         files=_limit(resource.RLIMIT_NOFILE),
         locked=_limit(resource.RLIMIT_MEMLOCK),
         infiniband=tuple(_names(INFINIBAND)),
         gpus=len(_names(GPUS)),
-        interfaces=interfaces(),
+        interfaces=list_interfaces(),
         address=address,
         resolve_s=round(resolve_s, 3),
         reverse_s=round(_reverse_s(address), 3),

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dualdist.doctor import host
-from dualdist.utils.network_interfaces import reason
+from dualdist.utils.network_interfaces import failure_reason
 
 # By which others know that it was this program that answered, on the host that they meant.
 GREETING = "dualdist doctor {}\n"
@@ -60,7 +60,7 @@ def call(target: tuple[str, int], nonce: str) -> str:
     except ConnectionRefusedError:
         return "the connection is refused, though dualdist listens there; does a firewall stand between the hosts?"
     except OSError as error:
-        return reason(error)
+        return failure_reason(error)
     return "" if said == greeting else "another program answers; is the address that of another host, too?"
 
 

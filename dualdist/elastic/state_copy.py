@@ -34,13 +34,13 @@ class StateCopy:
         content = collect_state(parts, copy=True)
         optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
-        return StateCopy(content, random_state.take(device))
+        return StateCopy(content, random_state.get_random_state(device))
 
     def put_back(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The objects and random generators are as they were; returns the plain data, which belong to the caller."""
         content = copy.deepcopy(dict(self.content))  # objects go on to change what they are given
         load_state(objects, content)
-        random_state.put(self.random, device)
+        random_state.set_random_state(self.random, device)
         plain: dict[str, Any] = content[EXTRA]
         return plain
 

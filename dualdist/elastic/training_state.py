@@ -19,7 +19,7 @@ from dualdist.data.sampler import Sampler
 from dualdist.elastic import recovery
 from dualdist.elastic.state_copy import StateCopy, broadcast_state
 from dualdist.errors import CheckpointError, CollectiveError, MismatchError, UsageError
-from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, file_of
+from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
 
 P = ParamSpec("P")
@@ -55,8 +55,8 @@ def should_stop() -> bool:
     Where it is True save a checkpoint, and end by sys.exit(dd.elastic.REQUEUE): State.commit() does all that.
     """
     last = _last_step()
-    last.notice.listen()
-    return last.passed()[0] == STOP
+    last.notice.install_handlers()
+    return last.after_step()[0] == STOP
 
 
 def request_stop() -> None:
@@ -64,7 +64,7 @@ def request_stop() -> None:
 
     For programs that know by other means that their time is up.
     """
-    _last_step().notice.tell(STOP, "dd.elastic.request_stop()")
+    _last_step().notice.request(STOP, "dd.elastic.request_stop()")
 
 
 class State:
@@ -134,7 +134,7 @@ class State:
         if any(isinstance(part, Sampler) and not part.was_everybodys for part in self._parts().values()):
             return  # the ranks that have no batch here wait in join() for the others
         self._commits += 1
-        kind, words = _last_step().passed()
+        kind, words = _last_step().after_step()
         must_save = self._path is not None and kind in (STOP, CHANGE)
         if must_save or self._commits % self._every == 0:
             self.save()
@@ -189,7 +189,7 @@ class State:
     def _listen(self) -> None:
         """A notice tells the job to stop, where it can go on from what is saved."""
         if self._path is not None:
-            _last_step().notice.listen()
+            _last_step().notice.install_handlers()
 
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -227,7 +227,7 @@ def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State,
         pending: list[str] = []  # what the launcher has told of its hosts
         with recovery.notify_host_changes(os.environ, pending.append):
             while True:
-                _last_step().notice.news = pending
+                _last_step().notice.launcher_requests = pending
                 state._listen()
                 try:
                     state.sync()
@@ -254,7 +254,7 @@ def _stop(words: str, path: str | PathLike[str] | None) -> NoReturn:
     here = session.current()
     told = f"stopped after a step, as told by {words}; what is saved in {path} goes on from there"
     if here.topology.rank == 0:
-        _last_step().notice.obey()
+        _last_step().notice.acknowledge()
         print(f"dualdist: {told} (exit code {REQUEUE})", file=sys.stderr, flush=True)
     raise Stopped(told)
 
@@ -265,7 +265,7 @@ def _last_step() -> LastStep:
     found: LastStep | None = here.extras.get(LAST_STEP)
     if found is None:
         rank = here.topology.rank
-        notice = PreemptionNotice(file_of(os.environ.get(NOTICE)) if rank == 0 else None)
+        notice = PreemptionNotice(parse_notice_file(os.environ.get(NOTICE)) if rank == 0 else None)
         made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
         found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
         if found is made:

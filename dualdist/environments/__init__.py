@@ -61,6 +61,6 @@ def detect(environ: Mapping[str, str]) -> Topology:
         found = ask(environ)
         if found is not None:
             if ask in LAUNCHERS:
-                require_agreement(environ, found, torchrun.NAMES)
+                require_agreement(environ, found, torchrun.VARIABLES)
             return found
     raise AssertionError("the last environment answers always")

@@ -50,24 +50,24 @@ class EnvValues:
     num_nodes: int | None = None
 
 
-def text(environ: Mapping[str, str], name: str) -> str | None:
+def get_value(environ: Mapping[str, str], name: str) -> str | None:
     """The variable's value without surrounding blanks; None where it is unset or empty."""
     return environ.get(name, "").strip() or None
 
 
-def present(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
+def find_set(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Those of the names that are set and not empty, in the order given."""
-    return [name for name in names if text(environ, name) is not None]
+    return [name for name in names if get_value(environ, name) is not None]
 
 
-def shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
+def format_set(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """The names that are set, with their values, as an error shows them; long values are cut."""
-    return ", ".join(f"{name}={(text(environ, name) or '')[:SHOWN]}" for name in present(environ, names))
+    return ", ".join(f"{name}={(get_value(environ, name) or '')[:SHOWN]}" for name in find_set(environ, names))
 
 
-def integer(environ: Mapping[str, str], name: str) -> int | None:
+def get_integer(environ: Mapping[str, str], name: str) -> int | None:
     """The variable as a number of at least 0; None where it is unset or empty."""
-    value = text(environ, name)
+    value = get_value(environ, name)
     if value is None:
         return None
     if not INTEGER.fullmatch(value):
@@ -77,30 +77,30 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def require(environ: Mapping[str, str], names: LauncherVariables, needed: Sequence[str] | None = None) -> None:
+def require_all(environ: Mapping[str, str], names: LauncherVariables, needed: Sequence[str] | None = None) -> None:
     """Raise a TopologyError unless all are set; called where one of them is, which says that this launcher ran."""
     needed = names.given() if needed is None else needed
-    missing = [name for name in needed if text(environ, name) is None]
+    missing = [name for name in needed if get_value(environ, name) is None]
     if missing:
         raise TopologyError(
-            f"{' and '.join(missing)} not set, but {shown(environ, needed)}: "
+            f"{' and '.join(missing)} not set, but {format_set(environ, needed)}: "
             f"{names.launcher} sets all of {', '.join(needed)}; "
             f"start with `{names.command}`, unset what is left over, or set {OVERRIDE}"
         )
 
 
-def read(environ: Mapping[str, str], names: LauncherVariables) -> EnvValues:
+def read_values(environ: Mapping[str, str], names: LauncherVariables) -> EnvValues:
     """The numbers under these names, each below its bound; rank and size are there, as `require` made sure."""
-    rank, size = integer(environ, names.rank), integer(environ, names.size)
+    rank, size = get_integer(environ, names.rank), get_integer(environ, names.size)
     assert rank is not None
     assert size is not None
     others = (names.local_rank, names.local_size, names.node_rank, names.num_nodes)
-    told = EnvValues(rank, size, *(None if name is None else integer(environ, name) for name in others))
-    check(told, names)
+    told = EnvValues(rank, size, *(None if name is None else get_integer(environ, name) for name in others))
+    check_bounds(told, names)
     return told
 
 
-def check(told: EnvValues, names: LauncherVariables) -> None:
+def check_bounds(told: EnvValues, names: LauncherVariables) -> None:
     """Raise a TopologyError that names the variables where the numbers cannot be."""
     if told.size < 1:
         raise TopologyError(f"{names.size}={told.size}: a job has at least one rank; start with `{names.command}`")
@@ -142,9 +142,10 @@ def require_agreement(environ: Mapping[str, str], found: Topology, other: Launch
     """Raise a TopologyError where the other variables are set and say another rank or size than the topology."""
     names = (other.rank, other.size)
     for name, value in zip(names, (found.rank, found.size), strict=True):
-        said = integer(environ, name)
+        said = get_integer(environ, name)
         if said is not None and said != value:
             raise TopologyError(
-                f"{shown(environ, names)}, but {found.source} says rank {found.rank} of {found.size}: which is true? "
-                f"`unset {' '.join(present(environ, names))}` if {found.launcher} starts the ranks, or set {OVERRIDE}"
+                f"{format_set(environ, names)}, but {found.source} says rank {found.rank} of {found.size}: "
+                "which is true? "
+                f"`unset {' '.join(find_set(environ, names))}` if {found.launcher} starts the ranks, or set {OVERRIDE}"
             )

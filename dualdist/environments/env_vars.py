@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import present, read, require
-from dualdist.environments.infer_topology import require_master, topology
-from dualdist.environments.torchrun import NAMES
+from dualdist.environments.env_values import find_set, read_values, require_all
+from dualdist.environments.infer_topology import infer_topology, require_main_address
+from dualdist.environments.torchrun import VARIABLES
 from dualdist.topology import Topology
 
-NEEDED = (NAMES.rank, NAMES.size)
+NEEDED = (VARIABLES.rank, VARIABLES.size)
 # Only torchrun's contract knows these two.
 TORCHRUNS = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place. A LOCAL_RANK or a MASTER_ADDR without RANK and WORLD_SIZE says nothing."""
-    if not present(environ, NEEDED):
+    if not find_set(environ, NEEDED):
         return None
-    require(environ, NAMES, NEEDED)
-    told = read(environ, NAMES)
-    return topology(
+    require_all(environ, VARIABLES, NEEDED)
+    told = read_values(environ, VARIABLES)
+    return infer_topology(
         told,
-        launcher="torchrun" if present(environ, TORCHRUNS) else "env",
-        names=NAMES,
-        source=f"{', '.join(present(environ, NAMES.given()))} (set without a launcher's mark)",
-        master=require_master(environ, told.size, NAMES.size),
+        launcher="torchrun" if find_set(environ, TORCHRUNS) else "env",
+        names=VARIABLES,
+        source=f"{', '.join(find_set(environ, VARIABLES.given()))} (set without a launcher's mark)",
+        master=require_main_address(environ, told.size, VARIABLES.size),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import LauncherVariables, present, require
+from dualdist.environments.env_values import LauncherVariables, find_set, require_all
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="Flux",
     command="flux run -n N python script.py",
     rank="FLUX_TASK_RANK",
@@ -20,12 +20,12 @@ NAMES = LauncherVariables(
 
 def is_task(environ: Mapping[str, str]) -> bool:
     """Whether Flux started this process as a task; it unsets these variables in its batch scripts and shells."""
-    return bool(present(environ, (NAMES.rank, NAMES.size)))
+    return bool(find_set(environ, (VARIABLES.rank, VARIABLES.size)))
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The task's place in its job; how many tasks share its node, and which node that is, no variable tells."""
     if not is_task(environ):
         return None
-    require(environ, NAMES)
-    return rank_of_mpi(environ, NAMES, "flux")
+    require_all(environ, VARIABLES)
+    return rank_of_mpi(environ, VARIABLES, "flux")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dualdist.environments.env_values import RENDEZVOUS, EnvValues, LauncherVariables, integer, present, shown, text
+from dualdist.environments.env_values import (
+    RENDEZVOUS,
+    EnvValues,
+    LauncherVariables,
+    find_set,
+    format_set,
+    get_integer,
+    get_value,
+)
 from dualdist.errors import TopologyError
 from dualdist.topology import Rendezvous, Topology
 
@@ -30,36 +38,37 @@ class MainAddress:
         return self.address in ("localhost", "::1") or self.address.startswith("127.")
 
 
-def read_master(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> MainAddress | None:
+def get_main_address(environ: Mapping[str, str], names: tuple[str, str] = MASTER) -> MainAddress | None:
     """Rank 0's address and port; None unless both are set.
 
     One alone is no error here: the launcher has another way for the ranks to meet, and it is left over from elsewhere.
     """
-    if len(present(environ, names)) < 2:
+    if len(find_set(environ, names)) < 2:
         return None
-    address, port = text(environ, names[0]), integer(environ, names[1])
+    address, port = get_value(environ, names[0]), get_integer(environ, names[1])
     assert address is not None
     assert port is not None
     if not 0 < port < 65536:
         raise TopologyError(f"{names[1]}={port}: a port is between 1 and 65535; set {names[1]} to a free one")
-    return MainAddress(address, port, text(environ, AGENT_STORE) == "True", names)
+    return MainAddress(address, port, get_value(environ, AGENT_STORE) == "True", names)
 
 
-def require_master(
+def require_main_address(
     environ: Mapping[str, str], size: int, size_name: str, names: tuple[str, str] = MASTER
 ) -> MainAddress | None:
     """Rank 0's address and port; an error where several ranks have no way to meet. DUALDIST_RENDEZVOUS is one."""
-    master = read_master(environ, names)
-    if master is None and size > 1 and text(environ, RENDEZVOUS) is None:
-        missing = [name for name in names if text(environ, name) is None]
+    master = get_main_address(environ, names)
+    if master is None and size > 1 and get_value(environ, RENDEZVOUS) is None:
+        missing = [name for name in names if get_value(environ, name) is None]
         raise TopologyError(
-            f"{' and '.join(missing)} not set, but {shown(environ, (size_name, *names))}: the ranks must know where "
+            f"{' and '.join(missing)} not set, but {format_set(environ, (size_name, *names))}: "
+            "the ranks must know where "
             f"rank 0 listens; set both {' and '.join(names)}, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
     return master
 
 
-def topology(
+def infer_topology(
     told: EnvValues,
     *,
     launcher: str,

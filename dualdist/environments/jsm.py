@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import openmpi
-from dualdist.environments.env_values import LauncherVariables, present, require, require_agreement
+from dualdist.environments.env_values import LauncherVariables, find_set, require_agreement, require_all
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="jsrun",
     command="jsrun -n N python script.py",
     rank="JSM_NAMESPACE_RANK",
@@ -21,9 +21,9 @@ NAMES = LauncherVariables(
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The task's place in its job step; Spectrum MPI says it in Open MPI's variables too, and must say the same."""
-    if not present(environ, (NAMES.rank, NAMES.size)):
+    if not find_set(environ, (VARIABLES.rank, VARIABLES.size)):
         return None
-    require(environ, NAMES)
-    found = rank_of_mpi(environ, NAMES, "jsrun")
-    require_agreement(environ, found, openmpi.NAMES)
+    require_all(environ, VARIABLES)
+    found = rank_of_mpi(environ, VARIABLES, "jsrun")
+    require_agreement(environ, found, openmpi.VARIABLES)
     return found

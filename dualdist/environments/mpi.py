@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
-from dualdist.environments.env_values import LauncherVariables, present, read, require
-from dualdist.environments.infer_topology import read_master, topology
+from dualdist.environments.env_values import LauncherVariables, find_set, read_values, require_all
+from dualdist.environments.infer_topology import get_main_address, infer_topology
 from dualdist.topology import Topology
 
 
 def rank_of_mpi(environ: Mapping[str, str], names: LauncherVariables, launcher: str) -> Topology:
     """The rank's place in MPI_COMM_WORLD; they meet by MPI broadcast unless MASTER_ADDR and MASTER_PORT are set."""
-    told = read(environ, names)
-    return topology(
+    told = read_values(environ, names)
+    return infer_topology(
         told,
         launcher=launcher,
-        source=f"{', '.join(present(environ, names.given()))} ({names.launcher})",
-        master=read_master(environ),
+        source=f"{', '.join(find_set(environ, names.given()))} ({names.launcher})",
+        master=get_main_address(environ),
         names=names,
         rendezvous="mpi",
         mpi=True,
@@ -29,9 +29,9 @@ def rank_of_mpirun(environ: Mapping[str, str], names: LauncherVariables) -> Topo
 
     A local rank and a local size alone say nothing: people export them for other tools.
     """
-    if not present(environ, (names.rank, names.size)) or slurm.started_with_pmix(environ):
+    if not find_set(environ, (names.rank, names.size)) or slurm.started_with_pmix(environ):
         return None
-    require(environ, names)
+    require_all(environ, names)
     found = rank_of_mpi(environ, names, "mpirun")
     slurm.refuse_leftover(environ, found, names)
     return found

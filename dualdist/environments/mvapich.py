@@ -8,7 +8,7 @@ from dualdist.environments.env_values import LauncherVariables
 from dualdist.environments.mpi import rank_of_mpirun
 from dualdist.topology import Topology
 
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="MVAPICH2",
     command="mpirun_rsh -np N -hostfile hosts python script.py",
     rank="MV2_COMM_WORLD_RANK",
@@ -20,4 +20,4 @@ NAMES = LauncherVariables(
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place."""
-    return rank_of_mpirun(environ, NAMES)
+    return rank_of_mpirun(environ, VARIABLES)

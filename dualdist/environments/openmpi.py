@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.env_values import LauncherVariables, text
+from dualdist.environments.env_values import LauncherVariables, get_value
 from dualdist.environments.mpi import rank_of_mpirun
 from dualdist.topology import Topology
 
 # OMPI_COMM_WORLD_NODE_RANK is not the node's index.
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="Open MPI",
     command="mpirun -np N python script.py",
     rank="OMPI_COMM_WORLD_RANK",
@@ -25,7 +25,7 @@ HOROVODRUN = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_t
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place; the launcher is horovodrun where that called mpirun."""
-    found = rank_of_mpirun(environ, NAMES)
-    if found is not None and all(text(environ, name) == value for name, value in HOROVODRUN.items()):
+    found = rank_of_mpirun(environ, VARIABLES)
+    if found is not None and all(get_value(environ, name) == value for name, value in HOROVODRUN.items()):
         return replace(found, launcher="horovodrun")
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import LauncherVariables, present, read, require, text
-from dualdist.environments.infer_topology import MASTER, require_master, topology
+from dualdist.environments.env_values import LauncherVariables, find_set, get_value, read_values, require_all
+from dualdist.environments.infer_topology import MASTER, infer_topology, require_main_address
 from dualdist.topology import Topology
 
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="an explicit place",
     command="DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
     rank="DUALDIST_RANK",
@@ -22,20 +22,20 @@ ADDRESS = "DUALDIST_ADDRESS"
 PORT = "DUALDIST_PORT"
 MEETING = (ADDRESS, PORT)
 LAUNCHER = "DUALDIST_LAUNCHER"
-NEEDED = (NAMES.rank, NAMES.size)
+NEEDED = (VARIABLES.rank, VARIABLES.size)
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The place as set by hand; rank 0's address may also stand in MASTER_ADDR and MASTER_PORT."""
-    if not present(environ, NEEDED):
+    if not find_set(environ, NEEDED):
         return None
-    require(environ, NAMES, NEEDED)
-    told = read(environ, NAMES)
-    names = MASTER if present(environ, MASTER) and not present(environ, MEETING) else MEETING
-    return topology(
+    require_all(environ, VARIABLES, NEEDED)
+    told = read_values(environ, VARIABLES)
+    names = MASTER if find_set(environ, MASTER) and not find_set(environ, MEETING) else MEETING
+    return infer_topology(
         told,
-        launcher=text(environ, LAUNCHER) or "override",
-        names=NAMES,
-        source=", ".join(present(environ, NAMES.given())),
-        master=require_master(environ, told.size, NAMES.size, names),
+        launcher=get_value(environ, LAUNCHER) or "override",
+        names=VARIABLES,
+        source=", ".join(find_set(environ, VARIABLES.given())),
+        master=require_main_address(environ, told.size, VARIABLES.size, names),
     )

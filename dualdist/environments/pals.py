@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dualdist.environments import flux, slurm
-from dualdist.environments.env_values import LauncherVariables, present, require
+from dualdist.environments.env_values import LauncherVariables, find_set, require_all
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.topology import Topology
 
 # PALS itself names no size: that is PMI's, which `mpiexec --pmi=pmix` leaves out.
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="PALS",
     command="mpiexec -n N python script.py",
     rank="PALS_RANKID",
@@ -20,18 +20,18 @@ NAMES = LauncherVariables(
 )
 LOCAL_RANKS = ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
 LOCAL_SIZES = ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
-OWN = (NAMES.rank, LOCAL_RANKS[0], "PALS_NODEID")
+OWN = (VARIABLES.rank, LOCAL_RANKS[0], "PALS_NODEID")
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place; how many nodes there are, no variable tells."""
-    own = present(environ, OWN)
+    own = find_set(environ, OWN)
     if not own or slurm.is_step(environ) or flux.is_task(environ):
         return None  # Slurm's cray_shasta plugin and Flux's cray-pals plugin set these variables too
-    require(environ, NAMES, (*own, *(name for name in (NAMES.rank, NAMES.size) if name not in own)))
+    require_all(environ, VARIABLES, (*own, *(name for name in (VARIABLES.rank, VARIABLES.size) if name not in own)))
     names = replace(
-        NAMES,
-        local_rank=next(iter(present(environ, LOCAL_RANKS)), None),
-        local_size=next(iter(present(environ, LOCAL_SIZES)), None),
+        VARIABLES,
+        local_rank=next(iter(find_set(environ, LOCAL_RANKS)), None),
+        local_size=next(iter(find_set(environ, LOCAL_SIZES)), None),
     )
     return rank_of_mpi(environ, names, "mpiexec")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import OVERRIDE, integer, present, shown
+from dualdist.environments.env_values import OVERRIDE, find_set, format_set, get_integer
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
@@ -17,10 +17,11 @@ def refuse(environ: Mapping[str, str]) -> Topology | None:
 
     There it is one of several for sure, and each would take itself for a job of one.
     """
-    if any(integer(environ, name) for name in PLACE):
+    if any(get_integer(environ, name) for name in PLACE):
         raise TopologyError(
-            f"{shown(environ, present(environ, PLACE))}, so pbsdsh started this process, and no variable says how many "
-            "there are: let pbsdsh start torchrun, one on each node (dualdist run --scheduler pbs writes that), or "
+            f"{format_set(environ, find_set(environ, PLACE))}, "
+            "so pbsdsh started this process, and no variable says how many there are: "
+            "let pbsdsh start torchrun, one on each node (dualdist run --scheduler pbs writes that), or "
             f"use mpirun, or set {OVERRIDE}"
         )
     return None

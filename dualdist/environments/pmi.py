@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
-from dualdist.environments.env_values import OVERRIDE, LauncherVariables, present, require, shown, text
+from dualdist.environments.env_values import (
+    OVERRIDE,
+    LauncherVariables,
+    find_set,
+    format_set,
+    get_value,
+    require_all,
+)
 from dualdist.environments.mpi import rank_of_mpi
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
-NAMES = LauncherVariables(launcher="PMI", command="mpiexec -n N python script.py", rank="PMI_RANK", size="PMI_SIZE")
+VARIABLES = LauncherVariables(launcher="PMI", command="mpiexec -n N python script.py", rank="PMI_RANK", size="PMI_SIZE")
 PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The rank's place, all but rank and size inferred."""
-    if present(environ, NAMES.given()):
-        require(environ, NAMES)
-        return rank_of_mpi(environ, NAMES, "mpirun")
-    if all(text(environ, name) for name in PMIX) and not slurm.started_with_pmix(environ):
+    if find_set(environ, VARIABLES.given()):
+        require_all(environ, VARIABLES)
+        return rank_of_mpi(environ, VARIABLES, "mpirun")
+    if all(get_value(environ, name) for name in PMIX) and not slurm.started_with_pmix(environ):
         raise TopologyError(
-            f"{shown(environ, PMIX)}, but no variable says how many ranks there are: PMIx tells that to MPI alone; "
-            f"start with `mpirun -np N python script.py`, or set {OVERRIDE}"
+            f"{format_set(environ, PMIX)}, but no variable says how many ranks there are: "
+            f"PMIx tells that to MPI alone; start with `mpirun -np N python script.py`, or set {OVERRIDE}"
         )
     return None

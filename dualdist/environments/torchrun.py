@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import LauncherVariables, present, read, require, text
-from dualdist.environments.infer_topology import MASTER_ADDR, MASTER_PORT, read_master, topology
+from dualdist.environments.env_values import LauncherVariables, find_set, get_value, read_values, require_all
+from dualdist.environments.infer_topology import MASTER_ADDR, MASTER_PORT, get_main_address, infer_topology
 from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-NAMES = LauncherVariables(
+VARIABLES = LauncherVariables(
     launcher="torchrun",
     command="torchrun --nproc-per-node N script.py",
     rank="RANK",
@@ -24,13 +24,13 @@ NEEDED = (RUN_ID, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", MASTER
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
     """The worker's place; its agent serves a store at MASTER_ADDR unless TORCHELASTIC_USE_AGENT_STORE denies it."""
-    if text(environ, RUN_ID) is None:
+    if get_value(environ, RUN_ID) is None:
         return None
-    require(environ, NAMES, NEEDED)
-    return topology(
-        read(environ, NAMES),
+    require_all(environ, VARIABLES, NEEDED)
+    return infer_topology(
+        read_values(environ, VARIABLES),
         launcher="torchrun",
-        names=NAMES,
-        source=f"{', '.join(present(environ, NAMES.given()))} (torchrun)",
-        master=read_master(environ),
+        names=VARIABLES,
+        source=f"{', '.join(find_set(environ, VARIABLES.given()))} (torchrun)",
+        master=get_main_address(environ),
     )

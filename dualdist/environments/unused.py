@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dualdist.environments import flux, horovodrun, hydra, jsm, mvapich, openmpi, override, pals, pbs, slurm, torchrun
-from dualdist.environments.env_values import present, text
+from dualdist.environments.env_values import find_set, get_value
 from dualdist.environments.infer_topology import MASTER
 from dualdist.topology import Topology
 
@@ -32,28 +32,30 @@ class UnusedVariable:
 # In the order of dualdist.environments.ORDER.
 FAMILIES = (
     LauncherFamily(
-        "an explicit place", (*override.NAMES.given(), *override.MEETING), "your own word goes before a launcher's"
+        "an explicit place", (*override.VARIABLES.given(), *override.MEETING), "your own word goes before a launcher's"
     ),
     LauncherFamily(
         "torchrun",
-        (*torchrun.NAMES.given(), "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        (*torchrun.VARIABLES.given(), "ROLE_RANK", "ROLE_WORLD_SIZE"),
         "torchrun is the innermost launcher: srun and mpirun start its agents, one a node",
     ),
     LauncherFamily("horovodrun", horovodrun.PLACE, "horovodrun starts its ranks over ssh, from within a job as well"),
-    LauncherFamily("jsrun", tuple(jsm.NAMES.given()), "jsrun's MPI sets Open MPI's variables, too"),
-    LauncherFamily("MVAPICH2", tuple(mvapich.NAMES.given()), "MVAPICH2's mpiexec is a Hydra with variables of its own"),
+    LauncherFamily("jsrun", tuple(jsm.VARIABLES.given()), "jsrun's MPI sets Open MPI's variables, too"),
+    LauncherFamily(
+        "MVAPICH2", tuple(mvapich.VARIABLES.given()), "MVAPICH2's mpiexec is a Hydra with variables of its own"
+    ),
     LauncherFamily(
         "Open MPI",
-        (*openmpi.NAMES.given(), "OMPI_COMM_WORLD_NODE_RANK", "OMPI_UNIVERSE_SIZE"),
+        (*openmpi.VARIABLES.given(), "OMPI_COMM_WORLD_NODE_RANK", "OMPI_UNIVERSE_SIZE"),
         "mpirun's ranks inherit the Slurm step of the daemon that started them",
     ),
     LauncherFamily("PALS", (*pals.OWN, *pals.LOCAL_RANKS, *pals.LOCAL_SIZES), "PALS may set Hydra's local ranks, too"),
     LauncherFamily(
         "MPICH or Intel MPI",
-        tuple(hydra.NAMES.given()),
+        tuple(hydra.VARIABLES.given()),
         "mpirun's ranks inherit the Slurm step of the daemon that started them",
     ),
-    LauncherFamily("Flux", tuple(flux.NAMES.given()), "an instance of Flux may run as a Slurm step"),
+    LauncherFamily("Flux", tuple(flux.VARIABLES.given()), "an instance of Flux may run as a Slurm step"),
     LauncherFamily(
         "srun", (*slurm.NEEDED, *slurm.STEP_IDS), "srun itself started this process; the rest was left over"
     ),
@@ -86,19 +88,19 @@ LEFT_OVER = "of a step from which this batch script was submitted; Slurm lists o
 NOT_ALONE = "it says nothing without {0}"
 
 
-def unused(environ: Mapping[str, str], found: Topology) -> Iterator[UnusedVariable]:
+def find_unused(environ: Mapping[str, str], found: Topology) -> Iterator[UnusedVariable]:
     """Every variable about places that is set and did not count for the topology."""
     used = {name.partition("[")[0] for _, name in found.origins}
     winner = next((family for family in FAMILIES if used & set(family.names) - set(MASTER)), None)
     families = {name: family for family in reversed(FAMILIES) for name in family.names}
     for name in dict.fromkeys([*(name for family in FAMILIES for name in family.names), *NEVER]):
-        if name not in used and (value := text(environ, name)) is not None and not _is_read(name, found):
+        if name not in used and (value := get_value(environ, name)) is not None and not _is_read(name, found):
             yield UnusedVariable(name, value, _why(name, families.get(name), winner, environ))
 
 
-def set_places(environ: Mapping[str, str]) -> list[str]:
+def find_all_set(environ: Mapping[str, str]) -> list[str]:
     """The variables about places that are set, whatever they mean."""
-    return present(environ, dict.fromkeys([*(name for family in FAMILIES for name in family.names), *NEVER]))
+    return find_set(environ, dict.fromkeys([*(name for family in FAMILIES for name in family.names), *NEVER]))
 
 
 def _is_read(name: str, found: Topology) -> bool:
@@ -111,7 +113,7 @@ def _why(name: str, family: LauncherFamily | None, winner: LauncherFamily | None
         return NEVER[name]
     if name in MASTER:
         other = MASTER[1 - MASTER.index(name)]
-        return NOT_ALONE.format(other) if text(environ, other) is None else "there is no other rank to be met"
+        return NOT_ALONE.format(other) if get_value(environ, other) is None else "there is no other rank to be met"
     if name.startswith("SLURM") and _is_unreal(environ):
         return UNREAL_STEP
     if winner is not None and family is not None and family is not winner:
@@ -129,4 +131,4 @@ def _needed(family: LauncherFamily | None) -> list[str]:
 
 
 def _is_unreal(environ: Mapping[str, str]) -> bool:
-    return not present(environ, slurm.STEP_IDS) or slurm.is_shell(environ)
+    return not find_set(environ, slurm.STEP_IDS) or slurm.is_shell(environ)

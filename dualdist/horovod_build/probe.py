@@ -23,7 +23,7 @@ from dualdist.horovod_build.machine import (
     NcclInstallation,
     TorchInstallation,
 )
-from dualdist.utils.package_probe import ask_torch
+from dualdist.utils.package_probe import probe_torch
 from dualdist.utils.resource_limits import memory_limit, usable_cores
 
 # Import names and package names of what Horovod needs to build and to run beside torch.
@@ -129,7 +129,7 @@ def library_dirs(link_line: str) -> tuple[str, ...]:
 
 
 def _torch(environ: Mapping[str, str]) -> tuple[TorchInstallation | None, str]:
-    said = ask_torch(environ)
+    said = probe_torch(environ)
     if isinstance(said, str):
         return None, said
     standard = demanded_standard(Path(said.headers))

@@ -15,7 +15,7 @@ from dualdist.hvd.face import KEY, CrossRank, HorovodSession, current
 from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
 from dualdist.hvd.timeline import HorovodTimeline
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.temporary_env import variables_set
+from dualdist.utils.temporary_env import temporary_variables
 
 TIMELINE = "HOROVOD_TIMELINE"
 MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
@@ -39,7 +39,9 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         return
     wanted = _ranks_of(comm)
     if not session.is_open():
-        with variables_set(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):  # a real Horovod reads it when it starts
+        with temporary_variables(
+            os.environ, {DYNAMIC: "1"} if is_dynamic else {}
+        ):  # a real Horovod reads it when it starts
             session.init(os.environ.get(BACKEND) or "native")
     try:
         _open_face(wanted, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")

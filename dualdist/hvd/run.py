@@ -14,7 +14,7 @@ from dualdist.errors import UsageError
 from dualdist.hvd.alias import install
 from dualdist.launch.spawn import spawn_apart
 from dualdist.utils.horovod_names import FOLDER
-from dualdist.utils.pickling import pickler
+from dualdist.utils.pickling import choose_pickler
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
 # Why an option cannot be honoured; None where its default is asked for.
@@ -100,7 +100,7 @@ def run(
         warnings.warn("np is deprecated, use num_proc", DeprecationWarning, stacklevel=2)
         num_proc = np
     _check_hosts(_host_slots(hosts, hostfile), num_proc)
-    payload = pickler(func).dumps((func, tuple(args), dict(kwargs or {})))
+    payload = choose_pickler(func).dumps((func, tuple(args), dict(kwargs or {})))
     return [pickle.loads(result) for result in spawn_apart(_call, num_proc, (payload,))]
 
 
@@ -109,7 +109,7 @@ def _call(payload: bytes) -> bytes:
     if FOLDER in sys.path:
         install()  # as in the caller, before what func needs is imported
     func, args, kwargs = pickle.loads(payload)
-    return bytes(pickler(func).dumps(func(*args, **kwargs)))
+    return bytes(choose_pickler(func).dumps(func(*args, **kwargs)))
 
 
 def _host_slots(hosts: str | None, hostfile: str | None) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.diagnostics.trace_format import begins, ends, happens, named
+from dualdist.diagnostics.trace_format import begin_event, end_event, instant_event, process_name_event
 
 # Horovod's names for operations, where they are not the kind in capitals.
 PHASES = {"grouped_allreduce": "ALLREDUCE", "grouped_allgather": "ALLGATHER", "grouped_reducescatter": "REDUCESCATTER"}
@@ -43,17 +43,17 @@ class HorovodTimeline:
                 return
             if offer is None:
                 if self._mark_cycles:
-                    self._write(happens(0, "CYCLE_START", self._now()))
+                    self._write(instant_event(0, "CYCLE_START", self._now()))
                 return
             row = self._row(f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}")
             phase = PHASES.get(offer.kind, offer.kind.upper())
             if event == "entered":
-                self._write(begins(row, f"NEGOTIATE_{phase}", self._now()))
+                self._write(begin_event(row, f"NEGOTIATE_{phase}", self._now()))
             elif event == "agreed":
-                self._write(ends(row, self._now()))
-                self._write(begins(row, phase, self._now()))
+                self._write(end_event(row, self._now()))
+                self._write(begin_event(row, phase, self._now()))
             else:
-                self._write(ends(row, self._now()))
+                self._write(end_event(row, self._now()))
 
     def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
         """For Watch.observer: of gradients, whose buckets the ranks have agreed on before."""
@@ -61,7 +61,9 @@ class HorovodTimeline:
             if self._file is None:
                 return
             row = self._row(f"{kind}.{name}")
-            self._write(begins(row, kind.upper(), self._now()) if event == "begun" else ends(row, self._now()))
+            self._write(
+                begin_event(row, kind.upper(), self._now()) if event == "begun" else end_event(row, self._now())
+            )
 
     def close(self) -> None:
         """No event comes any more, and the file is complete."""
@@ -75,7 +77,7 @@ class HorovodTimeline:
         """The number of a tensor's row, which gets its name when it is new."""
         if name not in self._rows:
             self._rows[name] = len(self._rows) + 1
-            self._write(named(self._rows[name], name))
+            self._write(process_name_event(self._rows[name], name))
         return self._rows[name]
 
     def _now(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dualdist.environments import slurm
-from dualdist.environments.env_values import integer
+from dualdist.environments.env_values import get_integer
 from dualdist.launch.control_channel import LINK
 from dualdist.launch.job import BACKEND, TRANSPORT
 from dualdist.launch.processes import MARK
@@ -69,7 +69,7 @@ def allocated(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """How many tasks were asked of Slurm for this allocation, and which variable says so; None outside of one."""
     if not environ.get(SLURM_JOB) or slurm.is_step(environ):
         return None
-    return next(((tasks, name) for name in (SLURM_TASKS, SLURM_NODES) if (tasks := integer(environ, name))), None)
+    return next(((tasks, name) for name in (SLURM_TASKS, SLURM_NODES) if (tasks := get_integer(environ, name))), None)
 
 
 def task_cpus(environ: Mapping[str, str], ranks: int) -> int | None:
@@ -77,7 +77,7 @@ def task_cpus(environ: Mapping[str, str], ranks: int) -> int | None:
 
     None where Slurm was not told how many a task has.
     """
-    cpus, tasks = integer(environ, SLURM_CPUS), allocated(environ)
+    cpus, tasks = get_integer(environ, SLURM_CPUS), allocated(environ)
     if not cpus:
         return None
     return cpus if tasks is None else max(1, cpus * tasks[0] // max(ranks, tasks[0]))

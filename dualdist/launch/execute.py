@@ -20,7 +20,7 @@ from dualdist.launch import processes
 from dualdist.launch.interrupts import held, termination_raises
 from dualdist.launch.job import INSTALL, Command, Mpi, Site
 from dualdist.launch.launchers.mpirun import AGENT
-from dualdist.utils.redaction import hidden_in
+from dualdist.utils.redaction import redact_command
 
 # Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
 GRACE_S = 5.0
@@ -78,14 +78,14 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
             code = process.wait(timeout_s)
         except OSError as error:
             raise LaunchError(
-                f"{what} could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
+                f"{what} could not be started ({error}): {shlex.join(redact_command(command.argv))}"
             ) from error
         except subprocess.TimeoutExpired as error:
             alive = processes.describe(processes.members(mark))
             _end(process, mark)
             raise LaunchError(
                 f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
-                f"command: {shlex.join(hidden_in(command.argv))}\n{_read(output)}"
+                f"command: {shlex.join(redact_command(command.argv))}\n{_read(output)}"
             ) from error
         finally:
             left = _end(process, mark)

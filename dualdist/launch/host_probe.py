@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
-from dualdist.utils.network_interfaces import interfaces, reason
+from dualdist.utils.network_interfaces import failure_reason, list_interfaces
 from dualdist.utils.resource_limits import usable_cores
 from dualdist.version import __version__
 
@@ -50,7 +50,7 @@ def look(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
     with socket.create_server(("", 0)) as free:
         own_port = free.getsockname()[1]
     client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
-    name, own = socket.gethostname().split(".")[0], interfaces()
+    name, own = socket.gethostname().split(".")[0], list_interfaces()
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda address: _unreachable(address, port, own), addresses)
         unreachable = {address: why for address, why in zip(addresses, reasons, strict=True) if why}
@@ -67,7 +67,7 @@ def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
     except ConnectionRefusedError:
         return ""
     except OSError as error:
-        return reason(error)
+        return failure_reason(error)
 
 
 if __name__ == "__main__":

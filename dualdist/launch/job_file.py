@@ -16,7 +16,7 @@ from dualdist.launch import hosts as host_lists
 from dualdist.launch import units
 from dualdist.launch.job import Host, cannot_keep, too_few_slots
 from dualdist.launch.option_conflicts import JobChoices, impossible, impossible_resources, unfit
-from dualdist.utils.suggest import meant
+from dualdist.utils.suggest import did_you_mean
 
 # The keys and indices that lead from the top of the file to a value.
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -280,7 +280,7 @@ def _sentences(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
         context = mistake.get("ctx", {})
         if kind == "literal_error":
             expected = f"one of {', '.join(_choices(path))}"
-            hint = meant(seen, _choices(path))
+            hint = did_you_mean(seen, _choices(path))
         elif kind == "value_error":
             expected = str(context["error"])
         elif kind == "greater_than_equal":
@@ -299,7 +299,7 @@ def _unknown(path: tuple[str | int, ...]) -> str:
         known += ALIASES
         if path[0] in _model(("resources", "")).model_fields:
             return f"unknown key {path[0]!r}: it belongs under resources:"
-    hint = meant(str(path[-1]), known).removeprefix("; ") or f"expected one of {', '.join(known)}"
+    hint = did_you_mean(str(path[-1]), known).removeprefix("; ") or f"expected one of {', '.join(known)}"
     return f"unknown key {'.'.join(map(str, path))!r}: {hint}"
 
 

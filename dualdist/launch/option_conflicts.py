@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualdist.launch import units
-from dualdist.utils.suggest import meant
+from dualdist.utils.suggest import did_you_mean
 
 WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 WITH_MPI = ("mpirun", "horovodrun-mpi")
@@ -55,7 +55,7 @@ def impossible(choice: JobChoices, *, horovod_has_mpi: bool | None, instead: str
     if backend in CARRIERS and transport is not None and transport not in CARRIERS[backend]:
         valid = CARRIERS[backend]
         told = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
-        yield Conflict("transport", told + meant(transport, valid))
+        yield Conflict("transport", told + did_you_mean(transport, valid))
     if horovod_has_mpi is False and backend == "horovod":
         yield from _without_mpi(launcher, transport)
     if choice.min_ranks is not None and launcher not in (None, KEEPING):

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from dualdist.utils.redaction import hidden_in
+from dualdist.utils.redaction import redact_command
 
 # Marks every process of a job, by inheritance: launchers put ranks into sessions and process groups of their own.
 MARK = "DUALDIST_JOB"
@@ -109,7 +109,7 @@ def describe(processes: Iterable[int]) -> str:
     for pid in processes:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            line = " ".join(hidden_in(word.decode(errors="replace") for word in words))
+            line = " ".join(redact_command(word.decode(errors="replace") for word in words))
             commands.append(f"{pid} ({line.strip()[:120]})")
     return "still running: " + (", ".join(commands) or "nothing that could be seen")
 

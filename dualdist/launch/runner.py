@@ -17,7 +17,7 @@ from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.utils.exit_codes import REQUEUE
-from dualdist.utils.redaction import hidden
+from dualdist.utils.redaction import redact_variables
 
 LOOPBACK = "127.0.0.1"
 ROUND = "DUALDIST_RUN_ROUND"
@@ -82,8 +82,8 @@ class _Plan:
 
     def shown(self) -> tuple[Command, ...]:
         """The commands without the values of secrets, as people may see them."""
-        site = replace(self.site, needs=hidden(self.site.needs))
-        return replace(self, site=site, job=replace(self.job, env=hidden(self.job.env))).commands()
+        site = replace(self.site, needs=redact_variables(self.site.needs))
+        return replace(self, site=site, job=replace(self.job, env=redact_variables(self.job.env))).commands()
 
 
 def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> RunReport:

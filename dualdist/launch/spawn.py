@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.stderr_summary import is_consequence
 from dualdist.utils import tracebacks
-from dualdist.utils.pickling import dumped_exception, pickler
+from dualdist.utils.pickling import choose_pickler, dump_exception
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def _spawn(
     env: Mapping[str, str],
     start_in: Callable[[], AbstractContextManager[None]],
 ) -> list[T]:
-    tracebacks.install(os.environ)
+    tracebacks.install_hooks(os.environ)
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
     context = multiprocessing.get_context("spawn")
@@ -115,7 +115,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str
         result = (True, fn(*args))
         payload = pickle.dumps(result)
     except BaseException as error:
-        sender.send((False, (tracebacks.shown(error, os.environ), dumped_exception(error))))
+        sender.send((False, (tracebacks.format_error(error, os.environ), dump_exception(error))))
         raise SystemExit(1) from error
     sender.send_bytes(payload)
 
@@ -190,7 +190,7 @@ def run(
     LaunchError from which it is raised has the rank and its traceback, and is raised itself where the exception cannot
     be sent.
     """
-    payload = pickler(fn).dumps((fn, tuple(args), dict(kwargs or {})))
+    payload = choose_pickler(fn).dumps((fn, tuple(args), dict(kwargs or {})))
     try:
         results = spawn_apart(_call, np, (payload,), backend=backend, env=env)
     except LaunchError as failure:
@@ -203,4 +203,4 @@ def run(
 def _call(payload: bytes) -> bytes:
     """What a rank runs; the result is pickled here, so that it may be of a class that only cloudpickle can send."""
     fn, args, kwargs = pickle.loads(payload)
-    return bytes(pickler(fn).dumps(fn(*args, **kwargs)))
+    return bytes(choose_pickler(fn).dumps(fn(*args, **kwargs)))

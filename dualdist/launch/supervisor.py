@@ -22,7 +22,7 @@ from dualdist.launch.interrupts import notices, undisturbed
 from dualdist.launch.job import Command
 from dualdist.launch.relay import OutputRelay
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
-from dualdist.utils.redaction import hidden_in
+from dualdist.utils.redaction import redact_command
 
 # Seconds that the others get to end by themselves after a failure.
 GRACE_S = 3.0
@@ -148,7 +148,7 @@ class Supervisor:
             )
         except OSError as error:
             raise LaunchError(
-                f"the job could not be started ({error}): {shlex.join(hidden_in(command.argv))}"
+                f"the job could not be started ({error}): {shlex.join(redact_command(command.argv))}"
             ) from error
         self._processes.append(process)
         if process.stdin is not None:

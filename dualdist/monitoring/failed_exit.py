@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from dualdist.utils.output import STDERR, await_reader
+from dualdist.utils.output import STDERR, wait_until_read
 
 HYDRA = "hydra_pmi_proxy"
 REGARDLESS = "the program went on after an operation between ranks had failed"
@@ -33,7 +33,7 @@ class RefusedCalls:
             raise SystemExit(1)
 
 
-def end(failure: str) -> None:
+def exit_if_failed(failure: str) -> None:
     """For atexit: the exit code is not 0, whatever the program thinks, unless an exception ends it anyway.
 
     `failure` is that of an operation after which the program went on, "" for none.
@@ -63,7 +63,7 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if _only_signals_count():
-        await_reader(STDERR)  # it goes with the others
+        wait_until_read(STDERR)  # it goes with the others
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     os._exit(1)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
 from dualdist.monitoring.rank_probe import RankProbe
-from dualdist.monitoring.timeout_report import STORE_GONE, give_up, lost, silent_ranks
-from dualdist.utils.suggest import listed
+from dualdist.monitoring.timeout_report import STORE_GONE, find_lost_ranks, find_silent_ranks, report_timeout
+from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Monitor:
     """Lets the errors of operations between these ranks say which operation failed, and who was missing."""
 
-    def __init__(self, roll: RankProbe | None, ranks: Sequence[int]) -> None:
-        self.roll = roll  # None in a job of one rank
+    def __init__(self, probe: RankProbe | None, ranks: Sequence[int]) -> None:
+        self.probe = probe  # None in a job of one rank
         self.ranks = ranks
         # Is told "begun" or "done", the kind, the name and the size of what a watched backend moves.
         self.observer: Callable[[str, str, str, int], None] | None = None
@@ -34,7 +34,7 @@ class Monitor:
         unheard = [observer]
         return lambda: unheard.pop()("done", kind, name, nbytes) if unheard else None
 
-    def over(self, what: object) -> _OperationScope:
+    def operation(self, what: object) -> _OperationScope:
         """A block in which this rank is in the operation `what`."""
         return _OperationScope(self, what)
 
@@ -42,36 +42,36 @@ class Monitor:
 class _OperationScope:
     """Says where this rank is while it lasts, and which operation it was when it fails."""
 
-    def __init__(self, watch: Monitor, what: object) -> None:
-        self._watch = watch
+    def __init__(self, monitor: Monitor, what: object) -> None:
+        self._monitor = monitor
         self._what = what
         self._before: tuple[object, float] | None = None
 
     def __enter__(self) -> None:
-        if self._watch.roll is not None:
-            self._before = self._watch.roll.enter(self._what)
+        if self._monitor.probe is not None:
+            self._before = self._monitor.probe.enter(self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        roll = self._watch.roll
+        probe = self._monitor.probe
         try:
             if isinstance(error, (CollectiveError, UnsupportedError)) and not error.names_operation:
                 told = type(error)(self._told(error))
                 told.names_operation = True
                 raise told from error.__cause__
         finally:
-            if roll is not None:
-                roll.leave(self._before)
+            if probe is not None:
+                probe.leave(self._before)
 
     def _told(self, error: BaseException) -> str:
         """The error, and which operation it was of, and which ranks were missing."""
-        roll, ranks, what = self._watch.roll, self._watch.ranks, str(self._what)
-        if roll is None:
+        probe, ranks, what = self._monitor.probe, self._monitor.ranks, str(self._what)
+        if probe is None:
             return f"{what}: {error}"
         if isinstance(error, CollectiveTimeoutError):
-            return give_up(roll, ranks, what, str(error))
+            return report_timeout(probe, ranks, what, str(error))
         if isinstance(error, RankLostError) and not error.ranks:
-            gone = lost(roll, ranks)
-            return f"{what}: {error}" + (f"; no answer from {listed(gone)}" if gone else "")
+            gone = find_lost_ranks(probe, ranks)
+            return f"{what}: {error}" + (f"; no answer from {format_ranks(gone)}" if gone else "")
         return f"{what}: {error}"
 
 
@@ -79,12 +79,12 @@ def _nothing() -> None:
     """There is nobody to tell."""
 
 
-def require_answers(watch: Monitor) -> None:
+def require_responsive(monitor: Monitor) -> None:
     """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
-    if watch.roll is None:
+    if monitor.probe is None:
         return
     try:
-        silent = silent_ranks(watch.roll, watch.ranks)
+        silent = find_silent_ranks(monitor.probe, monitor.ranks)
     except (RendezvousError, TimeoutError) as error:
         raise CollectiveTimeoutError(STORE_GONE) from error
     if silent:
@@ -94,17 +94,17 @@ def require_answers(watch: Monitor) -> None:
 class MonitoredWork:
     """Work whose errors say which operation it is, and which tells when it was first found to be over."""
 
-    def __init__(self, work: Work, what: object, watch: Monitor, ended: Callable[[], None]) -> None:
+    def __init__(self, work: Work, what: object, monitor: Monitor, ended: Callable[[], None]) -> None:
         self._work = work
         self._what = what
-        self._watch = watch
+        self._monitor = monitor
         self._ended = ended
 
     def done(self) -> bool:
         try:
             is_done = self._work.done()
         except CollectiveError:
-            with self._watch.over(self._what):
+            with self._monitor.operation(self._what):
                 raise
         if is_done:
             self._ended()
@@ -112,7 +112,7 @@ class MonitoredWork:
 
     def wait(self) -> torch.Tensor:
         try:
-            with self._watch.over(self._what):
+            with self._monitor.operation(self._what):
                 return self._work.wait()
         finally:
             self._ended()
@@ -130,17 +130,15 @@ class _MonitoredBuffer:
         self._buffer = buffer
 
     def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> MonitoredWork:
-        return self._backend._watched(
-            "allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling)
-        )
+        return self._backend._start("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling))
 
 
 class MonitoredBackend:
     """A backend whose failing operations say which they are, and name the ranks that are missing."""
 
-    def __init__(self, backend: Backend, watch: Monitor) -> None:
+    def __init__(self, backend: Backend, monitor: Monitor) -> None:
         self._backend = backend
-        self._watch = watch
+        self._monitor = monitor
         self.name = backend.name
         self.transport = backend.transport
         self.ranks = backend.ranks
@@ -163,19 +161,19 @@ class MonitoredBackend:
         return self._backend.is_open
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> MonitoredWork:
-        return self._watched("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name))
+        return self._start("allreduce", name, buffer, lambda: self._backend.allreduce_(buffer, op, name))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> MonitoredWork:
-        return self._watched("allgather", name, tensor, lambda: self._backend.allgather(tensor, name))
+        return self._start("allgather", name, tensor, lambda: self._backend.allgather(tensor, name))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> MonitoredWork:
-        return self._watched("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
+        return self._start("broadcast", name, buffer, lambda: self._backend.broadcast_(buffer, root, name))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> MonitoredWork:
-        return self._watched("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
+        return self._start("alltoall", name, tensor, lambda: self._backend.alltoall(tensor, sent, received, name))
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
-        with self._watch.over(f"reservation of {nbytes} bytes"):
+        with self._monitor.operation(f"reservation of {nbytes} bytes"):
             return self._backend.reserve(nbytes, device)
 
     def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
@@ -186,10 +184,10 @@ class MonitoredBackend:
         self._backend.drop(place)
 
     def channel(self, key: str) -> Backend:
-        return MonitoredBackend(self._backend.channel(key), self._watch)
+        return MonitoredBackend(self._backend.channel(key), self._monitor)
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
-        return MonitoredBackend(self._backend.subgroup(ranks, key), Monitor(self._watch.roll, ranks))
+        return MonitoredBackend(self._backend.subgroup(ranks, key), Monitor(self._monitor.probe, ranks))
 
     def built_with(self) -> dict[str, int]:
         return self._backend.built_with()
@@ -197,12 +195,12 @@ class MonitoredBackend:
     def close(self) -> None:
         self._backend.close()
 
-    def _watched(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> MonitoredWork:
+    def _start(self, kind: str, name: str, tensor: torch.Tensor, start: Callable[[], Work]) -> MonitoredWork:
         what = LazyDescription(kind, name, tensor)
-        ended = self._watch.begun(kind, name, tensor)
+        ended = self._monitor.begun(kind, name, tensor)
         try:
-            with self._watch.over(what):
-                return MonitoredWork(start(), what, self._watch, ended)
+            with self._monitor.operation(what):
+                return MonitoredWork(start(), what, self._monitor, ended)
         except BaseException:
             ended()
             raise

@@ -43,18 +43,18 @@ class PreemptionNotice:
 
     def __init__(self, file: Path | None = None) -> None:
         self.kind = ""
-        self.words = ""
+        self.reason = ""
         self.file = file
-        self.news: Sequence[str] = ()  # of a launcher, whose ranks come and go
+        self.launcher_requests: Sequence[str] = ()  # of a launcher, whose ranks come and go
         self._listens_to: list[signal.Signals] = []
 
-    def tell(self, kind: str, words: str) -> None:
+    def request(self, kind: str, reason: str) -> None:
         """Only the first time counts. For any thread, and for signal handlers: it takes no lock."""
         if not self.kind:
-            self.words = words
+            self.reason = reason
             self.kind = kind  # last, for other threads look at it first
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         """Signals that would end this process tell it to stop; those for which the program has a handler do not.
 
         Only the main thread can arrange that; elsewhere nothing changes.
@@ -66,18 +66,18 @@ class PreemptionNotice:
                 signal.signal(number, self._on_signal)
                 self._listens_to.append(number)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See whether there is news, or the file."""
-        if self.news:
-            self.tell(CHANGE, self.news[0])
+        if self.launcher_requests:
+            self.request(CHANGE, self.launcher_requests[0])
         if self.file is not None and not self.kind:
             with contextlib.suppress(OSError):
                 with os.scandir(self.file.parent) as entries:
                     next(entries, None)  # so that NFS looks again for a file that was not there a moment ago
                 if self.file.exists():
-                    self.tell(STOP, f"the file {self.file}")
+                    self.request(STOP, f"the file {self.file}")
 
-    def obey(self) -> None:
+    def acknowledge(self) -> None:
         """Whoever wrote the file finds that the job has stopped, and saved its state."""
         if self.file is not None:
             self.file.with_name(self.file.name + DONE).touch()
@@ -91,7 +91,7 @@ class PreemptionNotice:
         self._listens_to.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.tell(STOP, signal.Signals(number).name)
+        self.request(STOP, signal.Signals(number).name)
 
 
 class LastStep:
@@ -129,9 +129,9 @@ class LastStep:
     def start(self) -> None:
         """Look from now on whether another rank was told something."""
         self._thread.start()
-        atexit.register(self.close)  # as of a roll call: a thread in the store's code must not outlive the interpreter
+        atexit.register(self.close)  # as for RankProbe: a thread in the store's code must not outlive the interpreter
 
-    def passed(self) -> tuple[str, str]:
+    def after_step(self) -> tuple[str, str]:
         """This rank has done one step more. What all ranks do now, and why: both empty where they go on.
 
         Every rank calls this after every step; only where a rank was told something does it wait for answers.
@@ -142,7 +142,7 @@ class LastStep:
         if not must_know and not self.notice.kind:
             return "", ""
         if self._store is None:
-            return self.notice.kind, self.notice.words
+            return self.notice.kind, self.notice.reason
         try:
             if not must_know:
                 self._ask(self._store)
@@ -164,7 +164,7 @@ class LastStep:
     def _look(self) -> None:
         """What the thread does."""
         while not self._stop.wait(self._look_s):
-            self.notice.look()
+            self.notice.poll()
             if self._store is None:
                 continue
             try:
@@ -183,7 +183,7 @@ class LastStep:
         """The first request counts."""
         if not store.has(self._at("asked")) and store.add(self._at("askers"), 1) == 1:
             where = f" on rank {self._rank}" if len(self._ranks) > 1 else ""
-            store.set(self._at("asked"), f"{self.notice.kind} {self.notice.words}{where}")
+            store.set(self._at("asked"), f"{self.notice.kind} {self.notice.reason}{where}")
 
     def _answer(self, store: Store) -> None:
         """Tell the others, once, how far this rank is; the last one to tell finds the last step."""
@@ -216,7 +216,7 @@ class LastStep:
         return f"{self._key}/last-step/{name}"
 
 
-def notices() -> tuple[signal.Signals, ...]:
+def unhandled_signals() -> tuple[signal.Signals, ...]:
     """The signals that tell this process to stop, or would end it; for the others the program has a handler.
 
     None where a process cannot learn who sent it a signal: it could not obey its parent.
@@ -232,7 +232,7 @@ def notices() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def outlived(numbers: Collection[signal.Signals]) -> Iterator[None]:
+def block_signals(numbers: Collection[signal.Signals]) -> Iterator[None]:
     """Processes that this thread starts in the block, and all their threads, get none of the signals; this one later.
 
     Until obey_parent() nothing but SIGKILL ends them.
@@ -244,7 +244,7 @@ def outlived(numbers: Collection[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def obey_parent(numbers: Collection[signal.Signals]) -> None:
+def exit_with_parent(numbers: Collection[signal.Signals]) -> None:
     """From now on only the parent ends this process by the signals, and its own end does.
 
     As torch's own workers have it, except that they end their rank, too, where anybody else sends the signal.
@@ -254,7 +254,7 @@ def obey_parent(numbers: Collection[signal.Signals]) -> None:
         return
     started_by = os.getppid()  # not the parent where a server of multiprocessing forks, which may outlive it
 
-    def obey() -> None:
+    def exit_on_signal() -> None:
         # A forked process does not see the end of its parent by is_alive() while later ones run.
         while parent.is_alive() and os.getppid() == started_by:
             came = signal.sigtimedwait(numbers, LOOK_S)
@@ -264,7 +264,7 @@ def obey_parent(numbers: Collection[signal.Signals]) -> None:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # in this thread, and in those that it starts
     _leave_unblocked_in_children(numbers)
-    threading.Thread(target=obey, name="dualdist-notices", daemon=True).start()
+    threading.Thread(target=exit_on_signal, name="dualdist-notices", daemon=True).start()
 
 
 def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
@@ -287,7 +287,7 @@ def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
     os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
 
 
-def file_of(text: str | None) -> Path | None:
+def parse_notice_file(text: str | None) -> Path | None:
     """The file that the variable names; UsageError where that depends on the folder."""
     if not text:
         return None

@@ -50,10 +50,10 @@ def program_thread(preferred: int | None = None) -> int:
     return main
 
 
-def stack_of(thread: int, *, is_in_operation: bool) -> list[Line]:
+def thread_stack(thread: int, *, is_in_operation: bool) -> list[Line]:
     """The calls in which the thread is now, the last SHOWN of them; of an operation, up to where it was called."""
     frame = sys._current_frames().get(thread)
-    return [] if frame is None else trimmed(_lines(frame), is_in_operation=is_in_operation)
+    return [] if frame is None else trim_stack(_lines(frame), is_in_operation=is_in_operation)
 
 
 def _lines(frame: FrameType) -> list[Line]:
@@ -62,7 +62,7 @@ def _lines(frame: FrameType) -> list[Line]:
     return [(called.f_code.co_filename, number, called.f_code.co_name) for called, number in calls]
 
 
-def trimmed(lines: Sequence[Line], *, is_in_operation: bool) -> list[Line]:
+def trim_stack(lines: Sequence[Line], *, is_in_operation: bool) -> list[Line]:
     """The program's own lines, which begin behind those of what started it."""
     first = next((n for n, (file, _, _) in enumerate(lines) if not file.startswith(STARTERS)), 0)
     own = list(lines[first:])
@@ -71,7 +71,7 @@ def trimmed(lines: Sequence[Line], *, is_in_operation: bool) -> list[Line]:
     return own[-SHOWN:]
 
 
-def shown(lines: Sequence[Line]) -> str:
+def format_stack(lines: Sequence[Line]) -> str:
     """As in a traceback, with the source where this host has the files."""
 
     def read() -> list[str]:
@@ -103,7 +103,7 @@ STATES = {
     "X": ENDED,
 }
 # Of a process that will not come by itself.
-AMISS = (STATES["T"], STATES["t"], ENDED)
+NOT_RUNNING = (STATES["T"], STATES["t"], ENDED)
 BUSY = "runs but does not answer, as where C code keeps Python's lock"
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -147,11 +147,11 @@ class ProcessIdentity:
                     signal.pidfd_send_signal(handle, _signal())
             finally:
                 os.close(handle)
-            return parsed(_written(file.fileno(), start), self.main_thread)
+            return parse_dump(_written(file.fileno(), start), self.main_thread)
         return []
 
 
-def own() -> ProcessIdentity:
+def current_process() -> ProcessIdentity:
     """This process, which writes dumps from now on where it can."""
     return _own(os.getpid())  # a child that was forked is another one
 
@@ -205,7 +205,7 @@ def _written(file: int, start: int) -> str:
     return os.pread(file, size - start, start).decode(errors="replace")
 
 
-def parsed(dump: str, thread: int) -> list[Line]:
+def parse_dump(dump: str, thread: int) -> list[Line]:
     """The stack of a thread in what faulthandler has written, the most recent call last."""
     lines: list[Line] = []
     is_wanted = False

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dualdist.backends.base import Store
 from dualdist.errors import RendezvousError
-from dualdist.monitoring.process_state import OUR_THREADS, Line, ProcessIdentity, program_thread, stack_of
+from dualdist.monitoring.process_state import OUR_THREADS, Line, ProcessIdentity, program_thread, thread_stack
 from dualdist.utils.deadline import Deadline
 
 # Seconds between two looks whether somebody asks, and while an answer is to be heard.
@@ -33,7 +33,7 @@ IN_PROGRAM = "in the program, outside of any operation"
 class RankPosition:
     """Ranks that are at one place of the program, with the seconds for which each has been there."""
 
-    place: str
+    location: str
     stack: tuple[Line, ...]
     seconds: dict[int, float]
 
@@ -43,10 +43,10 @@ class ProbeResult:
     """What came of a question: where those are that have answered."""
 
     number: int
-    wheres: tuple[RankPosition, ...]
+    positions: tuple[RankPosition, ...]
 
     def answered(self) -> set[int]:
-        return {rank for where in self.wheres for rank in where.seconds}
+        return {rank for where in self.positions for rank in where.seconds}
 
 
 class RankProbe:
@@ -72,7 +72,7 @@ class RankProbe:
         self._unheard: dict[int, Deadline] = {}
         self._given_up: tuple[float, Deadline] | None = None  # when this rank had come back last, and when it ends
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._answer, name=f"{OUR_THREADS}roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name=f"{OUR_THREADS}rank-probe", daemon=True)
         self._thread.start()
         # A thread that the interpreter ends inside the store's C++ code aborts the process, so it must be out before.
         atexit.register(self._close_at_exit)
@@ -94,7 +94,7 @@ class RankProbe:
         self._last_thread = thread
         self._back_since = time.monotonic()
 
-    def ask(self) -> ProbeResult:
+    def query(self) -> ProbeResult:
         """Where the ranks are that answer; RendezvousError where the store is gone."""
         number = self._answered + 1  # all ranks count alike, but for a question that one has not seen yet
         self._asked.add(number)
@@ -108,7 +108,7 @@ class RankProbe:
                 return _loads(number, self._store.get(answers, 1.0))
             deadline.sleep(LOOK_SOON_S)
         said = self._collected(number, Deadline(ANSWER_S if is_first else 0.1))  # whoever was first has ended since
-        self._store.set(answers, json.dumps([[where.place, where.stack, where.seconds] for where in said]))
+        self._store.set(answers, json.dumps([[where.location, where.stack, where.seconds] for where in said]))
         return ProbeResult(number, said)
 
     def _collected(self, number: int, deadline: Deadline) -> tuple[RankPosition, ...]:
@@ -123,15 +123,15 @@ class RankProbe:
                 found.setdefault((place, _as_lines(stack)), {})[rank] = seconds
         return tuple(RankPosition(place, stack, seconds) for (place, stack), seconds in found.items())
 
-    def tell(self, roll: ProbeResult, text: str, late: Sequence[int]) -> None:
+    def broadcast(self, result: ProbeResult, text: str, late: Sequence[int]) -> None:
         """All ranks that can print the text; returns when they have. `late` are those that are waited for."""
-        number, heard = roll.number, self._name("heard", roll.number)
+        number, heard = result.number, self._name("heard", result.number)
         _print(self.rank, text)
         if self._store.add(self._name("tells", number), 1) == 1:
             self._store.set(self._name("text", number), json.dumps([self.rank, text, list(late)]))
         self._store.add(heard, 1)
         deadline = Deadline(HEARD_S)
-        while self._store.add(heard, 0) < len(roll.answered()) and not deadline.passed():
+        while self._store.add(heard, 0) < len(result.answered()) and not deadline.passed():
             deadline.sleep(LOOK_SOON_S / 2)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class RankProbe:
             place = f"in {operation}"
         else:
             thread, since, place = self._last_thread or 0, self._back_since, IN_PROGRAM
-        stack = stack_of(program_thread(thread), is_in_operation=bool(entered))
+        stack = thread_stack(program_thread(thread), is_in_operation=bool(entered))
         said = json.dumps([place, time.monotonic() - since, stack])
         self._store.set(self._name(f"reply/{self.rank}", number), said)
         self._unheard[number] = Deadline(2 * ANSWER_S + HEARD_S)
@@ -217,11 +217,11 @@ def _as_lines(stack: Sequence[Sequence[object]]) -> tuple[Line, ...]:
 
 
 def _loads(number: int, text: str) -> ProbeResult:
-    wheres = json.loads(text)
+    positions = json.loads(text)
     return ProbeResult(
         number,
         tuple(
             RankPosition(place, _as_lines(stack), {int(rank): float(s) for rank, s in seconds.items()})
-            for place, stack, seconds in wheres
+            for place, stack, seconds in positions
         ),
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dualdist.utils.suggest import listed
+from dualdist.utils.suggest import format_ranks
 
 Array = np.ndarray[Any, Any]
 
@@ -47,34 +47,34 @@ class WaitTimes:
     """What a rank remembers of a group from now on."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.operations, self.rounds = WaitRecord(), WaitRecord()
         self._noticed_s = 0.0
 
-    def operation(self, ready_since: float, waits_since: float | None) -> None:
+    def record_operation(self, ready_since: float, waits_since: float | None) -> None:
         """An operation is done; both in seconds of the monotonic clock, 0.0 and None where that was not."""
         now = time.monotonic()
         ready_s = now - ready_since if ready_since else UNKNOWN
         self.operations.add(ready_s, 0.0 if waits_since is None else now - waits_since)
 
-    def noticed(self, since: float) -> None:
+    def record_flags_wait(self, since: float) -> None:
         """The message before a round, which belongs to it, has been waited for since then."""
         self._noticed_s += time.monotonic() - since
 
-    def round(self, since: float) -> None:
+    def record_round(self, since: float) -> None:
         """A round of gradients has been waited for since then."""
         waited_s = time.monotonic() - since + self._noticed_s
         self._noticed_s = 0.0
         self.rounds.add(waited_s, waited_s)
 
-    def followed(self, times: WaitRecord) -> None:
+    def skip(self, times: WaitRecord) -> None:
         """This rank has joined, and nobody waited for it."""
         times.add(UNKNOWN, 0.0)
 
     def dumps(self) -> bytes:
         """For the other ranks."""
         kinds = (self.operations, self.rounds)
-        head = json.dumps([time.monotonic() - self.began, *((times.dropped, len(times.ready)) for times in kinds)])
+        head = json.dumps([time.monotonic() - self.started_at, *((times.dropped, len(times.ready)) for times in kinds)])
         body = b"".join(part.tobytes() for times in kinds for part in (times.ready, times.waited))
         return head.encode() + b"\0" + body
 
@@ -119,7 +119,7 @@ class SlowRanks:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         more = [f"and {len(order) - SHOWN} more"] if len(order) > SHOWN else []
-        return "\n".join([f"{head} the others waited for {listed([self.slowest])} most", *lines, *more])
+        return "\n".join([f"{head} the others waited for {format_ranks([self.slowest])} most", *lines, *more])
 
     def _row(self, place: int, counted: int) -> tuple[str, str, str, str, str]:
         caused, waited = self.caused_s[place], self.waited_s[place]
@@ -133,7 +133,7 @@ class SlowRanks:
         )
 
 
-def summed_up(ranks: Sequence[int], said: Sequence[bytes]) -> SlowRanks:
+def summarize_waits(ranks: Sequence[int], said: Sequence[bytes]) -> SlowRanks:
     """What the ranks' times come to, the same on every rank."""
     heads, bodies = zip(*(_loads(text) for text in said), strict=True)
     size = len(ranks)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dualdist.errors import BackendUnavailableError, TopologyError, UnsupportedError, UsageError
 from dualdist.topology import Topology
 from dualdist.utils.machine import device_name
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ Tell = Callable[[str], None]  # says a line to the user
 def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
     """The value, if it is one of the choices."""
     if value not in choices:  # of which one may be empty: nothing was asked for
-        one_of(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
+        require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
 
 

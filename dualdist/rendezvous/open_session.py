@@ -82,10 +82,10 @@ class Session:
         return next((group.ignored_failure for group in (self.world, *self.groups) if group.ignored_failure), "")
 
     def close(self) -> None:
-        """End the groups and the backend; the roll call last, for what fails on the way asks it."""
+        """End the groups and the backend; the rank probe last, since errors on the way use it."""
         with contextlib.ExitStack() as stack:  # all of them, in this order, though one should fail
-            if self.world.monitor.roll is not None:
-                stack.callback(self.world.monitor.roll.close)
+            if self.world.monitor.probe is not None:
+                stack.callback(self.world.monitor.probe.close)
             for group in (self.world, *reversed(self.groups)):
                 stack.callback(group.close)
             self.groups.clear()
@@ -205,7 +205,7 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
 
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
-        listener = network_interfaces.listen(0, loopback_only=topology.num_nodes == 1)
+        listener = network_interfaces.open_listener(0, loopback_only=topology.num_nodes == 1)
         port = listener.getsockname()[1]
         broadcast_object(
             backend, network_interfaces.StoreAddress.of(host, port, one_node=topology.num_nodes == 1), 0, STORE
@@ -264,7 +264,7 @@ def _places_by(
     """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
     from dualdist.backends.control_plane import allgather_object
 
-    mine = report_of(topology, host_identity(environ), backend.name, transport, process_state.own().dumps())
+    mine = report_of(topology, host_identity(environ), backend.name, transport, process_state.current_process().dumps())
     return settle([RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])
 
 
@@ -285,8 +285,8 @@ def _session(backend: Backend, store: Store | None, start: SessionConfig, places
     processes = processes_on_host(places, topology.rank)
     begun: list[Callable[[], None]] = [backend.close]
     try:
-        roll = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
-        begun += [] if roll is None else [roll.close]
+        probe = None if store is None else RankProbe(store, backend.rank, f"{key}/probe", processes, timeout_s)
+        begun += [] if probe is None else [probe.close]
         line = backend.channel("operations")
         exchange = open_mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
     except BaseException:
@@ -294,7 +294,7 @@ def _session(backend: Backend, store: Store | None, start: SessionConfig, places
             with contextlib.suppress(DualdistError):  # what failed first says more
                 end()
         raise
-    world = Group(line, Monitor(roll, backend.ranks), backend, exchange)
+    world = Group(line, Monitor(probe, backend.ranks), backend, exchange)
     return Session(world, topology, device_of(topology), timeout_s, hosts, store, key)
 
 

@@ -186,7 +186,7 @@ def meet(
     """
     host = network_interfaces.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    report = report_of(topology, host, backend, transport, process_state.own().dumps())
+    report = report_of(topology, host, backend, transport, process_state.current_process().dumps())
 
     def gather() -> RendezvousResult:
         round = known_round
@@ -220,11 +220,11 @@ def _interface(store: Store, places: list[RankLocation], rank: int, session: str
     if elsewhere is None:
         return None
     if rank == elsewhere:
-        store.set(f"{session}/reached", network_interfaces.address_of(store.address))
+        store.set(f"{session}/reached", network_interfaces.resolve_address(store.address))
     if places[rank].node_rank != first:
         return network_interfaces.interface_towards(store.address)
     try:
-        return network_interfaces.interface_with(store.get(f"{session}/reached", deadline.left_s()))
+        return network_interfaces.find_interface(store.get(f"{session}/reached", deadline.left_s()))
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {rank} waited {deadline.timeout_s:g} s for rank {elsewhere} to tell how it reached rank 0"
@@ -249,7 +249,7 @@ def _open_store(
             f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
     if topology.rank == 0 and not agent:
-        listener = network_interfaces.listen(port, loopback_only=False)
+        listener = network_interfaces.open_listener(port, loopback_only=False)
         return connect(network_interfaces.LOOPBACK, port, listener, deadline), None
     who = "the store of the launcher" if agent else "rank 0 (MASTER_ADDR, MASTER_PORT)"
     network_interfaces.wait_until_listening(address, port, deadline, who)
@@ -287,7 +287,7 @@ def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: C
     """Rank 0 listens on a free port and publishes it by the exchange; the others read it and connect."""
     if topology.rank == 0:
         one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
-        listener = network_interfaces.listen(0, loopback_only=one_node)
+        listener = network_interfaces.open_listener(0, loopback_only=one_node)
         port = listener.getsockname()[1]
         exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())
         return connect(network_interfaces.LOOPBACK, port, listener, deadline)

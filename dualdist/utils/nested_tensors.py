@@ -17,7 +17,7 @@ class TensorSlot:
     index: int
 
 
-def taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+def extract_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The structure with its tensors moved to the list; what is one tensor in several places is in it once."""
     slots: dict[object, TensorSlot] = {}
 
@@ -28,7 +28,7 @@ def taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
             tensors.append(tensor.detach())
         return slots[place]
 
-    return mapped(value, torch.Tensor, moved)
+    return map_nested(value, torch.Tensor, moved)
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -41,20 +41,20 @@ def _place(tensor: torch.Tensor) -> object:
     return start, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def insert_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The structure with the tensors in their places."""
-    return mapped(value, TensorSlot, lambda slot: tensors[slot.index])
+    return map_nested(value, TensorSlot, lambda slot: tensors[slot.index])
 
 
-def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+def map_nested(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """A structure of the same kinds with `change` of each `kind` in it."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
         changed = copy.copy(value)  # a module's state_dict carries the versions of its modules as an attribute
         for key, item in value.items():
-            changed[key] = mapped(item, kind, change)  # update() would add up what a Counter counts
+            changed[key] = map_nested(item, kind, change)  # update() would add up what a Counter counts
         return changed
     if type(value) in (list, tuple):
-        return type(value)([mapped(item, kind, change) for item in value])
+        return type(value)([map_nested(item, kind, change) for item in value])
     return value

@@ -22,7 +22,7 @@ OWN_IPV6 = "/proc/net/if_inet6"  # each line begins with an address, and ends wi
 PROBE_S = 5.0
 
 
-def interfaces() -> dict[str, str]:
+def list_interfaces() -> dict[str, str]:
     """The IPv4 address of each network interface that has one, by the interface's name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -33,9 +33,9 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def own_addresses() -> list[str]:
+def host_addresses() -> list[str]:
     """The addresses under which other hosts may reach this one, the likeliest first, without loopback."""
-    addresses = [address for address in interfaces().values() if not address.startswith("127.")]
+    addresses = [address for address in list_interfaces().values() if not address.startswith("127.")]
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
         if named in addresses:
@@ -44,31 +44,31 @@ def own_addresses() -> list[str]:
     return addresses
 
 
-def address_of(host: str) -> str:
+def resolve_address(host: str) -> str:
     """An address of the host, IPv4 where it has such a one; RendezvousError where it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RendezvousError(f"{host} has no address: {reason(error)}") from error
+        raise RendezvousError(f"{host} has no address: {failure_reason(error)}") from error
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def interface_towards(address: str) -> str | None:
     """The name of the interface from which packets to `address` leave, None where no route exists."""
     try:
-        found = address_of(address)
+        found = resolve_address(address)
         with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((found, 9))  # UDP: chooses a route, sends nothing
             source = probe.getsockname()[0]
     except (OSError, RendezvousError):
         return None
-    return interface_with(source)
+    return find_interface(source)
 
 
-def interface_with(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The name of this host's interface that has the address, None where none has."""
     if ":" not in address:
-        return next((name for name, own in interfaces().items() if own == address), None)
+        return next((name for name, own in list_interfaces().items() if own == address), None)
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with contextlib.suppress(OSError):
         lines = [line.split() for line in Path(OWN_IPV6).read_text().splitlines()]
@@ -103,13 +103,14 @@ def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) 
         except OSError as error:
             if deadline.passed():
                 raise RendezvousError(
-                    f"{who} at {address}:{port} could not be reached within {deadline.timeout_s:g} s: {reason(error)}"
+                    f"{who} at {address}:{port} could not be reached within {deadline.timeout_s:g} s: "
+                    f"{failure_reason(error)}"
                 ) from error
         deadline.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
 
 
-def reason(error: OSError) -> str:
+def failure_reason(error: OSError) -> str:
     """Why a connection failed, in words."""
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve ({error.strerror})"
@@ -120,7 +121,7 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def listen(port: int, loopback_only: bool) -> socket.socket:
+def open_listener(port: int, loopback_only: bool) -> socket.socket:
     """A socket that listens on `port`, 0 for any free one."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,7 +148,7 @@ class StoreAddress:
     @staticmethod
     def of(host: str, port: int, *, one_node: bool) -> StoreAddress:
         """To this host; the addresses are left out where nobody comes from another one."""
-        return StoreAddress(host, () if one_node else tuple(own_addresses()), port)
+        return StoreAddress(host, () if one_node else tuple(host_addresses()), port)
 
     def dumps(self) -> str:
         return json.dumps([self.host, self.addresses, self.port])

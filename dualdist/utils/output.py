@@ -15,7 +15,7 @@ READ_S = 1.0
 POLL_S = 0.001
 
 
-def await_reader(output: int) -> None:
+def wait_until_read(output: int) -> None:
     """Wait until the reader of the pipe `output` has read all of it, for a second at most."""
     deadline = time.monotonic() + READ_S
     with contextlib.suppress(OSError):

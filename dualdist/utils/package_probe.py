@@ -30,7 +30,7 @@ with warnings.catch_warnings(record=True) as told:
 said["gpu_warning"] = str(told[0].message) if told else ""
 try:
     from importlib.util import find_spec
-    from dualdist.utils.torchvision_import import loads_operators
+    from dualdist.utils.torchvision_import import load_operators
     vision = find_spec("torchvision")
     said["has_vision_operators"] = None if vision is None else loads_operators(vision.submodule_search_locations)
 except Exception:
@@ -91,19 +91,19 @@ class Mpi4pyProbe:
     files: tuple[str, ...] = ()
 
 
-def ask_torch(environ: Mapping[str, str]) -> TorchProbe | str:
+def probe_torch(environ: Mapping[str, str]) -> TorchProbe | str:
     """What torch says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_TORCH, environ, TORCH_S)
     return said if isinstance(said, str) else TorchProbe(**said)
 
 
-def ask_horovod(environ: Mapping[str, str]) -> HorovodProbe | str:
+def probe_horovod(environ: Mapping[str, str]) -> HorovodProbe | str:
     """What Horovod says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_HOROVOD, environ, HOROVOD_S)
     return said if isinstance(said, str) else HorovodProbe(**said)
 
 
-def ask_mpi4py(environ: Mapping[str, str]) -> Mpi4pyProbe | str:
+def probe_mpi4py(environ: Mapping[str, str]) -> Mpi4pyProbe | str:
     """What mpi4py says, or the last words of a Python that cannot import it."""
     said = _ask(ASK_MPI4PY, environ, MPI4PY_S)
     return said if isinstance(said, str) else Mpi4pyProbe(said["library"], tuple(said["files"]))

@@ -12,7 +12,7 @@ from typing import Any
 from dualdist.errors import UsageError
 
 
-def pickler(func: Callable[..., Any]) -> ModuleType:
+def choose_pickler(func: Callable[..., Any]) -> ModuleType:
     """cloudpickle, whose pickles plain pickle can load; pickle where it is not installed and need not be."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return importlib.import_module("cloudpickle")
@@ -24,10 +24,10 @@ def pickler(func: Callable[..., Any]) -> ModuleType:
     return pickle
 
 
-def dumped_exception(error: BaseException) -> bytes | None:
+def dump_exception(error: BaseException) -> bytes | None:
     """The exception as bytes from which it can be loaded; None for one that cannot be sent."""
     try:
-        data = bytes(pickler(type(error)).dumps(error))
+        data = bytes(choose_pickler(type(error)).dumps(error))
         pickle.loads(data)
     except Exception:  # whatever a foreign class raises when it is pickled
         return None

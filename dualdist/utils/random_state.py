@@ -14,7 +14,7 @@ import torch
 RandomState = dict[str, Any]  # plain numbers, texts and tensors: what torch loads with weights_only=True
 
 
-def take(device: torch.device | None = None) -> RandomState:
+def get_random_state(device: torch.device | None = None) -> RandomState:
     """The states as they are; with a CUDA device, that of its generator too."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
@@ -27,7 +27,7 @@ def take(device: torch.device | None = None) -> RandomState:
     return state
 
 
-def put(state: RandomState, device: torch.device | None = None) -> None:
+def set_random_state(state: RandomState, device: torch.device | None = None) -> None:
     """Go on from the states."""
     torch.default_generator.set_state(state["torch"])
     version, numbers, gauss = state["python"]
@@ -37,7 +37,7 @@ def put(state: RandomState, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def seed(number: int, device: torch.device | None = None) -> None:
+def seed_generators(number: int, device: torch.device | None = None) -> None:
     """Begin anew from a number of 64 bits."""
     # Not torch.manual_seed(): in a process that never uses its GPU it remembers a stack trace every time.
     torch.default_generator.manual_seed(number)
@@ -48,29 +48,29 @@ def seed(number: int, device: torch.device | None = None) -> None:
             torch.cuda.manual_seed(number)
 
 
-def fresh(number: int) -> RandomState:
+def make_random_state(number: int) -> RandomState:
     """The states after seed(number); the program's own are left alone."""
-    own = take()
+    own = get_random_state()
     try:
-        seed(number)
-        return take()
+        seed_generators(number)
+        return get_random_state()
     finally:
-        put(own)
+        set_random_state(own)
 
 
-def seed_of(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """63 bits that depend on all parts, alike in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextmanager
-def swapped(state: RandomState) -> Iterator[None]:
+def use_random_state(state: RandomState) -> Iterator[None]:
     """A block that draws from `state`, which goes on with it, and leaves the program's own states alone."""
-    own = take()
-    put(state)
+    own = get_random_state()
+    set_random_state(state)
     try:
         yield
     finally:
-        state.update(take())
-        put(own)
+        state.update(get_random_state())
+        set_random_state(own)

@@ -45,26 +45,26 @@ def is_secret(name: str) -> bool:
     return SECRET_NAME.search(name) is not None
 
 
-def hidden(variables: Mapping[str, str]) -> dict[str, str]:
+def redact_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables, as they may be shown."""
-    return {name: HIDDEN if is_secret(name) else redacted(value) for name, value in variables.items()}
+    return {name: HIDDEN if is_secret(name) else redact_text(value) for name, value in variables.items()}
 
 
-def hidden_in(argv: Iterable[str]) -> list[str]:
+def redact_command(argv: Iterable[str]) -> list[str]:
     """A command line as it may be shown: without the values of secrets, be they in a line for a shell."""
-    return [_hidden_in(word) for word in argv]
+    return [_redact_word(word) for word in argv]
 
 
-def _hidden_in(word: str) -> str:
+def _redact_word(word: str) -> str:
     option = OPTION.match(word)
     if option and not is_secret(option[0].strip("-=").replace("-", "_")):
-        return option[0] + _hidden_in(word[option.end() :])
+        return option[0] + _redact_word(word[option.end() :])
     name, equals, _ = word.partition("=")
     is_whole = equals and VARIABLE.fullmatch(name) and is_secret(name)  # whatever blanks and quotes the value has
-    return f"{name}={HIDDEN}" if is_whole else redacted(word)
+    return f"{name}={HIDDEN}" if is_whole else redact_text(word)
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     """The text without what looks like a secret."""
     text = KEY_BLOCK.sub(HIDDEN, text)
     for setting in SETTINGS:
@@ -74,24 +74,24 @@ def redacted(text: str) -> str:
     return USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
 
 
-def redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
+def make_redactor(environ: Mapping[str, str]) -> Callable[[str], str]:
     """Hides the values of variables that are secret by their names, wherever they stand, and what looks secret."""
     values = {value for name, value in environ.items() if is_secret(name) and len(value.strip()) >= LEAST_LENGTH}
     if not values:
-        return redacted
+        return redact_text
     # The longest first, as one secret may begin with another one.
     known = re.compile("|".join(map(re.escape, sorted(values, key=len, reverse=True))))
-    return lambda text: redacted(known.sub(HIDDEN, text))
+    return lambda text: redact_text(known.sub(HIDDEN, text))
 
 
-def redacted_in(data: Any, redact: Callable[[str], str]) -> Any:
+def redact_json(data: Any, redact: Callable[[str], str]) -> Any:
     """Data as JSON has it, every text in it redacted."""
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):
-        return {key: HIDDEN if _is_secret(key, value) else redacted_in(value, redact) for key, value in data.items()}
+        return {key: HIDDEN if _is_secret(key, value) else redact_json(value, redact) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [redacted_in(each, redact) for each in data]
+        return [redact_json(each, redact) for each in data]
     return data
 
 

@@ -21,11 +21,11 @@ def usable_cores() -> int:
 
     More threads than that stop for most of every tenth of a second, all at once.
     """
-    cores = bound_cores()
-    return min(cores, granted_cores() or cores)
+    cores = affinity_cores()
+    return min(cores, quota_cores() or cores)
 
 
-def bound_cores() -> int:
+def affinity_cores() -> int:
     """The cores that this process may run on, whatever time it may take on them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -33,10 +33,10 @@ def bound_cores() -> int:
 def machine_cores() -> int:
     """All cores of this machine, or of this container; what a launcher binds a rank to makes no difference."""
     cores = os.cpu_count() or 1
-    return min(cores, granted_cores() or cores)
+    return min(cores, quota_cores() or cores)
 
 
-def granted_cores() -> int | None:
+def quota_cores() -> int | None:
     """The time on cores that this process may take, in whole cores and at least one; None where nobody limits it."""
     shares = []
     for folder in _folders("cpu"):
@@ -99,12 +99,12 @@ def _read(path: Path) -> str:
 
 
 # Room that operations and the gradients of a common model take in shared memory, for each rank of the host.
-ROOM_BYTES = 48 << 20
+SHM_BYTES_PER_RANK = 48 << 20
 # Gloo connects every pair of ranks on every line: torch's own, ours for operations and for gradients, and a group's.
 LINES = 4
 SPARE_FILES = 512
 
 
-def open_files(size: int) -> int:
+def needed_open_files(size: int) -> int:
     """How many files a rank of a job of so many may have open at once."""
     return LINES * size + SPARE_FILES

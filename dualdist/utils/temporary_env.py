@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 
 @contextlib.contextmanager
-def variables_set(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> Iterator[None]:
+def temporary_variables(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables (None: unset) for the block, and put them back as they were."""
     before = {name: environ.get(name) for name in settings}
     try:

@@ -36,7 +36,7 @@ def load_torchvision() -> ModuleType:
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:
         raise TorchvisionError(f"torchvision is not installed beside torch {torch.__version__}: {_advice()}")
-    if not loads_operators(spec.submodule_search_locations):
+    if not load_operators(spec.submodule_search_locations):
         _declare_operators()
     try:
         return importlib.import_module("torchvision")
@@ -56,12 +56,12 @@ class TorchvisionImportHook(MetaPathFinder):
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(fullname)
             folders = spec.submodule_search_locations if spec is not None else None
-            if folders is not None and not loads_operators(folders):
+            if folders is not None and not load_operators(folders):
                 _declare_operators()
         return None
 
 
-def loads_operators(folders: Sequence[str]) -> bool:
+def load_operators(folders: Sequence[str]) -> bool:
     """Load torchvision's compiled operators into torch, as `import torchvision` will, and say whether that worked."""
     loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
     for folder in folders:

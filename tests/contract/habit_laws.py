@@ -102,7 +102,7 @@ def a_timeline_shows_all_ranks_computing_and_communicating() -> None:
     folder = Path(dd.broadcast_object(tempfile.mkdtemp() if dd.rank() == 0 else ""))
     rank, size = dd.rank(), dd.size()
     # A rank that has replaced another has had fewer sessions than the others.
-    timeline_writer.start(str(folder / "late.json"), session.current().world, rank).finish()
+    timeline_writer.start_timeline(str(folder / "late.json"), session.current().world, rank).finish()
     if rank == 0:
         (folder / ("late.json" if size == 1 else f"late-{size}.json")).unlink()
     dd.shutdown()

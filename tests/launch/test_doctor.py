@@ -118,7 +118,7 @@ def test_a_horovod_that_somebody_else_built_is_asked_with_what(launch: Launch) -
 def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> None:
     """Asked as one that somebody else built would be, it says what its record says."""
     program = (
-        "from os import environ; from dualdist.utils.package_probe import ask_horovod; print(ask_horovod(environ))"
+        "from os import environ; from dualdist.utils.package_probe import probe_horovod; print(probe_horovod(environ))"
     )
     assert launch([sys.executable, "-c", program]).stdout == "SaidHorovod(gloo=True, mpi=True, nccl='')\n"
 

@@ -44,18 +44,18 @@ WHOLE = {
         recorded("horovodrun_gloo_more"),
         (*horovodrun.PLACE, horovodrun.STORE_ADDRESS, horovodrun.STORE_PORT),
     ),
-    "openmpi": (recorded("openmpi-4.1.4_mpirun"), openmpi.NAMES.given()),
-    "hydra": (recorded("mpich_hydra"), hydra.NAMES.given()),
+    "openmpi": (recorded("openmpi-4.1.4_mpirun"), openmpi.VARIABLES.given()),
+    "hydra": (recorded("mpich_hydra"), hydra.VARIABLES.given()),
     "mvapich": (
-        dict(zip(mvapich.NAMES.given(), ("1", "4", "1", "2"), strict=True)),
-        mvapich.NAMES.given(),
+        dict(zip(mvapich.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)),
+        mvapich.VARIABLES.given(),
     ),
-    "jsm": (dict(zip(jsm.NAMES.given(), ("1", "4", "1", "2"), strict=True)), jsm.NAMES.given()),
+    "jsm": (dict(zip(jsm.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)), jsm.VARIABLES.given()),
     "pals": (
         {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "0", "PMI_SIZE": "4"},
-        (pals.NAMES.rank, pals.NAMES.size),
+        (pals.VARIABLES.rank, pals.VARIABLES.size),
     ),
-    "flux": (dict(zip(flux.NAMES.given(), ("1", "4", "1", "2"), strict=True)), flux.NAMES.given()),
+    "flux": (dict(zip(flux.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)), flux.VARIABLES.given()),
     "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
     "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*env_vars.NEEDED, *MASTER)),
 }
@@ -180,7 +180,7 @@ def test_jsrun_and_the_open_mpi_below_it_must_agree() -> None:
 def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
     """The same variables without SLURM_PTY_PORT are srun's tasks, each with an outer mpirun's variables: refused."""
     step = recorded("slurm_srun_pty_more", 0)
-    mpirun = dict.fromkeys(openmpi.NAMES.given(), "1") | {
+    mpirun = dict.fromkeys(openmpi.VARIABLES.given(), "1") | {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     }
@@ -201,7 +201,7 @@ NAMES = sorted(
     | {
         *pals.LOCAL_RANKS,
         *pals.LOCAL_SIZES,
-        *override.NAMES.given(),
+        *override.VARIABLES.given(),
         override.ADDRESS,
         override.PORT,
         override.LAUNCHER,

@@ -55,7 +55,7 @@ def test_what_is_granted(
         (tmp_path / name).write_text(f"{text}\n" if text else "")
     monkeypatch.setattr(resource_limits, "PROC", tmp_path / "proc")
     monkeypatch.setattr(resource_limits, "GROUPS", tmp_path / "groups")
-    assert resource_limits.granted_cores() == cores
+    assert resource_limits.quota_cores() == cores
     assert resource_limits.memory_limit() == memory
     affinity = len(os.sched_getaffinity(0))
     assert resource_limits.usable_cores() == min(affinity, cores or affinity)

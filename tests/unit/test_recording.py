@@ -38,7 +38,7 @@ def test_a_step_counts_once_also_where_it_calls_that_of_its_base_class(
     torch.optim.SGD([torch.zeros(1)])
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer, taken = kind([parameter], lr=0.5), itertools.count(1)
-    recorder.watch(optimizer)
+    recorder.attach(optimizer)
     with torch.no_grad():
         parameter.add_(1.0)  # as a broadcast does after the optimizer was wrapped
 

@@ -12,7 +12,7 @@ from dualdist.cli.doctor import Painter, explained, lines
 from dualdist.doctor import to_json
 from dualdist.doctor.diagnosis import place
 from dualdist.doctor.explain import explain
-from dualdist.utils.redaction import HIDDEN, redacted_in, redactor
+from dualdist.utils.redaction import HIDDEN, make_redactor, redact_json
 
 SECRETS = {
     "HOROVOD_SECRET_KEY": "hush-1",
@@ -36,13 +36,13 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_the_value_of_a_secret_variable_is_hidden_wherever_it_stands(name: str) -> None:
-    redact = redactor(SECRETS | PLAIN)
+    redact = make_redactor(SECRETS | PLAIN)
     told = redact(f"rank 0 printed {SECRETS[name]}, and /a/{SECRETS[name]}/b")
     assert told == f"rank 0 printed {HIDDEN}, and /a/{HIDDEN}/b"
 
 
 def test_a_secret_that_begins_with_another_one_is_hidden_whole() -> None:
-    redact = redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
+    redact = make_redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
     assert redact("abcdefgh abcd") == f"{HIDDEN} {HIDDEN}"
 
 
@@ -67,7 +67,7 @@ def test_a_secret_that_begins_with_another_one_is_hidden_whole() -> None:
     ],
 )
 def test_what_looks_like_a_secret_is_hidden(text: str, expected: str) -> None:
-    assert redactor({})(text) == expected
+    assert make_redactor({})(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_what_looks_like_a_secret_is_hidden(text: str, expected: str) -> None:
     ],
 )
 def test_what_helps_stays(text: str) -> None:
-    assert redactor(PLAIN)(text) == text
+    assert make_redactor(PLAIN)(text) == text
 
 
 def test_json_is_redacted_in_every_text_and_under_every_secret_name() -> None:
     data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
-    told = redacted_in(data, redactor({"A_SECRET": "hush-1"}))
+    told = redact_json(data, make_redactor({"A_SECRET": "hush-1"}))
     assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
 
 
@@ -108,4 +108,4 @@ def test_nothing_that_is_printed_names_a_foreign_variable() -> None:
         assert "hush" not in "\n".join(said)
     environ = {"DUALDIST_RENDEZVOUS": "tcp://me:hush-1@n1:7", **RECORDS["torchrun"][0]["env"]}
     explanation = explain(environ, place(environ), available(told.versions, None), has_gpu=False)
-    assert "hush-1" not in "\n".join(map(redactor({}), explained(explanation, paint)))
+    assert "hush-1" not in "\n".join(map(make_redactor({}), explained(explanation, paint)))

@@ -21,11 +21,11 @@ from dualdist.utils.network_interfaces import (
     LOOPBACK,
     OWN_IPV6,
     StoreAddress,
-    address_of,
     host_identity,
     interface_towards,
-    interfaces,
-    listen,
+    list_interfaces,
+    open_listener,
+    resolve_address,
     wait_until_listening,
 )
 
@@ -33,7 +33,7 @@ from dualdist.utils.network_interfaces import (
 @pytest.fixture
 def new_client() -> Callable[[], TcpStore]:
     """Makes clients of one store that this process serves."""
-    listener = listen(0, loopback_only=True)
+    listener = open_listener(0, loopback_only=True)
     port = listener.getsockname()[1]
     server = native_store.connect(LOOPBACK, port, listener, Deadline(10))
     kept = [server]
@@ -102,7 +102,7 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
     path = tmp_path / "meet"
     environ = {"DUALDIST_RENDEZVOUS": path.as_uri()}
-    with listen(0, loopback_only=True) as gone:
+    with open_listener(0, loopback_only=True) as gone:
         stale = StoreAddress(host_identity({}), (), gone.getsockname()[1])
     FileAddressExchange(path).publish(stale.dumps())
     started = threading.Event()
@@ -142,7 +142,7 @@ def test_an_invitation_survives_its_journey_and_garbage_is_refused() -> None:
 
 
 def test_loopback_is_an_interface() -> None:
-    assert interfaces()["lo"] == LOOPBACK
+    assert list_interfaces()["lo"] == LOOPBACK
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -156,14 +156,14 @@ def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(addr
 
 
 def test_a_name_without_an_address_is_an_error_of_ours() -> None:
-    assert address_of("localhost") == LOOPBACK
+    assert resolve_address("localhost") == LOOPBACK
     with pytest.raises(RendezvousError, match="::1%none has no address"):
-        address_of("::1%none")
+        resolve_address("::1%none")
     assert interface_towards("::1%none") is None
 
 
 def test_waiting_for_a_port_ends_in_time_and_says_why() -> None:
-    with listen(0, loopback_only=True) as server:
+    with open_listener(0, loopback_only=True) as server:
         port = server.getsockname()[1]
         wait_until_listening(LOOPBACK, port, Deadline(5), "rank 0")
     with pytest.raises(RendezvousError, match=rf"{port} could not be reached within 0.2 s: .*nothing listens"):

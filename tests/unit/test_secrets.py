@@ -15,7 +15,7 @@ from dualdist.launch.launchers import Command, Host, Job, Site, command
 from dualdist.launch.schedulers import ScriptRequest, script
 from dualdist.launch.schedulers.shell import KEPT
 from dualdist.launch.ssh import over, probe
-from dualdist.utils.redaction import hidden, hidden_in, is_secret
+from dualdist.utils.redaction import is_secret, redact_command, redact_variables
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
 OTHERS = ("PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "NCCL_IB_PKEY", "KEYBOARD", "PATTERN")
@@ -26,16 +26,16 @@ def test_secrets_are_told_by_their_names() -> None:
 
 
 def test_what_may_be_shown_lacks_their_values() -> None:
-    assert hidden({"HF_TOKEN": "x", "PATH": "y"}) == {"HF_TOKEN": "***", "PATH": "y"}
+    assert redact_variables({"HF_TOKEN": "x", "PATH": "y"}) == {"HF_TOKEN": "***", "PATH": "y"}
     argv = ["env", "HF_TOKEN=x y", "A=HF_TOKEN=b", "sh", "-c", "A=\"b\" DB_PW='c d' DB_PW=e python --x=y"]
     shown = ["env", "HF_TOKEN=***", "A=HF_TOKEN=b", "sh", "-c", 'A="b" DB_PW=*** DB_PW=*** python --x=y']
-    assert hidden_in(argv) == shown
+    assert redact_command(argv) == shown
 
 
 @pytest.mark.parametrize("option", ["--password", "--token", "--api-key", "--db-pw", "-token"])
 def test_the_value_of_an_option_that_is_secret_is_hidden_whatever_it_looks_like(option: str) -> None:
     for value in ("abc", "c2VjcmV0=", "abcDEF123==", "user=pw", "PATH=/x"):
-        shown = hidden_in([f"{option}={value}"])[0]
+        shown = redact_command([f"{option}={value}"])[0]
         assert value not in shown
         assert shown.endswith("***")
 
@@ -137,6 +137,6 @@ def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
 def test_a_secret_in_a_line_for_a_shell_elsewhere_is_hidden_whole(secret: str) -> None:
     built = Command(("python", "x.py"), {"HF_TOKEN": secret, "A": "b c"}, host="n1")
-    shown = hidden_in(over(built, Site("/v/python", {}, "/v")).argv)
+    shown = redact_command(over(built, Site("/v/python", {}, "/v")).argv)
     assert "hush" not in " ".join(shown)
     assert "A=b c" in " ".join(shown)

@@ -18,15 +18,15 @@ import torch
 from harness import trace_format
 
 from dualdist.diagnostics.timeline_events import EventListener
-from dualdist.diagnostics.timeline_writer import ClockOffset, between, measure, worst_ns
-from dualdist.diagnostics.trace_format import STEPS, ClockModel, Event, TraceSpan, document, rank_events
+from dualdist.diagnostics.timeline_writer import ClockOffset, max_error_ns, measure_offsets, offset_between
+from dualdist.diagnostics.trace_format import STEPS, ClockModel, Event, TraceSpan, rank_events, trace_document
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
 def written(events: list[Event], tmp_path: Path) -> list[dict[str, Any]]:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(document(events, ranks=2)))
+    path.write_text(json.dumps(trace_document(events, ranks=2)))
     return trace_format.load(path)
 
 
@@ -95,7 +95,7 @@ def test_a_clock_that_drifts_is_followed() -> None:
     ],
 )
 def test_the_middle_of_the_bounds_is_taken_or_nought_within_them(least: int, most: int, expected: ClockOffset) -> None:
-    assert between(least, most, 1) == expected
+    assert offset_between(least, most, 1) == expected
 
 
 class Ranks:
@@ -120,7 +120,7 @@ def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
 
     def work(rank: int) -> None:
         now = lambda: time.monotonic_ns() + ahead_ns[rank]  # noqa: E731
-        found[rank] = measure(lambda each: ranks.gather(rank, each), now)
+        found[rank] = measure_offsets(lambda each: ranks.gather(rank, each), now)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(ahead_ns))]
     for thread in threads:
@@ -135,7 +135,7 @@ def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
         assert abs(each.ns - true) <= each.error_ns, (rank, each, true)
     if ahead_ns == [0, 0, 0]:
         assert [each.ns for each in told] == [0, 0, 0]
-        assert 0 < worst_ns(told) < 10**9
+        assert 0 < max_error_ns(told) < 10**9
 
 
 class Stubborn(torch.optim.SGD):
@@ -155,7 +155,7 @@ def test_a_step_that_raises_hides_none_of_those_after_it() -> None:
     listener = EventListener()
     listener.start()
     try:
-        listener.watch(optimizer)
+        listener.attach(optimizer)
         for fails in (False, True, True, False, True, False):
             optimizer.fails = fails
             with contextlib.suppress(ValueError):

@@ -32,7 +32,7 @@ from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
 from dualdist.utils.network_interfaces import StoreAddress
-from dualdist.utils.temporary_env import variables_set
+from dualdist.utils.temporary_env import temporary_variables
 
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 # Seconds that a call to this process' own server may take.
@@ -71,7 +71,7 @@ def start_on_mpi(
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with variables_set(environ, {**settings_for("mpi", timeout_s, makes_sets=_makes_sets_safely()), **ALONE}):
+        with temporary_variables(environ, {**settings_for("mpi", timeout_s, makes_sets=_makes_sets_safely()), **ALONE}):
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
@@ -107,7 +107,7 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
         settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
         settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or world.interface or "lo"
     try:
-        with variables_set(environ, settings):
+        with temporary_variables(environ, settings):
             _init(hvd, topology, deadline.left_s())
     except BaseException:
         stop_server()
@@ -120,7 +120,7 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
             stop_server()
 
     transport = _transport(hvd, "gloo", world.device)
-    return _over_all(hvd, transport, world.timeout_s, leave, lambda: variables_set(environ, settings))
+    return _over_all(hvd, transport, world.timeout_s, leave, lambda: temporary_variables(environ, settings))
 
 
 def _nothing() -> None:
@@ -141,7 +141,7 @@ def _serve_or_find(
         port, stop = _serve(slots)
         store.set(f"{key}/rendezvous", StoreAddress.of(host, port, one_node=topology.num_nodes == 1).dumps())
         return (
-            (network_interfaces.own_addresses() or [network_interfaces.LOOPBACK])[0]
+            (network_interfaces.host_addresses() or [network_interfaces.LOOPBACK])[0]
             if topology.num_nodes > 1
             else network_interfaces.LOOPBACK,
             port,

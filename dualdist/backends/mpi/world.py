@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError, UnsupportedError
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
-from dualdist.utils.output import STDERR, await_reader
-from dualdist.utils.temporary_env import variables_set
+from dualdist.utils.output import STDERR, wait_until_read
+from dualdist.utils.temporary_env import temporary_variables
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -117,7 +117,7 @@ def _abort_if_failed(api: Any) -> None:
     if getattr(sys, "last_value", None) is not None and not api.Is_finalized():
         sys.stdout.flush()
         sys.stderr.flush()
-        await_reader(STDERR)  # MPICH's MPI_Abort kills it, too
+        wait_until_read(STDERR)  # MPICH's MPI_Abort kills it, too
         api.COMM_WORLD.Abort(1)
 
 
@@ -154,7 +154,7 @@ def _load(message: str) -> Any:
 
 def _init(api: Any, environ: MutableMapping[str, str], settings: Mapping[str, str]) -> None:
     """Start MPI, and ask it to take calls from several threads at once; what the user has set stays."""
-    with variables_set(environ, {name: value for name, value in settings.items() if name not in environ}):
+    with temporary_variables(environ, {name: value for name, value in settings.items() if name not in environ}):
         api.Init_thread(api.THREAD_MULTIPLE)
 
 

@@ -31,7 +31,7 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.utils.deadline import Deadline, stop_at_exit
-from dualdist.utils.resource_limits import ROOM_BYTES
+from dualdist.utils.resource_limits import SHM_BYTES_PER_RANK
 
 ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
 Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface
@@ -281,7 +281,7 @@ class NativeBackend:
         if len(members) == self.size:
             return
         store = TcpStore(self._store, "", "the job's store")
-        deadline, room = Deadline(self.timeout_s), len(mine) * ROOM_BYTES
+        deadline, room = Deadline(self.timeout_s), len(mine) * SHM_BYTES_PER_RANK
         segment, reason = None, ""
         try:
             segment = share(store, f"host/{mine[0]}", place, len(mine), line_bytes(len(mine)), deadline, room)

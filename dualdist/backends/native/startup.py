@@ -16,8 +16,8 @@ from dualdist.backends.base import InitContext
 from dualdist.backends.native.backend import NativeBackend, ProcessGroup
 from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.errors import BackendUnavailableError, RendezvousError, UnsupportedError
-from dualdist.utils.resource_limits import open_files
-from dualdist.utils.temporary_env import variables_set
+from dualdist.utils.resource_limits import needed_open_files
+from dualdist.utils.temporary_env import temporary_variables
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -65,11 +65,11 @@ def start(world: InitContext, *, shares_memory: bool) -> NativeBackend:
     rank, size, environ = world.topology.rank, world.topology.size, world.environ
     nccl = world.device.type == "cuda" and dist.is_nccl_available()
     inner: dist.Store = dist.HashStore() if world.store is None else world.store.store  # type: ignore[attr-defined]
-    _allow_open_files(open_files(size))
+    _allow_open_files(needed_open_files(size))
     named = {name: world.interface for name in INTERFACES if world.interface and name not in environ}
 
     def network() -> contextlib.AbstractContextManager[None]:
-        return variables_set(environ, named)
+        return temporary_variables(environ, named)
 
     shows_errors = sys.excepthook
     try:

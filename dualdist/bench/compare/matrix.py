@@ -11,7 +11,7 @@ from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
 from dualdist.launch.launchers import Site, known
 from dualdist.launch.option_conflicts import CARRIERS, JobChoices, impossible
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 DUALDIST = "dualdist"
 # What a reference is, and what it is called.
@@ -96,10 +96,10 @@ def expand_configs(
 ) -> list[RunConfig]:
     """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
     for backend in backends:
-        one_of(backend, CARRIERS, "backend")
+        require_choice(backend, CARRIERS, "backend")
     valid = list(dict.fromkeys(name for carriers in CARRIERS.values() for name in carriers))
     for transport in transports or ():
-        one_of(transport, valid, "transport")
+        require_choice(transport, valid, "transport")
     found = [
         RunConfig(backend, transport, known(launcher))
         for backend in backends

@@ -16,7 +16,7 @@ from dualdist.bench.cases import WITH_TORCH, AllreduceOptions, TrainOptions
 from dualdist.bench.ranks import allreduce_rounds, baselines
 from dualdist.bench.ranks.models import ModelFactory, case_of
 from dualdist.bench.ranks.steps import Contender, contender
-from dualdist.diagnostics.recording import Recorder, RecordingPlan, place_of
+from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
 from dualdist.errors import UnsupportedError
 
 BATCHES = 8  # that come round again and again, in the same order for everybody
@@ -28,7 +28,7 @@ def train(options: TrainOptions, folder: Path, began: float) -> dict[str, Any] |
     they cannot be timed here.
     """
     device = dd.device()
-    place = place_of(session.current().topology, dd.backend(), dd.transport(), device)
+    place = describe_run(session.current().topology, dd.backend(), dd.transport(), device)
     plan = RecordingPlan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
     recorder = Recorder(plan, {"rank": dd.rank(), **place}, device, began)
     end: Callable[[], None] = _nothing

@@ -132,7 +132,7 @@ def _in_session(args: argparse.Namespace, measure: Any, options: dict[str, Any])
 
 def _place() -> dict[str, Any]:
     opened = session.current()
-    return recording.place_of(opened.topology, dd.backend(), dd.transport(), opened.device)
+    return recording.describe_run(opened.topology, dd.backend(), dd.transport(), opened.device)
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

@@ -8,7 +8,7 @@ from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.explain import backend_of, wrong_choices
 from dualdist.doctor.findings import Finding
-from dualdist.environments.env_values import text
+from dualdist.environments.env_values import get_value
 from dualdist.launch.option_conflicts import JobChoices, impossible
 from dualdist.rendezvous.backend_selection import HOROVOD_CONTROLLER, TRANSPORT
 from dualdist.topology import Topology
@@ -23,7 +23,7 @@ def find(case: DoctorContext) -> Iterator[Finding]:
         yield Finding(
             "timeline-unwritable",
             "error",
-            f"{TIMELINE}={text(case.environ, TIMELINE)}: {case.facts.timeline_problem}",
+            f"{TIMELINE}={get_value(case.environ, TIMELINE)}: {case.facts.timeline_problem}",
             f"rank 0 writes it, and where it cannot {RAISED}",
             f"name a file in a folder that is there and may be written, or unset {TIMELINE}",
         )
@@ -39,8 +39,8 @@ def _of_pair(case: DoctorContext, topology: Topology) -> Iterator[Finding]:
     said = case.facts.torch
     gpus = said.gpus if isinstance(said, TorchProbe) else 0
     backend, _ = backend_of(case.environ, topology, case.backends, has_gpu=gpus > 0)
-    variable = TRANSPORT if text(case.environ, TRANSPORT) or backend != "horovod" else HOROVOD_CONTROLLER
-    transport = (text(case.environ, variable) or "").lower()
+    variable = TRANSPORT if get_value(case.environ, TRANSPORT) or backend != "horovod" else HOROVOD_CONTROLLER
+    transport = (get_value(case.environ, variable) or "").lower()
     if not transport or backend == "single":
         return
     wrong = [each.message for each in impossible(JobChoices(None, backend, transport), horovod_has_mpi=None)]

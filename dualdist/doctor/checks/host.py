@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import UNLIMITED, HostFacts
 from dualdist.doctor.findings import Finding
-from dualdist.environments.env_values import INTEGER, text
+from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
 from dualdist.launch.env_defaults import threads as threads_of
-from dualdist.utils.resource_limits import ROOM_BYTES, open_files
+from dualdist.utils.resource_limits import SHM_BYTES_PER_RANK, needed_open_files
 
 MIB = 2**20
 # What InfiniBand's libraries lock at the least is a few hundred MiB; sites that know it set no limit.
@@ -27,7 +27,7 @@ def find(case: DoctorContext) -> Iterator[Finding]:
 
 def of_limits(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
     """What is too small on a host for so many of a job's ranks; also for hosts that are asked by ssh."""
-    wanted = ranks * ROOM_BYTES
+    wanted = ranks * SHM_BYTES_PER_RANK
     if host.shm_free is None or host.shm_free < wanted:
         seen = "is not there" if host.shm_free is None else f"has {host.shm_free / MIB:.0f} MiB free"
         yield Finding(
@@ -38,11 +38,12 @@ def of_limits(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
             "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm as root",
         )
     hard = host.files[1]
-    if hard != UNLIMITED and hard < open_files(size):
+    if hard != UNLIMITED and hard < needed_open_files(size):
         yield Finding(
             "too-few-files",
             "warning",
-            f"a process may open {hard} files at most (ulimit -Hn), and a rank of {size} may need {open_files(size)}",
+            f"a process may open {hard} files at most (ulimit -Hn), "
+            f"and a rank of {size} may need {needed_open_files(size)}",
             "every pair of ranks has connections, and a DataLoader's workers take files, too: `Too many open files`",
             "raise it in /etc/security/limits.conf (* hard nofile 65536) or with --ulimit nofile=65536 of docker, "
             "and log in anew",
@@ -98,5 +99,5 @@ def _of_threads(case: DoctorContext) -> Iterator[Finding]:
 
 def threads_set(environ: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS; OpenMP takes a list for nested regions, of which the first number counts."""
-    value = (text(environ, THREADS) or "").partition(",")[0].strip()
+    value = (get_value(environ, THREADS) or "").partition(",")[0].strip()
     return int(value) if INTEGER.fullmatch(value) and int(value) else None

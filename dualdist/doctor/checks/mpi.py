@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import called, family_of
 from dualdist.doctor.findings import Finding
-from dualdist.environments.env_values import RENDEZVOUS, text
+from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.package_probe import Mpi4pyProbe
 
@@ -92,7 +92,7 @@ def _of_asking(case: DoctorContext) -> Iterator[Finding]:
 def _of_meeting(case: DoctorContext) -> Iterator[Finding]:
     """Ranks that only MPI can bring together, without anything that speaks MPI."""
     topology, horovod = case.topology, case.backends["horovod"]
-    if topology is None or topology.rendezvous != "mpi" or text(case.environ, RENDEZVOUS) is not None:
+    if topology is None or topology.rendezvous != "mpi" or get_value(case.environ, RENDEZVOUS) is not None:
         return
     if case.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
         yield Finding(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
-from dualdist.environments.env_values import text
+from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACES
 from dualdist.utils.network_interfaces import LOOPBACK
 
@@ -67,7 +67,7 @@ def of_name(host: HostFacts, *, is_spread: bool) -> Iterator[Finding]:
 def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
     host = case.facts.host
     for name in INTERFACES:
-        asked = text(case.environ, name)
+        asked = get_value(case.environ, name)
         if asked is not None and (wrong := _absent(name, asked, host)):
             yield Finding(
                 "interface-missing",
@@ -88,7 +88,7 @@ def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
         )
     bridges = [name for name in host.networks() if BRIDGES.match(name)]
     if bridges and case.topology is not None and case.topology.mpi:
-        if not any(text(case.environ, name) for name in OPENMPI_INTERFACES):
+        if not any(get_value(case.environ, name) for name in OPENMPI_INTERFACES):
             yield Finding(
                 "bridges",
                 "warning",
@@ -96,7 +96,7 @@ def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
                 "Open MPI takes every network for one that all hosts share, and hangs in the first allreduce",
                 f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H finds out by itself",
             )
-    elif len(host.networks()) > 1 and not any(text(case.environ, name) for name in INTERFACES):
+    elif len(host.networks()) > 1 and not any(get_value(case.environ, name) for name in INTERFACES):
         yield Finding(
             "several-networks",
             "info",

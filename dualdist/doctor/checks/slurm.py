@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.findings import Finding
 from dualdist.environments import slurm
-from dualdist.environments.env_values import INTEGER, text
+from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import SLURM_JOB, SLURM_NODES, SLURM_TASKS
 from dualdist.rendezvous.backend_selection import BACKEND
 
@@ -17,7 +17,7 @@ GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE
 def find(case: DoctorContext) -> Iterator[Finding]:
     """What is wrong with how Slurm starts this job, or would."""
     topology = case.topology
-    if topology is not None and text(case.environ, SLURM_JOB) is not None:
+    if topology is not None and get_value(case.environ, SLURM_JOB) is not None:
         if topology.launcher == "none":
             yield from _of_one_process(case)
         elif topology.launcher == "srun" and topology.size == 1:
@@ -30,10 +30,10 @@ def _of_one_process(case: DoctorContext) -> Iterator[Finding]:
 
     Slurm gives a batch script a rank, though it is no task; a shell of salloc has none.
     """
-    told = SLURM_TASKS if text(case.environ, SLURM_TASKS) is not None else SLURM_NODES
-    value = text(case.environ, told) or ""
+    told = SLURM_TASKS if get_value(case.environ, SLURM_TASKS) is not None else SLURM_NODES
+    value = get_value(case.environ, told) or ""
     tasks = int(value) if INTEGER.fullmatch(value) else 1
-    is_script = text(case.environ, slurm.NAMES.rank) is not None and not slurm.is_shell(case.environ)
+    is_script = get_value(case.environ, slurm.VARIABLES.rank) is not None and not slurm.is_shell(case.environ)
     if tasks > 1:
         yield Finding(
             "slurm-one-process",
@@ -42,7 +42,7 @@ def _of_one_process(case: DoctorContext) -> Iterator[Finding]:
             "a batch script runs once: started like this, a training is a job of one rank"
             if is_script
             else "a shell of salloc is one process: started from it, a training is a job of one rank",
-            f"to start {tasks} ranks, put srun before it: {slurm.NAMES.command.replace('-n N', f'-n {tasks}')}; "
+            f"to start {tasks} ranks, put srun before it: {slurm.VARIABLES.command.replace('-n N', f'-n {tasks}')}; "
             "dualdist run does so by itself",
         )
     elif is_script:
@@ -51,7 +51,7 @@ def _of_one_process(case: DoctorContext) -> Iterator[Finding]:
 
 def _of_one_task(case: DoctorContext, seen: str) -> Iterator[Finding]:
     """One task, which has several GPUs: it will use one of them."""
-    listed = next((text(case.environ, name) for name in GPUS if text(case.environ, name)), None)
+    listed = next((get_value(case.environ, name) for name in GPUS if get_value(case.environ, name)), None)
     gpus = len(listed.split(",")) if listed else 0
     if gpus > 1:
         yield Finding(

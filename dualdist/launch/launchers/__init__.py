@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 # name: module of this package and function(job, site) -> tuple of Commands.
 LAUNCHERS = {
@@ -32,7 +32,7 @@ def commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
 
 def known(launcher: str) -> str:
     """The launcher; UsageError, with the nearest, where there is none of this name."""
-    return one_of(launcher, LAUNCHERS, "launcher")
+    return require_choice(launcher, LAUNCHERS, "launcher")
 
 
 def command(launcher: str, job: Job, site: Site) -> Command:

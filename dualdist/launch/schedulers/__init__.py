@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dualdist.errors import UsageError
 from dualdist.launch.schedulers.request import ScriptRequest
-from dualdist.utils.suggest import one_of
+from dualdist.utils.suggest import require_choice
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ SCHEDULERS = {
 
 def find(name: str) -> Scheduler:
     """The scheduler of this name; UsageError lists those that there are."""
-    return SCHEDULERS[one_of(name, SCHEDULERS, "scheduler")]
+    return SCHEDULERS[require_choice(name, SCHEDULERS, "scheduler")]
 
 
 def script(name: str, request: ScriptRequest) -> str:
     """The job script by which this scheduler runs what is requested; UsageError where it cannot."""
     scheduler = find(name)
-    one_of(request.launcher, scheduler.launchers, "launcher", f" under {name}")
+    require_choice(request.launcher, scheduler.launchers, "launcher", f" under {name}")
     if request.requeue is not None and scheduler.submit is None:
         raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")
     text = importlib.import_module(f"dualdist.launch.schedulers.{scheduler.module}").script(request)

@@ -12,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from dualdist import hvd
-from dualdist.utils.temporary_env import variables_set
+from dualdist.utils.temporary_env import temporary_variables
 
 EXTENSIONS = ["torch"]
 
@@ -81,7 +81,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:
     """For the block, these environment variables are set; those given as None stay as they are."""
-    return variables_set(os.environ, {name: value for name, value in kwargs.items() if value is not None})
+    return temporary_variables(os.environ, {name: value for name, value in kwargs.items() if value is not None})
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 import dualdist
-from dualdist.monitoring.process_state import BUSY, SHOWN, STATES, parsed, program_thread, shown, stack_of, trimmed
+from dualdist.monitoring.process_state import (
+    BUSY,
+    SHOWN,
+    STATES,
+    format_stack,
+    parse_dump,
+    program_thread,
+    thread_stack,
+    trim_stack,
+)
 from dualdist.monitoring.rank_probe import IN_PROGRAM, RankPosition
-from dualdist.monitoring.timeout_report import SilentRank, in_words
+from dualdist.monitoring.timeout_report import SilentRank, format_report
 
 OURS = str(Path(dualdist.__file__).with_name("operations.py"))
 WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"
@@ -25,7 +34,7 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
 
 
 @pytest.mark.parametrize(
-    ("wheres", "silent", "expected"),
+    ("positions", "silent", "expected"),
     [
         pytest.param([ARRIVED, at(IN_PROGRAM, {1: 6.6})], [], f"rank 1 is {IN_PROGRAM}, for 7 s", id="in the program"),
         pytest.param(
@@ -52,20 +61,22 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
     ],
 )
 def test_who_is_missing_stands_in_the_first_line(
-    wheres: list[RankPosition], silent: list[SilentRank], expected: str
+    positions: list[RankPosition], silent: list[SilentRank], expected: str
 ) -> None:
-    found = in_words(WHAT, REASON, wheres, silent).splitlines()[0]
+    found = format_report(WHAT, REASON, positions, silent).splitlines()[0]
     assert found == f"{WHAT}: {REASON}; {expected}"
 
 
 def test_an_operation_whose_name_begins_alike_is_another() -> None:
-    found = in_words("barrier 'b.1'", REASON, [at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})], [])
+    found = format_report(
+        "barrier 'b.1'", REASON, [at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})], []
+    )
     assert "rank 1 is in barrier 'b.10'" in found
 
 
 def test_stacks_stand_below_once_for_all_ranks_that_are_there() -> None:
     missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
-    found = in_words(WHAT, REASON, missing, [SilentRank(4, BUSY, (HERE,), 4711)]).splitlines()
+    found = format_report(WHAT, REASON, missing, [SilentRank(4, BUSY, (HERE,), 4711)]).splitlines()
     assert found[1:] == [
         "  Stack of ranks 1, 3:",
         '    File "<program>", line 7, in train',
@@ -77,9 +88,9 @@ def test_stacks_stand_below_once_for_all_ranks_that_are_there() -> None:
 
 
 def test_without_a_store_the_one_who_serves_it_is_named() -> None:
-    found = in_words(WHAT, REASON, [], [], is_store_there=False)
+    found = format_report(WHAT, REASON, [], [], is_store_there=False)
     assert "the store of the job, which rank 0 or its launcher serves, does not answer; see what rank 0" in found
-    found = in_words(WHAT, REASON, [], [SilentRank(0, STATES["T"], (), 5)], is_store_there=False)
+    found = format_report(WHAT, REASON, [], [SilentRank(0, STATES["T"], (), 5)], is_store_there=False)
     assert "does not answer; no answer from rank 0: its process 5 is stopped by a signal" in found
 
 
@@ -102,7 +113,7 @@ WITHIN = [(OURS, 90, "allreduce"), ("/usr/lib/python3/threading.py", 300, "wait"
 def test_of_a_stack_the_programs_lines_are_kept(
     lines: list[tuple[str, int, str]], is_in_operation: bool, expected: list[tuple[str, int, str]] | None
 ) -> None:
-    found = trimmed(lines, is_in_operation=is_in_operation)
+    found = trim_stack(lines, is_in_operation=is_in_operation)
     assert found == (lines[-SHOWN:] if expected is None else expected)
 
 
@@ -117,8 +128,8 @@ def test_a_stack_ends_where_the_thread_is() -> None:
     thread.start()
     entered.wait()
     assert thread.ident is not None
-    found = stack_of(program_thread(thread.ident), is_in_operation=False)
-    text = shown([line for line in found if line[0] == __file__])
+    found = thread_stack(program_thread(thread.ident), is_in_operation=False)
+    text = format_stack([line for line in found if line[0] == __file__])
     leave.set()
     thread.join()
     assert text.endswith("in waits_in_here\n      leave.wait()")
@@ -148,5 +159,5 @@ Current thread 0x00007f0000000002 [main] (most recent call first):
 
 
 def test_a_threads_stack_is_found_in_a_dump() -> None:
-    assert parsed(DUMP, 0x7F0000000002) == [("train.py", 40, "<module>"), ("train.py", 12, "inner")]
-    assert parsed(DUMP, 0x7F0000000003) == []
+    assert parse_dump(DUMP, 0x7F0000000002) == [("train.py", 40, "<module>"), ("train.py", 12, "inner")]
+    assert parse_dump(DUMP, 0x7F0000000003) == []

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from dualdist.monitoring import wait_times
-from dualdist.monitoring.wait_times import SlowRanks, WaitRecord, WaitTimes, summed_up
+from dualdist.monitoring.wait_times import SlowRanks, WaitRecord, WaitTimes, summarize_waits
 
 
 def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, float]], dropped: int = 0) -> bytes:
     found = WaitTimes()
-    found.began -= 100.0
+    found.started_at -= 100.0
     found.operations.dropped = dropped
     for times, rows in ((found.operations, operations), (found.rounds, rounds)):
         for ready_s, waited_s in rows:
@@ -26,7 +26,7 @@ def both(*rows: float) -> list[tuple[float, float]]:
 
 
 def test_each_waits_for_the_one_that_came_last() -> None:
-    found = summed_up([0, 1, 5], [counted([], both(3, 1)), counted([], both(1, 2)), counted([], both(2, 2.5))])
+    found = summarize_waits([0, 1, 5], [counted([], both(3, 1)), counted([], both(1, 2)), counted([], both(2, 2.5))])
     assert (found.rounds, found.operations) == (2, 0)
     assert found.was_last == (1, 1, 0)
     assert found.waited_for_s == ((0, 2, 0), (1, 0, 0), (1.5, 1, 0))
@@ -37,21 +37,21 @@ def test_each_waits_for_the_one_that_came_last() -> None:
 
 def test_only_what_a_program_waited_itself_counts() -> None:
     """One began long ago, and waited for the last second; another never waited."""
-    found = summed_up([0, 1, 2], [counted([(10, 1)], []), counted([(8, 0)], []), counted([(2, 2)], [])])
+    found = summarize_waits([0, 1, 2], [counted([(10, 1)], []), counted([(8, 0)], []), counted([(2, 2)], [])])
     assert found.was_last == (0, 0, 1)
     assert found.waited_for_s == ((0, 0, 1), (0, 0, 0), (0, 0, 0))
 
 
 def test_who_has_joined_came_never_last_and_things_that_nobody_knows_count_for_nothing() -> None:
     unknown = (math.nan, 0.0)
-    found = summed_up([0, 1], [counted([unknown, unknown, (3, 3)], []), counted([(2, 2), unknown, (1, 1)], [])])
+    found = summarize_waits([0, 1], [counted([unknown, unknown, (3, 3)], []), counted([(2, 2), unknown, (1, 1)], [])])
     assert found.operations == 2
     assert found.was_last == (0, 2)
     assert found.waited_for_s == ((0, 2), (0, 0))
 
 
 def test_what_one_rank_has_forgotten_or_not_done_yet_is_left_out() -> None:
-    found = summed_up([0, 1], [counted(both(1, 2, 3, 4), []), counted(both(1, 9, 1), [], dropped=1)])
+    found = summarize_waits([0, 1], [counted(both(1, 2, 3, 4), []), counted(both(1, 9, 1), [], dropped=1)])
     assert found.operations == 3
     assert found.waited_for_s == ((0, pytest.approx(1 + 3)), (pytest.approx(6), 0))
 
@@ -67,21 +67,21 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_names_the_slowest_first_and_says_where_there_is_none() -> None:
-    found = summed_up([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
+    found = summarize_waits([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
     lines = str(found).splitlines()
     assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited for rank 1 most")
     assert lines[1].split("  ")[0] == "rank"
     assert [line.split()[0] for line in lines[2:]] == ["1", "0"]
     assert "20.00 s, 20%" in lines[2]
-    even = summed_up([0, 1], [counted([], both(1.1)), counted([], both(1))])
+    even = summarize_waits([0, 1], [counted([], both(1.1)), counted([], both(1))])
     assert even.slowest is None
     assert str(even).endswith("no rank made the others wait for more than 1% of the time")
-    many = summed_up(range(20), [counted([], both(9 if rank else 1)) for rank in range(20)])
+    many = summarize_waits(range(20), [counted([], both(9 if rank else 1)) for rank in range(20)])
     assert str(many).endswith("and 12 more")
 
 
 def test_nothing_counted_is_said_so() -> None:
     for ranks in ([0], [0, 1]):
-        found: SlowRanks = summed_up(ranks, [counted([], [])] * len(ranks))
+        found: SlowRanks = summarize_waits(ranks, [counted([], [])] * len(ranks))
         assert str(found) == "nothing has been counted yet that ranks did together"
         assert found.slowest is None

@@ -19,7 +19,7 @@ import dualdist as dd
 from dualdist.backends.native.store import TcpStore
 from dualdist.elastic import training_state
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
-from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, file_of
+from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 
 LOOK_S = 0.02
 STEPS = 400
@@ -37,11 +37,11 @@ def steps_of(last: LastStep, pace_s: float, told_at: int | None = None, kind: st
     """How many steps this rank does, and why it does no more."""
     for step in range(1, STEPS + 1):
         if step == told_at:
-            last.notice.tell(kind, f"word {step}")
+            last.notice.request(kind, f"word {step}")
         time.sleep(random.uniform(0, pace_s))
-        found = last.passed()
+        found = last.after_step()
         if found[0]:
-            assert last.passed() == found, "what has begun to hold goes on to hold"
+            assert last.after_step() == found, "what has begun to hold goes on to hold"
             return step, *found
     return STEPS, "", ""
 
@@ -78,7 +78,7 @@ def test_a_rank_that_is_done_holds_up_nobody() -> None:
     """Its last step is before the one after which the others would stop: they end by themselves, too."""
     done, other = ranks_of(2)
     for _ in range(9):
-        assert done.passed() == ("", "")
+        assert done.after_step() == ("", "")
     done.close()
     assert steps_of(other, 0, told_at=3) == (10, STOP, "word 3 on rank 1")
     other.close()
@@ -89,9 +89,9 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     store = TcpStore(dist.HashStore(), "", "the test's store")
     here = LastStep(PreemptionNotice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
     here.start()
-    here.notice.tell(STOP, "SIGTERM")
+    here.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not say within 0\.3 s"):
-        here.passed()
+        here.after_step()
     here.close()
 
 
@@ -115,9 +115,9 @@ class Gone:
 def test_a_store_that_is_lost_is_an_error_from_which_elastic_training_goes_on(calls: int, error: Exception) -> None:
     """Whichever of its answers is the first that does not come."""
     last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
-    last.notice.tell(STOP, "SIGTERM")
+    last.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):
-        last.passed()
+        last.after_step()
 
 
 def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
@@ -144,18 +144,18 @@ def notice() -> Iterator[PreemptionNotice]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_tells_and_ends_nothing(notice: PreemptionNotice, number: signal.Signals) -> None:
-    notice.listen()
-    notice.listen()
+    notice.install_handlers()
+    notice.install_handlers()
     for each in (number, signal.SIGTERM):
         os.kill(os.getpid(), each)
-    assert (notice.kind, notice.words) == (STOP, number.name)
+    assert (notice.kind, notice.reason) == (STOP, number.name)
 
 
 def test_a_signal_that_the_program_handles_stays_the_programs(notice: PreemptionNotice) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        notice.listen()
+        notice.install_handlers()
         os.kill(os.getpid(), signal.SIGTERM)
         assert (heard, notice.kind) == ([signal.SIGTERM], "")
     finally:
@@ -163,7 +163,7 @@ def test_a_signal_that_the_program_handles_stays_the_programs(notice: Preemption
 
 
 def test_another_thread_leaves_signals_alone(notice: PreemptionNotice) -> None:
-    thread = threading.Thread(target=notice.listen)
+    thread = threading.Thread(target=notice.install_handlers)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -172,18 +172,18 @@ def test_another_thread_leaves_signals_alone(notice: PreemptionNotice) -> None:
 def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     found = PreemptionNotice(path)
-    found.look()
+    found.poll()
     assert not found.kind
     path.touch()
-    found.look()
-    assert (found.kind, found.words) == (STOP, f"the file {path}")
+    found.poll()
+    assert (found.kind, found.reason) == (STOP, f"the file {path}")
     assert not (tmp_path / "stop.done").exists()
-    found.obey()
+    found.acknowledge()
     assert (tmp_path / "stop.done").exists()
 
 
 def test_a_file_has_a_full_path() -> None:
-    assert file_of("") is file_of(None) is None
-    assert file_of("/a/b") == Path("/a/b")
+    assert parse_notice_file("") is parse_notice_file(None) is None
+    assert parse_notice_file("/a/b") == Path("/a/b")
     with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the full path"):
-        file_of("a")
+        parse_notice_file("a")

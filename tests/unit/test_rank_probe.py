@@ -15,9 +15,9 @@ import pytest
 from dualdist.backends.native import store as native_store
 from dualdist.monitoring.monitored import Monitor
 from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RankProbe
-from dualdist.monitoring.timeout_report import give_up, silent_ranks
+from dualdist.monitoring.timeout_report import find_silent_ranks, report_timeout
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.network_interfaces import LOOPBACK, listen
+from dualdist.utils.network_interfaces import LOOPBACK, open_listener
 
 Enroll = Callable[[int, int], list[RankProbe]]
 # Seconds that the interpreter takes to end.
@@ -26,7 +26,7 @@ STORE = """
 import sys
 from dualdist.backends.native import store as native_store
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.network_interfaces import LOOPBACK, listen
+from dualdist.utils.network_interfaces import LOOPBACK, open_listener
 listener = listen(0, loopback_only=True)
 port = listener.getsockname()[1]
 kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
@@ -54,7 +54,7 @@ sys.stdin.readline()
 @pytest.fixture
 def enroll() -> Iterator[Enroll]:
     """Makes so many ranks of a job of so many; the others never answer."""
-    listener = listen(0, loopback_only=True)
+    listener = open_listener(0, loopback_only=True)
     port = listener.getsockname()[1]
     kept = [native_store.connect(LOOPBACK, port, listener, Deadline(10))]
     made: list[RankProbe] = []
@@ -66,17 +66,17 @@ def enroll() -> Iterator[Enroll]:
         return made
 
     yield make
-    for roll in made:
-        roll.close()
+    for probe in made:
+        probe.close()
 
 
 def test_all_who_give_up_at_once_ask_one_question_and_everybody_prints(
     enroll: Enroll, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rolls = enroll(3, 4)
+    probes = enroll(3, 4)
     what = "barrier 'b'"
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(waits, roll, what) for roll in rolls[:2]]
+        waiting = [pool.submit(waits, probe, what) for probe in probes[:2]]
         texts = [one.result() for one in waiting]
     for text in texts:
         first = text.splitlines()[0]
@@ -86,22 +86,22 @@ def test_all_who_give_up_at_once_ask_one_question_and_everybody_prints(
         assert "rank 1 " not in first
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dualdist: rank")]
     assert len(printed) == 3, "two by those who ask, one by the one who hears of it"
-    assert rolls[2]._answered == 1
-    assert silent_ranks(rolls[1], range(4)) == [3]
+    assert probes[2]._answered == 1
+    assert find_silent_ranks(probes[1], range(4)) == [3]
 
 
-def waits(roll: RankProbe, what: str) -> str:
-    with Monitor(roll, range(4)).over(what):
-        return give_up(roll, range(4), what, "late")
+def waits(probe: RankProbe, what: str) -> str:
+    with Monitor(probe, range(4)).operation(what):
+        return report_timeout(probe, range(4), what, "late")
 
 
 def test_an_operation_within_another_is_left_for_that_one(enroll: Enroll) -> None:
-    rolls = enroll(2, 2)
-    watch = Monitor(rolls[0], range(2))
-    with watch.over("join"):
-        with watch.over("allreduce"):
+    probes = enroll(2, 2)
+    monitor = Monitor(probes[0], range(2))
+    with monitor.operation("join"):
+        with monitor.operation("allreduce"):
             pass
-        places = {where.place for where in rolls[1].ask().wheres if 0 in where.seconds}
+        places = {where.location for where in probes[1].query().positions if 0 in where.seconds}
     assert places == {"in join"}
 
 
