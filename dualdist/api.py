@@ -470,7 +470,7 @@ def _saver(here: Session) -> CheckpointSaver:
     saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:
         saver = here.extras[SAVER] = checkpoint.CheckpointSaver(here.world, here.device, here.timeout_s)
-        here.endings.append(saver.settle)
+        here.close_callbacks.append(saver.settle)
     return saver
 
 

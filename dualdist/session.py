@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualdist.backends.horovod.driver import is_elastic, next_place
+from dualdist.backends.horovod.driver import is_elastic, next_slot
 from dualdist.collectives.arguments import as_ints
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError
 from dualdist.monitoring import failed_exit
-from dualdist.rendezvous.backend_selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, checked_choice
-from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_mailbox, open_session
+from dualdist.rendezvous.backend_selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, check_choice
+from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
 from dualdist.utils import tracebacks
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
-    requested = checked_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
-    transport = checked_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
+    requested = check_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
+    transport = check_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
     name = _next_name(environ, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
@@ -132,7 +132,7 @@ def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
     if not is_elastic(environ):
         return f"dualdist/{_process.sessions}"
     if _process.sessions:
-        environ.update(next_place(environ, timeout_s))
+        environ.update(next_slot(environ, timeout_s))
         _process.meeting = RendezvousStore()  # at a new store, where nobody has been: rank 0 may be another
     return f"dualdist/{ELASTIC}"  # a rank that was started later has had fewer sessions
 
@@ -149,7 +149,7 @@ def _report_slow_ranks(session: Session) -> None:
     from dualdist.diagnostics.stragglers import StragglerReport
 
     report = StragglerReport(session)
-    session.endings.append(report)
+    session.close_callbacks.append(report)
     atexit.register(report)  # for programs that end without shutdown()
 
 
@@ -178,7 +178,7 @@ def _trace(session: Session, path: str) -> None:
         _process.session = None
         session.close()
         raise
-    session.endings.append(_process.timeline.finish)
+    session.close_callbacks.append(_process.timeline.finish)
 
 
 def set_observers(
@@ -234,7 +234,7 @@ def shutdown() -> None:
     with contextlib.ExitStack() as stack:  # all of it, in this order, though one should fail
         stack.callback(session.close)
         stack.callback(setattr, _process, "timeline", None)
-        for ending in reversed(session.endings):
+        for ending in reversed(session.close_callbacks):
             stack.callback(ending)
 
 
@@ -265,7 +265,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     name = world.next_name("new_group")
     backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
-    mailbox = open_mailbox(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
+    mailbox = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
     group = Group(backend, Monitor(world.monitor.probe, members), mailbox=mailbox)
     session.groups.append(group)
     set_observers(group)

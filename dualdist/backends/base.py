@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["sum", "min", "max", "product"]
 # Of a buffer for which nothing was reserved.
-NO_PLACE = -1
+UNRESERVED = -1
 
 
 class Store(Protocol):
@@ -36,7 +36,7 @@ class Store(Protocol):
     def has(self, key: str) -> bool:
         """Whether `key` is set, without waiting."""
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """End this process's connections to the store, so that a thread that waits for an answer waits no longer."""
 
 

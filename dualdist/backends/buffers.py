@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Epilogue, ReduceOp, Work
 
 
-def referred_to(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """references() of many tensors, which are counted at this place and no other."""
+def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """reference_count() of many tensors, which are counted at this place and no other."""
     # Without a frame of Python's for each.
     return list(map(operator.add, map(sys.getrefcount, tensors), map(torch.Tensor._use_count, tensors)))  # type: ignore[attr-defined]
 
 
-def references(tensor: torch.Tensor) -> int:
+def reference_count(tensor: torch.Tensor) -> int:
     """How often a tensor is referred to, by Python and by torch; compare it with an earlier count at the same place."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return sys.getrefcount(tensor) + count
 
 
-def uses(tensor: torch.Tensor) -> int:
+def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors lie in the same memory."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
@@ -37,7 +37,7 @@ def uses(tensor: torch.Tensor) -> int:
 def is_kept(grad: torch.Tensor) -> bool:
     """Whether anybody refers to a gradient, or to its memory, but its parameter and one variable of the caller's."""
     alone = _alone()
-    return references(grad) > alone[0] or uses(grad) > alone[1]
+    return reference_count(grad) > alone[0] or storage_uses(grad) > alone[1]
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def _alone() -> tuple[int, int]:
 
 
 def _counts(grad: torch.Tensor) -> tuple[int, int]:
-    return references(grad), uses(grad)
+    return reference_count(grad), storage_uses(grad)
 
 
 class PlainBuffer:
@@ -60,7 +60,7 @@ class PlainBuffer:
         self.values = values
         self.settles = False
         self.rows: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.uses_without_rows = uses(values) - 1
+        self.uses_without_rows = storage_uses(values) - 1
         self._allreduce_ = allreduce_
 
     def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> Work:

@@ -35,11 +35,11 @@ class ControlAllgather:
         """Whether the first message, mostly the only one, has arrived from every rank."""
         return self._work.done()
 
-    def are_alike(self) -> bool:
+    def all_equal(self) -> bool:
         """Whether all ranks are known to have passed the same."""
         return all(payload == self._payload for payload in self.wait())
 
-    def tails(self, agreed: bytes) -> list[bytes] | None:
+    def suffixes(self, agreed: bytes) -> list[bytes] | None:
         """What follows `agreed` in what the ranks passed; None where some rank passed anything else."""
         length, said = len(self._payload), self.wait()
         if any(len(payload) != length or not payload.startswith(agreed) for payload in said):
@@ -136,6 +136,6 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpickled(data: torch.Tensor) -> Any:
+def unpickle(data: torch.Tensor) -> Any:
     """The object that a row of bytes holds."""
     return pickle.loads(data.cpu().numpy().tobytes())

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import unpickled
+from dualdist.backends.control_plane import unpickle
 from dualdist.checkpoint import writer as checkpoint_writing
 from dualdist.checkpoint.files import FORMAT, METADATA, ReadProgress
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, shapes_of
@@ -227,7 +227,7 @@ def _gathered_states(
         sent = [len(mine) if rank == ROOT else 0 for rank in range(line.size)]
         sizes = [nbytes if line.rank == ROOT else 0 for nbytes, _ in own]
         came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
-        return [unpickled(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
+        return [unpickle(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
 
     return group.submit(
         PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), report)), perform)

@@ -197,7 +197,7 @@ def _save(found: ComparisonResult, launches: list[Launch], at: str) -> None:
     from dualdist.bench.compare.verdict import chosen
     from dualdist.rendezvous import saved_choice
 
-    by_key, path = by_cell(launches), saved_choice.path_of(os.environ)
+    by_key, path = by_cell(launches), saved_choice.choices_path(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in found.cells if cell.is_contender}
     told = list(chosen(contenders, at))
     fresh = [each for each in told if isinstance(each, saved_choice.SavedChoice)]

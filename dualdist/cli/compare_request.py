@@ -142,7 +142,7 @@ def check(args: argparse.Namespace) -> None:
     check_file("--json", args.json, args.output)
     check_file("--csv", args.csv, args.output)
     if args.save_choice:
-        saved_choice.load(saved_choice.path_of(os.environ))
+        saved_choice.load(saved_choice.choices_path(os.environ))
     seconds(args.budget)
     require_choice(args.model, MODELS, "model")
     least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}

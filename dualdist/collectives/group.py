@@ -253,7 +253,7 @@ class Group:
         try:
             with self.monitor.operation(express):
                 exchange = self.exchange(express.message)
-                values = exchange.tails(express.agreed)
+                values = exchange.suffixes(express.agreed)
                 if values is not None:
                     found = express.perform(self.backend, values)
                     if self.wait_times is not None:
@@ -323,7 +323,7 @@ class Group:
             mine = row.dumps()
             with self.monitor.operation(offered[0].offer):
                 exchange = self.exchange(mine)
-                are_alike = len(offered) == 1 and exchange.are_alike()
+                are_alike = len(offered) == 1 and exchange.all_equal()
                 said = [] if are_alike else exchange.wait()
         except Exception as error:  # whatever it is, those who wait shall see it
             self._fail_all(offered, error)
@@ -398,7 +398,7 @@ class Group:
         waiters: list[Any] = [
             self.backend,
             *filter(None, [self._gradients]),
-            *filter(None, [self._mailbox and self._mailbox.neighbours]),
+            *filter(None, [self._mailbox and self._mailbox.peers]),
         ]
         usual_s = self.backend.timeout_s
         try:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.backends.control_plane import allgather_bytes, unpickled
+from dualdist.backends.control_plane import allgather_bytes, unpickle
 from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
@@ -31,7 +31,7 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
         _require_pickled([problem], name)
         received = payload if backend.rank == place else _room(length)
         backend.broadcast_(received, place, f"op.{name}").wait()
-        return obj if backend.rank == place else unpickled(received)
+        return obj if backend.rank == place else unpickle(received)
 
     offer = CollectiveRequest("broadcast_object", name, {"root": root}, (payload.numel(), reason))
     return group.submit(PendingOperation(offer, perform)).wait()
@@ -46,7 +46,7 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
         _require_pickled([problem for _, problem in own], name)
         sizes = [length for length, _ in own]
         blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
-        return [obj if rank == backend.rank else unpickled(block) for rank, block in enumerate(blocks)]
+        return [obj if rank == backend.rank else unpickle(block) for rank, block in enumerate(blocks)]
 
     offer = CollectiveRequest("allgather_object", name, {}, (payload.numel(), reason))
     return group.submit(PendingOperation(offer, perform)).wait()

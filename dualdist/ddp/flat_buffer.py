@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualdist.backends.base import Buffer
-from dualdist.backends.buffers import referred_to, uses
+from dualdist.backends.buffers import reference_counts, storage_uses
 from dualdist.ddp.bucket_plan import BucketPlan
 from dualdist.errors import CollectiveError, UnsupportedError
 
@@ -32,7 +32,7 @@ class FlatBuffer:
 
     def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
         counts = plan.counts
-        alone = uses(values) - 1
+        alone = storage_uses(values) - 1
         self.number = number  # among the rows of its bucket
         self.values = values
         self.buffer = buffer  # whose values these are
@@ -45,7 +45,7 @@ class FlatBuffer:
         }
         del pieces  # which would count as kept
         self.all_views = list(self.views.values())
-        self._references = referred_to(self.all_views)
+        self._references = reference_counts(self.all_views)
         self._address, self._addresses = values.data_ptr(), list(map(torch.Tensor.data_ptr, self.all_views))
         # Counted, not measured: what others drop meanwhile must not matter.
         self._uses = len((values, self.gradients, self.tail)) + len(self.views)
@@ -58,7 +58,7 @@ class FlatBuffer:
         """Whether anybody else looks at these elements: parameters' gradients, and what a program has kept of them."""
         rows = list(self._rows)  # none of which is collected while they are counted
         ours = self._uses_without_rows + sum(row._uses for row in rows)
-        return uses(self.values) > ours or any(row._is_referred_to() for row in rows)
+        return storage_uses(self.values) > ours or any(row._is_referred_to() for row in rows)
 
     def has_moved(self) -> bool:
         """Whether a program has moved something that lay here to other memory: Note [gradients in the bucket]."""
@@ -66,7 +66,7 @@ class FlatBuffer:
         return self.values.data_ptr() != self._address or addresses != self._addresses
 
     def _is_referred_to(self) -> bool:
-        return any(map(operator.gt, referred_to(self.all_views), self._references))
+        return any(map(operator.gt, reference_counts(self.all_views), self._references))
 
 
 class BufferPool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from dualdist.backends.base import NO_PLACE
+from dualdist.backends.base import UNRESERVED
 from dualdist.backends.control_plane import broadcast_object, check_same_tensors
 from dualdist.collectives.objects import allgather_object
 from dualdist.ddp.bucket_plan import (
@@ -230,7 +230,7 @@ class Reducer:
         dtype, device = params[0].dtype, params[0].device
         apart = frozenset(range(len(members))) if self._config.op == "adasum" else frozenset()
         shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
-        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, NO_PLACE, apart)
+        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, UNRESERVED, apart)
         # What Adasum's buckets carry is no gradients: nothing is compressed.
         wire = dtype if self._config.op == "adasum" else wire_dtype(dtype, self._config)
         if wire is not None and wire in self._line.supported_reduce_dtypes:

@@ -14,14 +14,14 @@ from dualdist.rendezvous.backend_selection import (
     BACKEND,
     BACKENDS,
     HOROVOD_CONTROLLER,
-    HOROVODS_OWN,
-    MPIS_OWN,
+    HOROVOD_LAUNCHERS,
+    MPI_LAUNCHERS,
     TRANSPORT,
     TRANSPORTS,
-    checked_choice,
-    over_mpi,
+    backend_under_mpi,
+    check_choice,
 )
-from dualdist.rendezvous.saved_choice import can_count, path_of
+from dualdist.rendezvous.saved_choice import choices_path, is_applicable
 from dualdist.topology import Topology
 
 MEETINGS = {
@@ -91,7 +91,7 @@ def wrong_choices(environ: Mapping[str, str]) -> list[str]:
     found = []
     for variable, choices, what in ((BACKEND, BACKENDS, "backend"), (TRANSPORT, TRANSPORTS, "transport")):
         try:
-            checked_choice(get_value(environ, variable) or choices[0], choices, what, variable)
+            check_choice(get_value(environ, variable) or choices[0], choices, what, variable)
         except UsageError as error:
             found.append(str(error))
     return found
@@ -128,8 +128,8 @@ def backend_of(
     if asked not in (None, "auto"):
         return asked or "", BACKEND
     name, why = _by_launcher(found, backends, has_gpu=has_gpu)
-    saved = path_of(environ)
-    if can_count(found) and saved.is_file():
+    saved = choices_path(environ)
+    if is_applicable(found) and saved.is_file():
         why += f"; a choice of dualdist compare for such a job goes before it ({saved})"
     controller = get_value(environ, HOROVOD_CONTROLLER)
     if name == "horovod" and controller is not None:
@@ -139,11 +139,11 @@ def backend_of(
 
 def _by_launcher(found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool) -> tuple[str, str]:
     launcher = found.launcher
-    if launcher in HOROVODS_OWN:
+    if launcher in HOROVOD_LAUNCHERS:
         return "horovod", "horovodrun is Horovod's own launcher"
-    if launcher in MPIS_OWN:
+    if launcher in MPI_LAUNCHERS:
         has_horovod = backends["horovod"].version is not None and backends["horovod"].mpi is not False
-        name = over_mpi(has_horovod, backends["mpi"].version is not None, has_gpu=has_gpu)
+        name = backend_under_mpi(has_horovod, backends["mpi"].version is not None, has_gpu=has_gpu)
         why = {
             "horovod": "the installed Horovod was built with MPI",
             "mpi": "there is no Horovod with MPI, and mpi4py is installed",

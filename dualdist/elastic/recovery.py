@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from dualdist import session
-from dualdist.backends.horovod.driver import hear, is_elastic
+from dualdist.backends.horovod.driver import is_elastic, watch_hosts
 from dualdist.errors import CollectiveError, DualdistError, RendezvousError
 
 # How often the ranks try to meet: one that was started for the meeting may be lost, too.
@@ -23,7 +23,7 @@ def notify_host_changes(environ: Mapping[str, str], changed: Callable[[str], Non
     if not is_elastic(environ):
         yield
         return
-    end = hear(environ, lambda timestamp, how: changed("hosts came or went"))
+    end = watch_hosts(environ, lambda timestamp, how: changed("hosts came or went"))
     try:
         yield
     finally:

@@ -270,5 +270,5 @@ def _last_step() -> LastStep:
         found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
         if found is made:
             made.start()
-            here.endings.extend([made.close, notice.close])
+            here.close_callbacks.extend([made.close, notice.close])
     return found

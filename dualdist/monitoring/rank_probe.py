@@ -144,7 +144,7 @@ class RankProbe:
     def _close_at_exit(self) -> None:
         self.close()
         if self._thread.is_alive():
-            self._store.hang_up()
+            self._store.disconnect()
             self._thread.join(ANSWER_S)
 
     def _answer(self) -> None:

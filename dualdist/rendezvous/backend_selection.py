@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualdist.rendezvous.saved_choice import SavedChoice
 
 
-def device_of(topology: Topology | None) -> torch.device:
+def select_device(topology: Topology | None) -> torch.device:
     """This rank's GPU, made the current one, or the CPU; without a topology only the kind of device counts.
 
     A launcher that shows each rank one GPU of its own makes that GPU number 0 on every rank.
@@ -45,34 +45,34 @@ HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
 BACKENDS = ("auto", "native", "horovod", "mpi")
 TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
 # Launchers that belong to one backend; the others start ranks for any.
-HOROVODS_OWN = ("horovodrun",)
-MPIS_OWN = ("mpirun", "mpiexec", "jsrun")
+HOROVOD_LAUNCHERS = ("horovodrun",)
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "jsrun")
 
-Tell = Callable[[str], None]  # says a line to the user
+Print = Callable[[str], None]  # says a line to the user
 
 
-def checked_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
+def check_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
     """The value, if it is one of the choices."""
     if value not in choices:  # of which one may be empty: nothing was asked for
         require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
     return value
 
 
-def chosen_backend(requested: str, topology: Topology) -> str:
+def select_backend(requested: str, topology: Topology) -> str:
     """ "native", "horovod", "mpi" or "single", from what was asked for and how the ranks were started."""
     if requested != "auto":
         return requested
-    if topology.launcher in HOROVODS_OWN:
+    if topology.launcher in HOROVOD_LAUNCHERS:
         return "horovod"
-    if topology.launcher in MPIS_OWN:
+    if topology.launcher in MPI_LAUNCHERS:
         from dualdist.backends.horovod import backend
 
         has_mpi4py = find_spec("mpi4py") is not None
-        return over_mpi(backend.is_built_with_mpi(), has_mpi4py, has_gpu=device_of(None).type == "cuda")
+        return backend_under_mpi(backend.is_built_with_mpi(), has_mpi4py, has_gpu=select_device(None).type == "cuda")
     return "single" if topology.launcher == "none" else "native"
 
 
-def over_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
+def backend_under_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
     """The backend under mpirun, by whether there is a Horovod with MPI, an mpi4py, and a GPU.
 
     Who types mpirun wants MPI to move tensors, as it knows the machine's network: by Horovod where one was built for
@@ -100,19 +100,19 @@ def controller(transport: str, topology: Topology, environ: MutableMapping[str, 
     return "mpi" if backend.is_built_with_mpi() else "gloo"
 
 
-def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str], tell: Tell) -> SavedChoice | None:
+def matching_choice(topology: Topology, transport: str, environ: Mapping[str, str], tell: Print) -> SavedChoice | None:
     """The saved choice that "auto" stands for, with the transport that was asked for or none."""
     from dualdist.rendezvous import saved_choice as choices
 
     def device() -> tuple[str, int]:
         import torch
 
-        return device_name(device_of(None)), torch.get_num_threads()
+        return device_name(select_device(None)), torch.get_num_threads()
 
-    if not choices.can_count(topology):
+    if not choices.is_applicable(topology):
         return None
     try:
-        found = choices.of_job(choices.load(choices.path_of(environ)), topology, device)
+        found = choices.find_choice(choices.load(choices.choices_path(environ)), topology, device)
     except UsageError as error:  # a file that the program's user may not know of ends no training
         tell(str(error))
         return None
@@ -120,7 +120,7 @@ def saved_choice(topology: Topology, transport: str, environ: Mapping[str, str],
         return None
     lack = _lack(found)
     if lack is not None:
-        tell(f"{told(found, environ)}; not taken: {lack}")
+        tell(f"{describe_choice(found, environ)}; not taken: {lack}")
         return None
     return found
 
@@ -138,7 +138,7 @@ def _lack(saved: SavedChoice) -> str | None:
         from dualdist.backends.horovod import backend
 
         try:
-            backend.load()
+            backend.import_horovod()
         except BackendUnavailableError as error:
             return str(error)
         if saved.transport == "mpi" and not backend.is_built_with_mpi():
@@ -150,7 +150,7 @@ def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
 
-def told(saved: SavedChoice, environ: Mapping[str, str]) -> str:
+def describe_choice(saved: SavedChoice, environ: Mapping[str, str]) -> str:
     from dualdist.rendezvous import saved_choice as choices
 
-    return f"{saved} ({choices.path_of(environ)}; {BACKEND} goes before it)"
+    return f"{saved} ({choices.choices_path(environ)}; {BACKEND} goes before it)"

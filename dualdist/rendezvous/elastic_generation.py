@@ -20,12 +20,12 @@ KEY = "dualdist/rounds"
 POLL_S = 0.01
 
 
-def may_repeat(topology: Topology, environ: Mapping[str, str]) -> bool:
+def may_restart(topology: Topology, environ: Mapping[str, str]) -> bool:
     """Whether there can be several rounds at one store: with restarts, and where hosts may come and go."""
     return topology.rendezvous == "agent" and (environ.get(MAX_RESTARTS, "0") != "0" or topology.num_nodes > 1)
 
 
-def agree(store: Store, topology: Topology, deadline: Deadline) -> str:
+def agree_on_generation(store: Store, topology: Topology, deadline: Deadline) -> str:
     """The number of this round, on all of its ranks, each of which calls this once: Note [rounds]."""
     rank, size = topology.rank, topology.size
     if rank == 0:

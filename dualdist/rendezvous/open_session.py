@@ -12,14 +12,20 @@ from dualdist.errors import BackendUnavailableError, DualdistError, TopologyErro
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.backend_selection import (
     TRANSPORT,
-    Tell,
-    chosen_backend,
+    Print,
     controller,
-    device_of,
-    saved_choice,
-    told,
+    describe_choice,
+    matching_choice,
+    select_backend,
+    select_device,
 )
-from dualdist.rendezvous.rank_assignment import RankReport, placed, processes_on_host, report_of, settle
+from dualdist.rendezvous.rank_assignment import (
+    RankReport,
+    assign_locations,
+    make_report,
+    processes_on_host,
+    with_location,
+)
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import host_identity
@@ -70,7 +76,7 @@ class Session:
     key: str  # of what this session keeps in the store
     groups: list[Group] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)  # what other faces keep as long as the session
-    endings: list[Callable[[], None]] = field(default_factory=list)  # what is to be done while all ranks are there
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)  # before the groups end
 
     @property
     def backend(self) -> Backend:
@@ -91,7 +97,7 @@ class Session:
             self.groups.clear()
 
 
-def open_session(requested: str, start: SessionConfig, tell: Tell) -> Session:
+def open_session(requested: str, start: SessionConfig, tell: Print) -> Session:
     """The session on the backend that was asked for, on the program's own process group, or on what was saved."""
     group = _existing_group()
     if group is not None and requested in ("auto", "native"):
@@ -101,22 +107,22 @@ def open_session(requested: str, start: SessionConfig, tell: Tell) -> Session:
         if start.topology.rank == 0:
             tell(said)
 
-    saved = saved_choice(start.topology, start.transport, start.environ, tell_first) if requested == "auto" else None
+    saved = matching_choice(start.topology, start.transport, start.environ, tell_first) if requested == "auto" else None
     if saved is None:
         return _open_by(requested, start)
     try:
         opened = _open_by(saved.backend, replace(start, transport=saved.transport))
     except DualdistError:
-        tell_first(f"{told(saved, start.environ)}; it fails here")
+        tell_first(f"{describe_choice(saved, start.environ)}; it fails here")
         raise
     ran = opened.backend.transport
     instead = "" if ran == saved.transport else f"; here it runs over {ran} instead"
-    tell_first(f"{told(saved, start.environ)}{instead}")
+    tell_first(f"{describe_choice(saved, start.environ)}{instead}")
     return opened
 
 
 def _open_by(requested: str, start: SessionConfig) -> Session:
-    name = chosen_backend(requested, start.topology)
+    name = select_backend(requested, start.topology)
     if name == "mpi":
         from dualdist.backends.mpi import backend as mpi
 
@@ -159,11 +165,11 @@ def _adopt(start: SessionConfig, group: tuple[int, int]) -> Session:
             f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
             f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
         )
-    backend, store = startup.adopt(device_of(None), start.timeout_s)
+    backend, store = startup.adopt(select_device(None), start.timeout_s)
     places = _places_by(backend, topology, start.transport, start.environ)
     if start.transport != "gloo":
         backend.share_memory([place.host for place in places])
-    return _session(backend, store, replace(start, topology=placed(topology, places)), places)
+    return _session(backend, store, replace(start, topology=with_location(topology, places)), places)
 
 
 def _open_horovod_on_mpi(start: SessionConfig) -> Session:
@@ -176,7 +182,7 @@ def _open_horovod_on_mpi(start: SessionConfig) -> Session:
             "MPI was finished in this process, by a session on another backend, and cannot start again: "
             f"start a new job, or set {TRANSPORT}=gloo"
         )
-    backend = horovod_start.start_on_mpi(topology, start.environ, device_of(None), start.timeout_s)
+    backend = horovod_start.start_on_mpi(topology, start.environ, select_device(None), start.timeout_s)
     if (backend.rank, backend.size) != (topology.rank, topology.size):
         backend.close()
         raise TopologyError(
@@ -191,7 +197,7 @@ def _open_horovod_on_mpi(start: SessionConfig) -> Session:
 def _open_on_mpi(backend: Backend, start: SessionConfig) -> Session:
     """The session on a backend that runs over MPI, where ranks need no store to meet, but to tell who is missing."""
     places = _places_by(backend, start.topology, "", start.environ)
-    start = replace(start, topology=placed(start.topology, places))
+    start = replace(start, topology=with_location(start.topology, places))
     if start.meeting.store is None and start.topology.size > 1:
         start.meeting.store = _store_over(backend, start.topology, start.environ, Deadline(start.timeout_s))
     return _session(backend, start.meeting.store, start, places)
@@ -230,7 +236,7 @@ def _open_over_store(name: str, start: SessionConfig) -> Session:
     if topology.size == 1:
         store, places, interface = None, [RankLocation(0, 0)], None
     else:
-        met = store_rendezvous.meet(
+        met = store_rendezvous.join_store(
             topology,
             environ,
             start.key,
@@ -244,8 +250,10 @@ def _open_over_store(name: str, start: SessionConfig) -> Session:
         store, places, interface = met.store, met.places, met.interface
         start.meeting.store, start.meeting.round = store, met.round
         start = replace(start, key=met.key)
-    topology = placed(topology, places)
-    world = InitContext(topology, places, store, start.key, interface, environ, device_of(topology), start.timeout_s)
+    topology = with_location(topology, places)
+    world = InitContext(
+        topology, places, store, start.key, interface, environ, select_device(topology), start.timeout_s
+    )
     backend: Backend
     if name == "native":
         from dualdist.backends.native import startup
@@ -264,8 +272,12 @@ def _places_by(
     """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
     from dualdist.backends.control_plane import allgather_object
 
-    mine = report_of(topology, host_identity(environ), backend.name, transport, process_state.current_process().dumps())
-    return settle([RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")])
+    mine = make_report(
+        topology, host_identity(environ), backend.name, transport, process_state.current_process().dumps()
+    )
+    return assign_locations(
+        [RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")]
+    )
 
 
 def _session(backend: Backend, store: Store | None, start: SessionConfig, places: Sequence[RankLocation]) -> Session:
@@ -288,17 +300,17 @@ def _session(backend: Backend, store: Store | None, start: SessionConfig, places
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/probe", processes, timeout_s)
         begun += [] if probe is None else [probe.close]
         line = backend.channel("operations")
-        exchange = open_mailbox(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
+        exchange = open_exchange(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
     except BaseException:
         for end in begun[::-1]:  # else the next init() would take torch's default group for the program's own
             with contextlib.suppress(DualdistError):  # what failed first says more
                 end()
         raise
     world = Group(line, Monitor(probe, backend.ranks), backend, exchange)
-    return Session(world, topology, device_of(topology), timeout_s, hosts, store, key)
+    return Session(world, topology, select_device(topology), timeout_s, hosts, store, key)
 
 
-def open_mailbox(
+def open_exchange(
     store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], place: int, timeout_s: float
 ) -> ShmExchange | None:
     """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
@@ -307,6 +319,6 @@ def open_mailbox(
     from dualdist.backends.shm import exchange
 
     try:
-        return exchange.open_mailbox(store, key, ranks, place, Deadline(timeout_s))
+        return exchange.open_exchange(store, key, ranks, place, Deadline(timeout_s))
     except BackendUnavailableError:
         return None  # they exchange them over the backend

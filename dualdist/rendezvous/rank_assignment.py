@@ -33,7 +33,7 @@ class RankReport:
         return RankReport(**json.loads(text))
 
 
-def report_of(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:
+def make_report(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:
     """What this rank says of itself: the fields that variables told, not the inferred ones."""
     return RankReport(
         rank=topology.rank,
@@ -47,7 +47,7 @@ def report_of(topology: Topology, host: str, backend: str, transport: str = "", 
     )
 
 
-def settle(reports: Sequence[RankReport]) -> list[RankLocation]:
+def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
     """Give every rank its place, in rank order; TopologyError where the reports contradict each other.
 
     A node is what the launcher numbered so, or else a host; nodes without a number are numbered by their lowest rank.
@@ -100,7 +100,7 @@ def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
     return told
 
 
-def placed(topology: Topology, places: Sequence[RankLocation]) -> Topology:
+def with_location(topology: Topology, places: Sequence[RankLocation]) -> Topology:
     """The topology with the node and local rank that the ranks found when they met."""
     mine = places[topology.rank]
     local_size = sum(place.node_rank == mine.node_rank for place in places)

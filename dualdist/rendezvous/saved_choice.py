@@ -57,7 +57,7 @@ class SavedChoice:
         return f"{self.backend} over {self.transport}, as dualdist compare found on {self.at}: {self.why}"
 
 
-def path_of(environ: Mapping[str, str]) -> Path:
+def choices_path(environ: Mapping[str, str]) -> Path:
     """The file in which this user's choices are kept."""
     folder = environ.get(CONFIG) or Path(environ.get(HOME) or os.path.expanduser("~"), ".config")
     return Path(folder, "dualdist", "choices.json")
@@ -100,20 +100,20 @@ def save(path: Path, fresh: Sequence[SavedChoice]) -> None:
         raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
 
 
-def can_count(topology: Topology) -> bool:
+def is_applicable(topology: Topology) -> bool:
     """No choice counts for a rank alone, nor for ranks that may be on several hosts, as one host was compared."""
     is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
     return topology.launcher != "none" and is_on_one_host
 
 
-def of_job(
+def find_choice(
     saved: Sequence[SavedChoice], topology: Topology, device: Callable[[], tuple[str, int]]
 ) -> SavedChoice | None:
     """The choice that was made for such a job on such a host, else one for other threads, if there is one.
 
     `device` gives "cpu" or a GPU's name, and a rank's threads, which take a while to find out.
     """
-    if not saved or not can_count(topology):
+    if not saved or not is_applicable(topology):
         return None
     name, threads = device()
     here = ChoiceConditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)

@@ -24,7 +24,7 @@ from dualdist.backends.mpi import world
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous import elastic_generation
-from dualdist.rendezvous.rank_assignment import RankReport, report_of, settle
+from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within
@@ -168,7 +168,7 @@ class RendezvousResult:
     round: str
 
 
-def meet(
+def join_store(
     topology: Topology,
     environ: MutableMapping[str, str],
     session: str,
@@ -186,14 +186,14 @@ def meet(
     """
     host = network_interfaces.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    report = report_of(topology, host, backend, transport, process_state.current_process().dumps())
+    report = make_report(topology, host, backend, transport, process_state.current_process().dumps())
 
     def gather() -> RendezvousResult:
         round = known_round
-        if known is None and elastic_generation.may_repeat(topology, environ):
-            round = elastic_generation.agree(store, topology, deadline)
+        if known is None and elastic_generation.may_restart(topology, environ):
+            round = elastic_generation.agree_on_generation(store, topology, deadline)
         key = f"{session}/{round}" if round else session
-        places = assemble(store, report, key, deadline)
+        places = gather_locations(store, report, key, deadline)
         return RendezvousResult(store, places, _interface(store, places, topology.rank, key, deadline), key, round)
 
     def late() -> DualdistError:
@@ -307,7 +307,7 @@ def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: C
         deadline.sleep(0.05)
 
 
-def assemble(store: Store, report: RankReport, key: str, deadline: Deadline) -> list[RankLocation]:
+def gather_locations(store: Store, report: RankReport, key: str, deadline: Deadline) -> list[RankLocation]:
     """Wait until all ranks have said who they are, and return everybody's place in rank order.
 
     Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that
@@ -342,7 +342,7 @@ def _judge_all(store: Store, key: str, size: int, deadline: Deadline) -> None:
     came = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
     reports = [RankReport.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in came]
     try:
-        _judge(store, key, "", settle(reports))
+        _judge(store, key, "", assign_locations(reports))
     except TopologyError as error:
         _judge(store, key, str(error))
 

@@ -18,7 +18,7 @@ TIMEOUT_S = 40
 
 def before(case: str) -> None:
     if case == "pieces":
-        backend.MOST = 1001  # bytes in one call, as if tensors were larger than MPI can count
+        backend.MAX_COUNT = 1001  # bytes in one call, as if tensors were larger than MPI can count
     else:
         mpi4py.rc.thread_level = "serialized"
         from mpi4py import MPI

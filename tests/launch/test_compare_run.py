@@ -275,7 +275,7 @@ def choice(backend: str) -> SavedChoice:
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """The environment of a user who has saved a choice that auto would not make by itself."""
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    saved_choice.save(saved_choice.path_of(env), [choice("horovod")])
+    saved_choice.save(saved_choice.choices_path(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
 
@@ -301,7 +301,9 @@ def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: di
 def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
     launch: Launch, config: dict[str, str]
 ) -> None:
-    saved_choice.save(saved_choice.path_of(config), [replace(choice("native"), transport="nccl")])  # there is no GPU
+    saved_choice.save(
+        saved_choice.choices_path(config), [replace(choice("native"), transport="nccl")]
+    )  # there is no GPU
     (launch.directory / "tell.py").write_text(TELL)
     outcome = launch(["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"], env=config)
     assert set(outcome.stdout.split()) == {"native/shm"}

@@ -14,8 +14,8 @@ from dualdist.backends.base import Backend
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.native.backend import NativeBackend
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import HostChannel, line_bytes
-from dualdist.backends.shm.segment import share
+from dualdist.backends.shm.backend import HostChannel, channel_bytes
+from dualdist.backends.shm.segment import open_segment
 from dualdist.backends.single import SingleBackend
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
 from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _session
@@ -43,12 +43,12 @@ def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
 
 def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
     store = dist.HashStore()
-    segment = share(TcpStore(store, "", "the test"), "key", 0, 1, line_bytes(1), Deadline(5.0))  # type: ignore[arg-type]
+    segment = open_segment(TcpStore(store, "", "the test"), "key", 0, 1, channel_bytes(1), Deadline(5.0))  # type: ignore[arg-type]
     leaders = SingleBackend()
     native = NativeBackend(dict, [0], 0, store, contextlib.nullcontext, 5.0, owned=False, on_gpu=False)
     native._host = HostChannel(segment, [0], leaders, 5.0, is_only_host=False)
     native.timeout_s = 77.0
-    assert (native._host.neighbours.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
+    assert (native._host.peers.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
 
 
 def test_a_horovod_group_that_another_rank_does_not_leave_holds_nobody_up() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.backends.base import NO_PLACE, ReduceOp
+from dualdist.backends.base import UNRESERVED, ReduceOp
 from dualdist.backends.single import CompletedWork, SingleBackend
 from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
@@ -51,7 +51,7 @@ class Alike(SingleBackend):
 @pytest.mark.parametrize("flag", [TAKES_PART, HAS_JOINED, DROPS])
 def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientCompressor | None, flag: int) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
-    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), NO_PLACE)
+    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), UNRESERVED)
     bucket = Bucket(plan, ReducerConfig("sum", compressor), Alike(size), set())
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
     bucket.launch([torch.zeros(3), sparse, None], flag)

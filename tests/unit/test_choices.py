@@ -18,7 +18,7 @@ from dualdist.bench.compare.verdict import chosen
 from dualdist.bench.paired import least_launches
 from dualdist.errors import UsageError
 from dualdist.rendezvous import saved_choice as choices
-from dualdist.rendezvous.backend_selection import saved_choice
+from dualdist.rendezvous.backend_selection import matching_choice
 from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
 from dualdist.topology import Topology
 
@@ -129,11 +129,11 @@ def test_what_is_no_file_or_not_ours_to_read_holds_no_choice(tmp_path: Path) -> 
 def test_a_damaged_file_ends_no_job_and_is_told(tmp_path: Path, text: str) -> None:
     told: list[str] = []
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    path = choices.path_of(environ)
+    path = choices.choices_path(environ)
     path.parent.mkdir()
     path.write_text(text)
     for job in (replace(JOB, launcher="none"), JOB):
-        assert saved_choice(job, "gloo", environ, told.append) is None
+        assert matching_choice(job, "gloo", environ, told.append) is None
     (line,) = told
     assert line.startswith(f"{path}: these saved choices cannot be read (")
 
@@ -149,9 +149,9 @@ def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     here = replace(HERE, threads=torch.get_num_threads())
-    choices.save(choices.path_of(environ), [replace(SAVED, conditions=here, backend=backend)])
+    choices.save(choices.choices_path(environ), [replace(SAVED, conditions=here, backend=backend)])
     told: list[str] = []
-    assert saved_choice(JOB, "", environ, told.append) is None
+    assert matching_choice(JOB, "", environ, told.append) is None
     (line,) = told
     assert line.startswith(f"{backend} over gloo, as dualdist compare found on 2026-01-01: ")
     assert f"; not taken: {why}" in line
@@ -159,7 +159,7 @@ def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
 
 def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     def found(job: Topology, device: str = "cpu", saved: SavedChoice = SAVED, threads: int = 1) -> SavedChoice | None:
-        return choices.of_job([saved], job, lambda: (device, threads))
+        return choices.find_choice([saved], job, lambda: (device, threads))
 
     assert found(JOB) == SAVED
     assert found(replace(JOB, launcher="mpirun")) is None
@@ -179,19 +179,19 @@ def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_
     here = replace(HERE, threads=torch.get_num_threads())
     other = replace(SAVED, conditions=replace(here, threads=here.threads + 2))
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    choices.save(choices.path_of(environ), [other])
+    choices.save(choices.choices_path(environ), [other])
     told: list[str] = []
-    assert saved_choice(JOB, "", environ, told.append) is None
+    assert matching_choice(JOB, "", environ, told.append) is None
     (line,) = told
     assert f"not taken: ranks had {here.threads + 2} threads there, and have {here.threads} thread" in line
     assert line.endswith(f"OMP_NUM_THREADS={here.threads + 2} takes it")
-    assert saved_choice(replace(JOB, launcher="mpirun"), "", environ, told.append) is None
+    assert matching_choice(replace(JOB, launcher="mpirun"), "", environ, told.append) is None
     assert len(told) == 1
     own = replace(SAVED, conditions=here, backend="native")
-    choices.save(choices.path_of(environ), [own])
-    assert saved_choice(JOB, "", environ, told.append) == own
+    choices.save(choices.choices_path(environ), [own])
+    assert matching_choice(JOB, "", environ, told.append) == own
 
 
 def test_the_file_is_in_the_users_configuration() -> None:
-    assert choices.path_of({"XDG_CONFIG_HOME": "/c"}) == Path("/c/dualdist/choices.json")
-    assert choices.path_of({"HOME": "/h"}) == Path("/h/.config/dualdist/choices.json")
+    assert choices.choices_path({"XDG_CONFIG_HOME": "/c"}) == Path("/c/dualdist/choices.json")
+    assert choices.choices_path({"HOME": "/h"}) == Path("/h/.config/dualdist/choices.json")

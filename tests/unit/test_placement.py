@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dualdist.errors import TopologyError
-from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, placed, report_of, settle
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, assign_locations, make_report, with_location
 from dualdist.topology import Topology
 
 
@@ -43,7 +43,7 @@ def reports(*said: tuple[str, int | None, int | None]) -> list[RankReport]:
 def test_every_rank_gets_its_place(
     said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
 ) -> None:
-    assert settle(reports(*said)) == [RankLocation(*place) for place in expected]
+    assert assign_locations(reports(*said)) == [RankLocation(*place) for place in expected]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_rank_gets_its_place(
 )
 def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -> None:
     with pytest.raises(TopologyError) as caught:
-        settle(spoiled)
+        assign_locations(spoiled)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
@@ -79,10 +79,10 @@ def test_a_report_survives_its_journey() -> None:
 
 def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
     told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node_rank", "num_nodes"}))
-    assert report_of(told, "a", "native").node_rank is None
-    assert report_of(told, "a", "native").local_rank == 0
-    found = placed(replace(told, local_rank=1, local_size=2), [RankLocation(0, 0), RankLocation(0, 1)])
+    assert make_report(told, "a", "native").node_rank is None
+    assert make_report(told, "a", "native").local_rank == 0
+    found = with_location(replace(told, local_rank=1, local_size=2), [RankLocation(0, 0), RankLocation(0, 1)])
     assert (found.node_rank, found.num_nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
     assert not found.inferred
     with pytest.raises(TopologyError, match=r"local_size=1 .*make it 2"):
-        placed(told, [RankLocation(0, 1), RankLocation(0, 0)])
+        with_location(told, [RankLocation(0, 1), RankLocation(0, 0)])

@@ -14,7 +14,13 @@ from dualdist.backends.native import store as native_store
 from dualdist.backends.native.backend import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.rendezvous.rank_assignment import RankLocation, RankReport
-from dualdist.rendezvous.store_rendezvous import FileAddressExchange, RendezvousResult, _interface, assemble, meet
+from dualdist.rendezvous.store_rendezvous import (
+    FileAddressExchange,
+    RendezvousResult,
+    _interface,
+    gather_locations,
+    join_store,
+)
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.network_interfaces import (
@@ -50,11 +56,11 @@ def report(rank: int, size: int) -> RankReport:
 
 
 def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], timeout_s: float) -> list[object]:
-    """What assemble() gave each of those that came: places, or the error."""
+    """What gather_locations() gave each of those that came: places, or the error."""
 
     def attend(mine: RankReport) -> object:
         try:
-            return assemble(new_client(), mine, "key", Deadline(timeout_s))
+            return gather_locations(new_client(), mine, "key", Deadline(timeout_s))
         except DualdistError as error:
             return error
 
@@ -90,7 +96,7 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 
     def attend(rank: int) -> RendezvousResult:  # as a session does, it keeps the store, which rank 0 serves
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        return meet(topology, environ, "session", "native", native_store.connect, None, deadline)
+        return join_store(topology, environ, "session", "native", native_store.connect, None, deadline)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
@@ -112,7 +118,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
             started.wait(30)
         started.set()
         topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return meet(topology, environ, "session", "native", native_store.connect, None, Deadline(60))
+        return join_store(topology, environ, "session", "native", native_store.connect, None, Deadline(60))
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
@@ -125,7 +131,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
 def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
     topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
     with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
-        meet(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native_store.connect, None, Deadline(1))
+        join_store(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native_store.connect, None, Deadline(1))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

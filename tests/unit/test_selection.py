@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.rendezvous.backend_selection import checked_choice, chosen_backend, controller, over_mpi
+from dualdist.rendezvous.backend_selection import backend_under_mpi, check_choice, controller, select_backend
 from dualdist.topology import Topology
 
 
@@ -27,7 +27,7 @@ def topology(launcher: str, size: int = 2, *, mpi: bool = False) -> Topology:
     ],
 )
 def test_each_launcher_has_its_backend(launcher: str, expected: str) -> None:
-    assert chosen_backend("auto", topology(launcher)) == expected
+    assert select_backend("auto", topology(launcher)) == expected
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_each_launcher_has_its_backend(launcher: str, expected: str) -> None:
     ],
 )
 def test_mpirun_means_mpi_where_it_helps(horovod: bool, mpi4py: bool, gpu: bool, expected: str) -> None:
-    assert over_mpi(horovod, mpi4py, has_gpu=gpu) == expected
+    assert backend_under_mpi(horovod, mpi4py, has_gpu=gpu) == expected
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun", "horovodrun", "mpirun"])
 @pytest.mark.parametrize("asked", ["native", "horovod", "mpi"])
 def test_what_is_asked_for_is_taken(launcher: str, asked: str) -> None:
-    assert chosen_backend(asked, topology(launcher)) == asked
+    assert select_backend(asked, topology(launcher)) == asked
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_mpi_is_refused_where_the_launcher_starts_none() -> None:
 
 def test_a_wrong_choice_lists_the_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"'gloom'.* gloo, mpi .*DUALDIST_TRANSPORT\); did you mean 'gloo'"):
-        checked_choice("gloom", ("", "gloo", "mpi"), "transport", "DUALDIST_TRANSPORT")
+        check_choice("gloom", ("", "gloo", "mpi"), "transport", "DUALDIST_TRANSPORT")

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from dualdist.backends.base import Epilogue
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import STAGE_BYTES, HostChannel, line_bytes
-from dualdist.backends.shm.exchange import ShmMessage, open_mailbox
-from dualdist.backends.shm.segment import SegmentPeers, objection, share
+from dualdist.backends.shm.backend import STAGE_BYTES, HostChannel, channel_bytes
+from dualdist.backends.shm.exchange import ShmMessage, open_exchange
+from dualdist.backends.shm.segment import SegmentPeers, open_segment, unavailable_reason
 from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
 from dualdist.utils.deadline import Deadline
 
@@ -54,7 +54,7 @@ def call(body: Body, port: int, place: int, size: int) -> Any:
 
 
 def write_and_read(store: TcpStore, place: int, size: int) -> bytes:
-    segment = share(store, "key", place, size, 1 << 16, Deadline(TIMEOUT_S))
+    segment = open_segment(store, "key", place, size, 1 << 16, Deadline(TIMEOUT_S))
     view = segment.map(0, 1 << 16)
     view[place] = 7 + place
     deadline = Deadline(TIMEOUT_S)
@@ -68,14 +68,14 @@ def test_what_one_writes_the_others_read(in_processes: InProcesses) -> None:
 
 
 def test_too_little_room_is_said_with_what_to_type(tmp_path: Path) -> None:
-    assert objection(1 << 10, str(tmp_path)) == ""
-    assert "--shm-size" in objection(1 << 60, str(tmp_path))
-    assert "No such file" in objection(1, str(tmp_path / "missing"))
+    assert unavailable_reason(1 << 10, str(tmp_path)) == ""
+    assert "--shm-size" in unavailable_reason(1 << 60, str(tmp_path))
+    assert "No such file" in unavailable_reason(1, str(tmp_path / "missing"))
 
 
 def attach_to_too_much(store: TcpStore, place: int, size: int) -> str:
     with pytest.raises(BackendUnavailableError) as caught:
-        share(store, "key", place, size, 1 << 60, Deadline(TIMEOUT_S))
+        open_segment(store, "key", place, size, 1 << 60, Deadline(TIMEOUT_S))
     return str(caught.value)
 
 
@@ -88,7 +88,7 @@ def test_all_ranks_hear_that_there_is_no_room(in_processes: InProcesses) -> None
 def hold(port: int, pipe: Connection) -> None:
     """A second process: attaches, forks a child that outlives it, and waits to be killed."""
     store = TcpStore(dist.TCPStore("127.0.0.1", port, is_master=False), "127.0.0.1", "the test")
-    segment = share(store, "key", 1, 2, 1 << 12, Deadline(TIMEOUT_S))
+    segment = open_segment(store, "key", 1, 2, 1 << 12, Deadline(TIMEOUT_S))
     child = os.fork()
     if child == 0:
         time.sleep(TIMEOUT_S)
@@ -106,7 +106,7 @@ def test_a_killed_process_is_noticed_though_its_child_lives() -> None:
     other.start()
     try:
         store = TcpStore(server, "127.0.0.1", "the test")
-        segment = share(store, "key", 0, 2, 1 << 12, Deadline(TIMEOUT_S))
+        segment = open_segment(store, "key", 0, 2, 1 << 12, Deadline(TIMEOUT_S))
         child = here.recv()
         assert segment.is_alive(1)
         neighbours = SegmentPeers(segment, (4, 5), TIMEOUT_S)
@@ -122,13 +122,13 @@ def test_a_killed_process_is_noticed_though_its_child_lives() -> None:
 
 def test_a_wait_ends() -> None:
     store = TcpStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "", "the test")
-    segment = share(store, "key", 0, 1, 1 << 12, Deadline(TIMEOUT_S))
+    segment = open_segment(store, "key", 0, 1, 1 << 12, Deadline(TIMEOUT_S))
     with pytest.raises(CollectiveTimeoutError, match=r"0\.5 s"):
         SegmentPeers(segment, [0], 0.5).wait(lambda: False)
 
 
 def talk(store: TcpStore, place: int, size: int) -> list[list[bytes]]:
-    mailbox = open_mailbox(store, "key", range(size), place, Deadline(TIMEOUT_S))
+    mailbox = open_exchange(store, "key", range(size), place, Deadline(TIMEOUT_S))
     chance, heard = random.Random(place), []
     for number in range(200):
         payload = b"%d.%d:" % (place, number) + b"x" * chance.choice([0, 3, 900, 1010, 1011, 1012, 1013, 5000])
@@ -145,12 +145,12 @@ def test_messages_of_any_length_keep_their_order(in_processes: InProcesses, size
 
 
 def compare(store: TcpStore, place: int, size: int) -> list[bool]:
-    mailbox = open_mailbox(store, "key", range(size), place, Deadline(TIMEOUT_S))
+    mailbox = open_exchange(store, "key", range(size), place, Deadline(TIMEOUT_S))
     said = [(b"same", b"same"), (b"same", b"some"), (b"short", b"shorter"), (b"x" * 2000, b"x" * 2000)]
     found = []
     for pair in said:
         letters = ShmMessage(mailbox, pair[place])
-        found.append(letters.are_alike())
+        found.append(letters.all_equal())
         letters.wait()
     return found
 
@@ -160,7 +160,7 @@ def test_alike_is_told_apart_from_different(in_processes: InProcesses) -> None:
 
 
 def operate(store: TcpStore, place: int, size: int) -> None:
-    segment = share(store, "key", place, size, line_bytes(size), Deadline(TIMEOUT_S))
+    segment = open_segment(store, "key", place, size, channel_bytes(size), Deadline(TIMEOUT_S))
     line = HostChannel(segment, range(size), None, TIMEOUT_S, is_only_host=True)
     most = 3 * STAGE_BYTES // 8
     chance = random.Random(0)
@@ -191,7 +191,7 @@ def test_operations_of_every_size_in_any_order_keep_their_values(in_processes: I
 
 
 def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
-    segment = share(store, "key", place, size, line_bytes(size), Deadline(TIMEOUT_S))
+    segment = open_segment(store, "key", place, size, channel_bytes(size), Deadline(TIMEOUT_S))
     line = HostChannel(segment, range(size), None, TIMEOUT_S, is_only_host=True)
     buffers, places = [], []
     for _ in range(3):

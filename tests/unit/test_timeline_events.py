@@ -170,7 +170,7 @@ import os, sys
 import dualdist as dd
 from dualdist import session
 dd.init()
-session.current().endings.append(lambda: print("what comes after it"))
+session.current().close_callbacks.append(lambda: print("what comes after it"))
 os.rename(os.path.dirname(os.environ["DUALDIST_TIMELINE"]), os.path.join(sys.argv[1], "elsewhere"))
 try:
     dd.shutdown()

@@ -32,14 +32,14 @@ from dualdist.utils.horovod_names import real_horovod
 
 Controller = Literal["gloo", "mpi"]
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
-Settings = dict[str, "str | None"]  # None: unset
+Variables = dict[str, "str | None"]  # None: unset
 
 # Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
 # installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
-ALONE = {"OMPI_MCA_ess_singleton_isolated": "1"}
+SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
 
 
-def slots_of(places: Sequence[RankLocation]) -> list[Settings]:
+def slot_variables(places: Sequence[RankLocation]) -> list[Variables]:
     """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
     local_sizes = Counter(place.node_rank for place in places)
     columns: dict[int, list[int]] = defaultdict(list)
@@ -60,7 +60,7 @@ def slots_of(places: Sequence[RankLocation]) -> list[Settings]:
     ]
 
 
-def settings_for(controller: Controller, timeout_s: float, *, makes_sets: bool) -> Settings:
+def engine_variables(controller: Controller, timeout_s: float, *, makes_sets: bool) -> Variables:
     """Variables by which Horovod takes the controller, and reports a rank that does not come before our wait ends.
 
     Horovod's own end of a stalled job stays off: ours names the ranks, and knows of those that have joined. With
@@ -81,17 +81,17 @@ def _seconds(value: float) -> str:
 
 INSTALL = "dualdist install-horovod"
 # What Horovod and its transports write, in lower case.
-GONE = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
-LATE = ("timed out", "timeout")
+PEER_LOST = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
+TIMED_OUT = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
 # Horovod reduces no integers below 32 bits and no bfloat16.
-REDUCIBLE = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
+REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
 # Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
 POLL_S = 0.0001
 
 
 @real_horovod()
-def load() -> ModuleType:
+def import_horovod() -> ModuleType:
     """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
     if importlib.util.find_spec("horovod") is None:
         raise BackendUnavailableError(f"Horovod is not installed: run `{INSTALL}`, or use --backend native")
@@ -115,7 +115,7 @@ def is_built_with_mpi() -> bool:
     if importlib.util.find_spec("horovod") is None:
         return False
     record = read_record()
-    return bool(load().mpi_built()) if record is None or record.mpi is None else record.mpi
+    return bool(import_horovod().mpi_built()) if record is None or record.mpi is None else record.mpi
 
 
 class HorovodWork:
@@ -140,7 +140,7 @@ class HorovodWork:
             try:
                 result = self._hvd.synchronize(self._handle)
             except RuntimeError as error:
-                raise translated(error, self._timeout_s) from error
+                raise translate_error(error, self._timeout_s) from error
             self._result = result[0] if isinstance(result, tuple) else result  # alltoall adds what it received
         return self._result
 
@@ -206,7 +206,7 @@ class HorovodBackend(PlainBuffers):
     """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
 
     name = "horovod"
-    supported_reduce_dtypes = REDUCIBLE
+    supported_reduce_dtypes = REDUCE_DTYPES
     traceable = False
     done_means_all_started = True
 
@@ -278,16 +278,16 @@ class HorovodBackend(PlainBuffers):
         try:
             return HorovodWork(self._hvd, start(), self.timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise translated(error, self.timeout_s) from error
+            raise translate_error(error, self.timeout_s) from error
 
 
-def translated(error: Exception, timeout_s: float) -> Exception:
+def translate_error(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that Horovod raised."""
     text = " ".join(str(error).split()).split(". ")[0]
     lowered = text.lower()
-    if any(word in lowered for word in LATE):
+    if any(word in lowered for word in TIMED_OUT):
         return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
-    if any(word in lowered for word in GONE):
+    if any(word in lowered for word in PEER_LOST):
         return RankLostError(f"another rank ended or its connection broke ({text})")
     if any(word in lowered for word in MISMATCH):
         return MismatchError(text)

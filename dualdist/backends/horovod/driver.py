@@ -32,7 +32,7 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return environ.get(ELASTIC) == "1" and bool(environ.get(STORE_ADDRESS))
 
 
-def next_place(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+def next_slot(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
     """The variables of this rank's place in the next round; every rank that is left asks once, and waits for all.
 
     RemovedError where there is no place; RendezvousError where the driver does not answer.
@@ -59,7 +59,7 @@ def next_place(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
 
 
 @real_horovod()
-def hear(environ: Mapping[str, str], changed: Callable[[float, int], None]) -> Callable[[], None]:
+def watch_hosts(environ: Mapping[str, str], changed: Callable[[float, int], None]) -> Callable[[], None]:
     """changed(timestamp, how) is called in a thread when hosts come or go; calling the result ends that.
 
     The driver tells the first rank alone.

@@ -14,15 +14,15 @@ import torch
 
 from dualdist.backends.base import InitContext, Store
 from dualdist.backends.horovod.backend import (
-    ALONE,
     INSTALL,
+    SINGLETON_VARIABLES,
     Controller,
     HorovodBackend,
     ProcessSets,
-    Settings,
-    load,
-    settings_for,
-    slots_of,
+    Variables,
+    engine_variables,
+    import_horovod,
+    slot_variables,
 )
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import BackendUnavailableError, DualdistError, RankLostError, RendezvousError, UnsupportedError
@@ -64,14 +64,16 @@ def start_on_mpi(
     topology: Topology, environ: MutableMapping[str, str], device: torch.device, timeout_s: float
 ) -> HorovodBackend:
     """Start Horovod on the MPI that the launcher started, or on an MPI of one rank."""
-    hvd = load()
+    hvd = import_horovod()
     if not hvd.mpi_built():
         raise BackendUnavailableError(
             f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with temporary_variables(environ, {**settings_for("mpi", timeout_s, makes_sets=_makes_sets_safely()), **ALONE}):
+        with temporary_variables(
+            environ, {**engine_variables("mpi", timeout_s, makes_sets=_makes_sets_safely()), **SINGLETON_VARIABLES}
+        ):
             _init(hvd, topology, timeout_s)
     # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
     # process.
@@ -85,7 +87,7 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
     scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the
     same processes can lose its keys.
     """
-    hvd = load()
+    hvd = import_horovod()
     if not hvd.gloo_built():
         raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
     if hvd.is_initialized():
@@ -95,8 +97,8 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
         )
     topology, environ = world.topology, world.environ
     deadline = Deadline(world.timeout_s)
-    slots = slots_of(world.places)
-    settings = {**settings_for("gloo", world.timeout_s, makes_sets=_makes_sets_safely()), **slots[topology.rank]}
+    slots = slot_variables(world.places)
+    settings = {**engine_variables("gloo", world.timeout_s, makes_sets=_makes_sets_safely()), **slots[topology.rank]}
     settings[ELASTIC] = None  # the engine would ask this server for what horovodrun's has told us already
     stop_server: Callable[[], None] = _nothing
     if world.store is None:
@@ -129,7 +131,7 @@ def _nothing() -> None:
 
 def _serve_or_find(
     topology: Topology,
-    slots: Sequence[Settings],
+    slots: Sequence[Variables],
     store: Store,
     key: str,
     environ: MutableMapping[str, str],
@@ -158,7 +160,7 @@ def _serve_or_find(
 
 
 @real_horovod()
-def _serve(slots: Sequence[Settings]) -> tuple[int, Callable[[], None]]:
+def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 

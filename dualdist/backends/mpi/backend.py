@@ -54,9 +54,9 @@ T = TypeVar("T")
 # From so many bytes on the thread makes the call: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
 # Elements, or bytes, of one call: before version 4, MPI counts in 32 bits.
-MOST = (1 << 31) - 1
+MAX_COUNT = (1 << 31) - 1
 # How long a program waits for the thread: Note [patience].
-PATIENCE_S = 0.02
+WAIT_BUDGET_S = 0.02
 
 
 class MpiBackend(PlainBuffers):
@@ -90,7 +90,7 @@ class MpiBackend(PlainBuffers):
         return self._moved(buffer, lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True)
 
     def _allreduce(self, buffer: torch.Tensor, op: Any) -> Work:
-        mpi, pieces, (asked, called) = self.mpi, cut(buffer), self._comms
+        mpi, pieces, (asked, called) = self.mpi, split_calls(buffer), self._comms
         if mpi.is_concurrent and (buffer.nbytes >= LARGE_BYTES or buffer.is_cuda):
             return self._call(
                 lambda: [called.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer
@@ -105,12 +105,14 @@ class MpiBackend(PlainBuffers):
     def _allgather(self, tensor: torch.Tensor) -> Work:
         mpi, comm = self.mpi, self._comms[0]
         output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        if tensor.nbytes <= MOST:
+        if tensor.nbytes <= MAX_COUNT:
             return self._ask(lambda: [comm.Iallgather(mpi.bytes(tensor), mpi.blocks(output))], output, tensor)
         blocks = output.chunk(self.size)
         blocks[self.rank].copy_(tensor)
         return self._ask(
-            lambda: [comm.Ibcast(mpi.bytes(piece), root) for root, block in enumerate(blocks) for piece in cut(block)],
+            lambda: [
+                comm.Ibcast(mpi.bytes(piece), root) for root, block in enumerate(blocks) for piece in split_calls(block)
+            ],
             output,
             tensor,
         )
@@ -120,7 +122,7 @@ class MpiBackend(PlainBuffers):
 
     def _broadcast(self, buffer: torch.Tensor, root: int) -> Work:
         mpi, comm = self.mpi, self._comms[0]
-        return self._ask(lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in cut(buffer)], buffer, buffer)
+        return self._ask(lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(buffer)], buffer, buffer)
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
         return self._moved(tensor, lambda given: self._alltoall(given, sent, received), is_alike=False)
@@ -135,8 +137,8 @@ class MpiBackend(PlainBuffers):
 
         def begin() -> list[Any]:
             return [
-                *(comm.Irecv(mpi.bytes(piece), other) for other in others for piece in cut(taken[other])),
-                *(comm.Isend(mpi.bytes(piece), other) for other in others for piece in cut(given[other])),
+                *(comm.Irecv(mpi.bytes(piece), other) for other in others for piece in split_calls(taken[other])),
+                *(comm.Isend(mpi.bytes(piece), other) for other in others for piece in split_calls(given[other])),
             ]
 
         return self._ask(begin, output, tensor)
@@ -151,7 +153,7 @@ class MpiBackend(PlainBuffers):
         places = [self.ranks.index(rank) for rank in ranks]
 
         def create(comm: Any) -> Any:
-            with freed(comm.Get_group()) as everybody, freed(everybody.Incl(places)) as members:
+            with freeing(comm.Get_group()) as everybody, freeing(everybody.Incl(places)) as members:
                 return comm.Create_group(members)
 
         return self._child(ranks, list(ranks).index(mine), create)
@@ -247,15 +249,15 @@ class MpiBackend(PlainBuffers):
             work.make()
 
 
-def cut(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensor in pieces that MPI can count the bytes of; none where there is nothing."""
-    if 0 < tensor.nbytes <= MOST:
+    if 0 < tensor.nbytes <= MAX_COUNT:
         return (tensor,)
-    return tensor.view(-1).split(MOST // tensor.element_size()) if tensor.nbytes else ()
+    return tensor.view(-1).split(MAX_COUNT // tensor.element_size()) if tensor.nbytes else ()
 
 
 @contextlib.contextmanager
-def freed(group: Any) -> Iterator[Any]:
+def freeing(group: Any) -> Iterator[Any]:
     """One of MPI's groups of processes, for the block."""
     try:
         yield group
@@ -263,13 +265,13 @@ def freed(group: Any) -> Iterator[Any]:
         group.Free()
 
 
-def patience_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
+def wait_budget_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
     """How long a program waits for the thread, not at all where each rank has a core for it: Note [patience].
 
     Ranks that may use all cores of the machine share them.
     """
     own = cores // local_size if cores == cores_of_machine else cores
-    return 0.0 if own > threads else PATIENCE_S
+    return 0.0 if own > threads else WAIT_BUDGET_S
 
 
 def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: float) -> MpiBackend:
@@ -290,7 +292,7 @@ def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: floa
 
     api = call_within(timeout_s, lambda: mpi_world.start(topology, environ), error)
     cores = usable_cores(), machine_cores()
-    mpi = MpiCalls(api, patience_s(*cores, topology.local_size, torch.get_num_threads()))
+    mpi = MpiCalls(api, wait_budget_s(*cores, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)
     backend.open(api.COMM_WORLD)
     atexit.register(backend.at_exit)

@@ -40,7 +40,7 @@ OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
 # How a rank waits: it asks, then lets others have the core in between, then sleeps. MPI moves on only when it is asked:
 # nobody sleeps while the operation's bytes may still be moving, if at no more than this rate.
-ASKS = 20
+POLLS = 20
 BUSY_S = 0.005
 BYTES_PER_S = 500e6
 PAUSE_S = 0.0001
@@ -135,7 +135,7 @@ class MpiRequest:
             raise self._line.mpi.translated(error) from error
 
     def wait(self) -> torch.Tensor:
-        for _ in range(ASKS):
+        for _ in range(POLLS):
             if self.done():
                 return self._result
         deadline = Deadline(self._timeout_s)
@@ -146,7 +146,7 @@ class MpiRequest:
             elif not self._line.is_open:
                 raise NotInitializedError(CLOSED)
             elif deadline.passed():
-                raise late(self._timeout_s)
+                raise timeout_error(self._timeout_s)
             else:
                 deadline.sleep(PAUSE_S)
         return self._result
@@ -188,7 +188,7 @@ class MpiBlockingCall:
 
     def wait(self) -> torch.Tensor:
         if not self.is_over_within(self._timeout_s):
-            raise late(self._timeout_s)
+            raise timeout_error(self._timeout_s)
         if self._error is not None:
             raise self._error
         return self._result
@@ -216,7 +216,7 @@ class HostStagedWork:
         return self._target
 
 
-def late(timeout_s: float) -> CollectiveTimeoutError:
+def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
 
 

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 # Under another MPI's mpirun, Open MPI is a job of one: it shall show so, not look for its daemon and abort.
-ISOLATED = {"OMPI_MCA_ess_singleton_isolated": "1"}
+SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
-BRIEFLY = {"OMPI_MCA_btl": "^ofi", **ISOLATED}
+BROADCAST_VARIABLES = {"OMPI_MCA_btl": "^ofi", **SINGLETON_VARIABLES}
 # What follows it in /proc/self/maps is "(deleted)", where the name is gone.
 MPICH_MEMORY = re.compile(r"/dev/shm/mpich_shm_\w+$", re.MULTILINE)
 
-OTHERWISE = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
+WITHOUT_MPI = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
 
 def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> str:
@@ -64,7 +64,7 @@ def check_world(rank: int, size: int, topology: Topology) -> None:
             f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), "
             f"but MPI says rank {rank} of {size}: "
             "this mpi4py uses another MPI than the mpirun that started it; put that MPI's mpirun first on PATH, "
-            f"or install mpi4py for this MPI (that of PyPI takes the one that MPI4PY_LIBMPI names), {OTHERWISE}"
+            f"or install mpi4py for this MPI (that of PyPI takes the one that MPI4PY_LIBMPI names), {WITHOUT_MPI}"
         )
 
 
@@ -76,7 +76,7 @@ def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
             "MPI was finished in this process, by a session on another backend, and cannot start again: start a new job"
         )
     if not api.Is_initialized():
-        _init(api, environ, ISOLATED)
+        _init(api, environ, SINGLETON_VARIABLES)
         atexit.register(_end, api)
         if "MPICH" in api.Get_library_version():
             _forget_memory(api.COMM_WORLD)
@@ -126,14 +126,14 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
     """MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
     api = _load(
         f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({{}}): "
-        f"pip install mpi4py, {OTHERWISE}"
+        f"pip install mpi4py, {WITHOUT_MPI}"
     )
     if api.Is_finalized():
-        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {OTHERWISE}")
+        raise RendezvousError(f"MPI was already finished in this process and cannot start again: {WITHOUT_MPI}")
     if api.Is_initialized():
         yield api.COMM_WORLD
         return
-    _init(api, environ, BRIEFLY)
+    _init(api, environ, BROADCAST_VARIABLES)
     try:
         yield api.COMM_WORLD
     finally:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import NO_PLACE, Buffer, ReduceOp, Work
+from dualdist.backends.base import UNRESERVED, Buffer, ReduceOp, Work
 from dualdist.backends.buffers import PlainBuffer
-from dualdist.backends.native.store import LATE, TcpStore, first_line
-from dualdist.backends.shm.backend import WHOLE_BYTES, HostChannel, line_bytes
-from dualdist.backends.shm.segment import share
+from dualdist.backends.native.store import TIMED_OUT, TcpStore, first_line
+from dualdist.backends.shm.backend import ONE_PHASE_BYTES, HostChannel, channel_bytes
+from dualdist.backends.shm.segment import open_segment
 from dualdist.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -44,7 +44,7 @@ OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 # What Gloo and NCCL both reduce by every operation.
-REDUCIBLE = frozenset(
+REDUCE_DTYPES = frozenset(
     (
         torch.float16,
         torch.bfloat16,
@@ -59,7 +59,7 @@ REDUCIBLE = frozenset(
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
 BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
 # What Gloo and NCCL write, in lower case, when a rank is gone.
-GONE = (
+PEER_LOST = (
     "connection closed",
     "connection reset",
     "connection refused",
@@ -84,7 +84,7 @@ class NativeWork:
         try:
             self._work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            raise translated(error, self._timeout_s) from error
+            raise translate_error(error, self._timeout_s) from error
         return self._result
 
 
@@ -96,7 +96,7 @@ class NativeBackend:
     """
 
     name = "native"
-    supported_reduce_dtypes = REDUCIBLE
+    supported_reduce_dtypes = REDUCE_DTYPES
     traceable = True
     done_means_all_started = True
 
@@ -144,7 +144,7 @@ class NativeBackend:
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         host = self._host
-        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > WHOLE_BYTES):
+        if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > ONE_PHASE_BYTES):
             self._require_open()
             return host.allreduce_(buffer, op, name)
         return self._allreduce_between_all_(buffer, op, name)
@@ -182,20 +182,20 @@ class NativeBackend:
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
         if self._host is None or device.type != "cpu":
-            return NO_PLACE
+            return UNRESERVED
         place, reason = self._host.reserve(nbytes)
         if reason and not self._is_full and self.rank == 0:
             print(f"{USES_GLOO} for some of the gradients: {reason}", file=sys.stderr)
         self._is_full = bool(reason)
-        return NO_PLACE if reason else place
+        return UNRESERVED if reason else place
 
     def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        if self._host is None or place == NO_PLACE:
+        if self._host is None or place == UNRESERVED:
             return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
         return self._host.buffer(place, number, count, dtype)
 
     def drop(self, place: int) -> None:
-        if self._host is not None and place != NO_PLACE:
+        if self._host is not None and place != UNRESERVED:
             self._host.drop(place)
 
     def channel(self, key: str) -> NativeBackend:
@@ -284,7 +284,7 @@ class NativeBackend:
         deadline, room = Deadline(self.timeout_s), len(mine) * SHM_BYTES_PER_RANK
         segment, reason = None, ""
         try:
-            segment = share(store, f"host/{mine[0]}", place, len(mine), line_bytes(len(mine)), deadline, room)
+            segment = open_segment(store, f"host/{mine[0]}", place, len(mine), channel_bytes(len(mine)), deadline, room)
         except BackendUnavailableError as error:
             reason = str(error)
             if place == 0 and USES_GLOO not in self._said:
@@ -315,7 +315,7 @@ class NativeBackend:
                 options._timeout = timeout
                 groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         except RuntimeError as error:
-            raise translated(error, self.timeout_s) from error
+            raise translate_error(error, self.timeout_s) from error
         return groups
 
     def _groups(self) -> Mapping[str, ProcessGroup]:
@@ -339,7 +339,7 @@ class NativeBackend:
         try:
             return NativeWork(start(), result, self.timeout_s)
         except (RuntimeError, ValueError) as error:
-            raise translated(error, self.timeout_s) from error
+            raise translate_error(error, self.timeout_s) from error
 
 
 def built_with() -> dict[str, int]:
@@ -351,12 +351,12 @@ def built_with() -> dict[str, int]:
     return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
 
 
-def translated(error: Exception, timeout_s: float) -> Exception:
+def translate_error(error: Exception, timeout_s: float) -> Exception:
     """Our error for one that torch.distributed raised."""
     text = str(error).lower()
-    if any(word in text for word in GONE):
+    if any(word in text for word in PEER_LOST):
         return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")
-    if any(word in text for word in LATE):
+    if any(word in text for word in TIMED_OUT):
         return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
         return UnsupportedError(f"torch.distributed cannot move this ({first_line(error)})")

@@ -14,7 +14,7 @@ from dualdist.errors import RendezvousError
 from dualdist.utils.deadline import Deadline, call_within
 
 # What the store, Gloo and NCCL write, in lower case, when a rank is late.
-LATE = ("timed out", "timeout")
+TIMED_OUT = ("timed out", "timeout")
 # On Linux, the open files of this process, and with them its sockets.
 SOCKETS = "/proc/self/fd"
 
@@ -47,7 +47,7 @@ class TcpStore:
         with self._ours():
             return bool(self.store.check([key]))
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Where it is a TCPStore: its calls know no timeout while they wait for an answer."""
         store = self.store
         while isinstance(store, dist.PrefixStore):
@@ -70,7 +70,7 @@ class _StoreErrors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in LATE):
+        if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in TIMED_OUT):
             raise TimeoutError(str(error)) from error
         if isinstance(error, dist.DistError):
             raise RendezvousError(

@@ -2,7 +2,7 @@
 
 Every rank has a slot to write to, and each reduces its part of everybody's slots: the ranks of a host read each other's
 memory, and nothing is sent. Ranks move on when they look (Work.done and Work.wait), without a thread. Where there are
-several hosts, the first rank of each, its leader, reduces the result with the other leaders, and tells its neighbours.
+several hosts, the first rank of each, its leader, reduces the result with the other leaders, and tells its peers.
 
 Note [in turn]: values that every rank reads whole need no second phase where four buffers are used in turn, and two at
 most are under way: whoever writes a fifth has seen that all posted the third, before which they had read the first.
@@ -18,8 +18,7 @@ import torch
 
 from dualdist.backends.base import Backend, ReduceOp, Work
 from dualdist.backends.control_plane import as_bytes
-from dualdist.backends.shm.exchange import ShmExchange
-from dualdist.backends.shm.exchange import nbytes as mailbox_bytes
+from dualdist.backends.shm.exchange import ShmExchange, exchange_bytes
 from dualdist.backends.shm.reduction import (
     BEGUN,
     PIECE_BYTES,
@@ -34,23 +33,23 @@ from dualdist.backends.shm.reduction import (
     StagedCollective,
     shared_bytes,
 )
-from dualdist.backends.shm.segment import SegmentPeers, SharedSegment, pages
+from dualdist.backends.shm.segment import SegmentPeers, SharedSegment, round_to_pages
 from dualdist.errors import BackendUnavailableError
 
 # What passes through in pieces passes through slots of this size; it fits a processor's second cache.
 STAGE_BYTES = 1 << 20
-AT_ONCE = 2
-STAGES = 2 * AT_ONCE
+MAX_IN_FLIGHT = 2
+STAGES = 2 * MAX_IN_FLIGHT
 # Up to here every rank reduces all by itself, which takes one phase, not two.
-WHOLE_BYTES = 1 << 14
+ONE_PHASE_BYTES = 1 << 14
 REASON = 500  # characters
 # How many slots a rank has to choose from.
-CHOICES = 2
+SLOTS_PER_RANK = 2
 
 
-def line_bytes(size: int) -> int:
+def channel_bytes(size: int) -> int:
     """What a line of so many ranks takes from the start."""
-    return mailbox_bytes(size) + STAGES * shared_bytes(size, size + 1, STAGE_BYTES)
+    return exchange_bytes(size) + STAGES * shared_bytes(size, size + 1, STAGE_BYTES)
 
 
 class HostChannel:
@@ -65,14 +64,14 @@ class HostChannel:
         *,
         is_only_host: bool,
     ) -> None:
-        self.neighbours = SegmentPeers(segment, ranks, timeout_s)
+        self.peers = SegmentPeers(segment, ranks, timeout_s)
         self.is_only_host = is_only_host
         self.leaders = leaders  # the line between the hosts' first ranks, on those
         self.under_way: list[BufferReduction] = []
         self._segment = segment
-        self._mailbox = ShmExchange(self.neighbours)
+        self._mailbox = ShmExchange(self.peers)
         slots = segment.size + 1
-        stage_bytes, start = shared_bytes(segment.size, slots, STAGE_BYTES), mailbox_bytes(segment.size)
+        stage_bytes, start = shared_bytes(segment.size, slots, STAGE_BYTES), exchange_bytes(segment.size)
         self._stages = [ShmSlots(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
         self._end = start + STAGES * stage_bytes
         self._reserved: dict[int, int] = {}  # where buffers start -> bytes of a slot
@@ -84,11 +83,11 @@ class HostChannel:
 
     @property
     def timeout_s(self) -> float:
-        return self.neighbours.timeout_s
+        return self.peers.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        self.neighbours.timeout_s = value
+        self.peers.timeout_s = value
         if self.leaders is not None:
             self.leaders.timeout_s = value
 
@@ -115,7 +114,7 @@ class HostChannel:
     @property
     def _slots(self) -> int:
         """Those of a buffer: two for each rank, or where there are several hosts one, and one for the result."""
-        return self._segment.size * CHOICES if self.is_only_host else self._segment.size + 1
+        return self._segment.size * SLOTS_PER_RANK if self.is_only_host else self._segment.size + 1
 
     def _allocated(self, start: int, nbytes: int) -> str:
         """Make room, for the first slot of every rank only: a rank that needs its second one sees to it then."""
@@ -150,11 +149,11 @@ class HostChannel:
         self.free_dropped()
         nbytes, size = self._reserved[start], self._segment.size
         if number:
-            if not self.is_only_host or number >= CHOICES:
+            if not self.is_only_host or number >= SLOTS_PER_RANK:
                 return None
             try:
                 mine = shared_bytes(size, number * size + self._segment.place, nbytes)
-                self._segment.allocate(start + mine, pages(nbytes))
+                self._segment.allocate(start + mine, round_to_pages(nbytes))
             except BackendUnavailableError:
                 return None
         if start not in self._made:
@@ -168,7 +167,7 @@ class HostChannel:
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         """See Backend.allreduce_; on the only host few values begin to travel now, others when they are waited for."""
-        if self.is_only_host and buffer.nbytes <= WHOLE_BYTES:
+        if self.is_only_host and buffer.nbytes <= ONE_PHASE_BYTES:
             self._finish_last()
             self._last = SmallReduction(self, buffer, op)
             return self._last
@@ -193,7 +192,7 @@ class HostChannel:
         for number, piece in enumerate(flat.split(STAGE_BYTES // flat.itemsize)):
             stage = self._filled(piece)
             begun.append((piece, MultiHostReduction(self, stage, len(piece), flat.dtype, op, f"{name}.{number}")))
-            if len(begun) == AT_ONCE:
+            if len(begun) == MAX_IN_FLIGHT:
                 _finish(*begun.pop(0))
         for piece, work in begun:
             _finish(piece, work)
@@ -212,7 +211,7 @@ class HostChannel:
         def finish_first() -> None:
             piece, turn, number = posted.popleft()
             if not self._stages[turn].have_all(POSTED, number):
-                self.neighbours.wait(functools.partial(self._stages[turn].have_all, POSTED, number))
+                self.peers.wait(functools.partial(self._stages[turn].have_all, POSTED, number))
             theirs = slots[turn][1 - place]
             reduce(piece, theirs if len(piece) == count else theirs[: len(piece)], out=piece)
 
@@ -222,7 +221,7 @@ class HostChannel:
             mine = slots[turn][place]
             (mine if len(piece) == count else mine[: len(piece)]).copy_(piece)
             posted.append((piece, turn, self._stages[turn].post()))
-            if len(posted) == AT_ONCE:
+            if len(posted) == MAX_IN_FLIGHT:
                 finish_first()
         while posted:
             finish_first()
@@ -256,7 +255,7 @@ class HostChannel:
         """The bytes that every rank gives, to be read before the next call: Note [in turn]."""
         self._finish_last()
         posted = self.post(mine)
-        self.neighbours.wait(posted.arrived)
+        self.peers.wait(posted.arrived)
         return posted.slots(torch.uint8, count)
 
     def post(self, values: torch.Tensor) -> PostedRows:
@@ -277,7 +276,7 @@ class HostChannel:
             self._last = None
 
     def close(self) -> None:
-        self.neighbours.close()
+        self.peers.close()
 
 
 def _finish(piece: torch.Tensor, work: Work) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualdist.backends.shm.segment import SegmentPeers, pages, share
+from dualdist.backends.shm.segment import SegmentPeers, open_segment, round_to_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from dualdist.utils.deadline import Deadline
 
 ROW_BYTES = 1024
-LINE_BYTES = 64  # of a processor's cache: what one rank writes is alone on its line
+CACHE_LINE_BYTES = 64  # of a processor's cache: what one rank writes is alone on its line
 WORD_BYTES = 8
 LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
-SHEET_BYTES = INLINE_BYTES - LENGTH_BYTES
+FRAGMENT_BYTES = INLINE_BYTES - LENGTH_BYTES
 
 
-def nbytes(size: int) -> int:
+def exchange_bytes(size: int) -> int:
     """What the mailbox of so many ranks takes of a segment."""
-    return pages(size * (LINE_BYTES + 2 * ROW_BYTES))
+    return round_to_pages(size * (CACHE_LINE_BYTES + 2 * ROW_BYTES))
 
 
 class ShmExchange:
     """Lies at the beginning of a segment."""
 
-    def __init__(self, neighbours: SegmentPeers) -> None:
-        segment = neighbours.segment
+    def __init__(self, peers: SegmentPeers) -> None:
+        segment = peers.segment
         self.size = segment.size
-        self.neighbours = neighbours
-        memory = memoryview(segment.map(0, nbytes(self.size)))
+        self.peers = peers
+        memory = memoryview(segment.map(0, exchange_bytes(self.size)))
         self._words = memory.cast("q")
-        self._rows = memory[self.size * LINE_BYTES :]
-        self._mine = segment.place * LINE_BYTES // WORD_BYTES
-        self._theirs = [place * LINE_BYTES // WORD_BYTES for place in range(self.size) if place != segment.place]
+        self._rows = memory[self.size * CACHE_LINE_BYTES :]
+        self._mine = segment.place * CACHE_LINE_BYTES // WORD_BYTES
+        self._theirs = [place * CACHE_LINE_BYTES // WORD_BYTES for place in range(self.size) if place != segment.place]
         self._place = segment.place
         self._sent = 0
 
@@ -59,7 +59,7 @@ class ShmExchange:
 
     def read(self) -> list[bytes]:
         """What every rank has posted, in the order of their places, once all have."""
-        self.neighbours.wait(self.have_all_posted)
+        self.peers.wait(self.have_all_posted)
         messages = []
         for place in range(self.size):
             start = (2 * place + (self._sent - 1) % 2) * ROW_BYTES
@@ -67,18 +67,18 @@ class ShmExchange:
             messages.append(bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + length]))
         return messages
 
-    def all_say(self, message: bytes) -> bool:
+    def all_posted(self, message: bytes) -> bool:
         """Whether every rank has posted this same message, once all have."""
-        self.neighbours.wait(self.have_all_posted)
+        self.peers.wait(self.have_all_posted)
         for place in range(self.size):
             start = (2 * place + (self._sent - 1) % 2) * ROW_BYTES
             if bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + len(message)]) != message:
                 return False
         return True
 
-    def tails(self, head: bytes, length: int) -> list[bytes] | None:
+    def suffixes(self, head: bytes, length: int) -> list[bytes] | None:
         """What follows `head` in every rank's message of this length; None where some rank posted anything else."""
-        self.neighbours.wait(self.have_all_posted)
+        self.peers.wait(self.have_all_posted)
         rows, middle, turn = self._rows, len(head), (self._sent - 1) % 2
         tails = []
         for place in range(self.size):
@@ -95,7 +95,7 @@ class ShmExchange:
         return self.read()
 
     def close(self) -> None:
-        self.neighbours.close()
+        self.peers.close()
 
 
 class ShmMessage:
@@ -104,18 +104,18 @@ class ShmMessage:
     def __init__(self, mailbox: ShmExchange, payload: bytes) -> None:
         self._mailbox = mailbox
         self._payload = payload
-        self._first = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:SHEET_BYTES]
+        self._first = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:FRAGMENT_BYTES]
         mailbox.post(self._first)
 
-    def are_alike(self) -> bool:
+    def all_equal(self) -> bool:
         """Whether all ranks are known to have passed the same, which is quicker to say than what they passed."""
-        return len(self._payload) <= SHEET_BYTES and self._mailbox.all_say(self._first)
+        return len(self._payload) <= FRAGMENT_BYTES and self._mailbox.all_posted(self._first)
 
-    def tails(self, agreed: bytes) -> list[bytes] | None:
+    def suffixes(self, agreed: bytes) -> list[bytes] | None:
         """What follows `agreed` in what the ranks passed; None where some rank passed anything else."""
-        if len(self._payload) > SHEET_BYTES:
+        if len(self._payload) > FRAGMENT_BYTES:
             return None
-        return self._mailbox.tails(self._first[:LENGTH_BYTES] + agreed, len(self._first))
+        return self._mailbox.suffixes(self._first[:LENGTH_BYTES] + agreed, len(self._first))
 
     def done(self) -> bool:
         """Whether the first sheet, mostly the only one, has arrived from every rank."""
@@ -126,13 +126,13 @@ class ShmMessage:
         said = self._mailbox.read()
         longest = max(int.from_bytes(sheet[:LENGTH_BYTES], "little") for sheet in said)
         payloads = [sheet[LENGTH_BYTES:] for sheet in said]
-        for start in range(SHEET_BYTES, longest, SHEET_BYTES):
-            more = self._mailbox.exchange(self._payload[start : start + SHEET_BYTES])
+        for start in range(FRAGMENT_BYTES, longest, FRAGMENT_BYTES):
+            more = self._mailbox.exchange(self._payload[start : start + FRAGMENT_BYTES])
             payloads = [payload + sheet for payload, sheet in zip(payloads, more, strict=True)]
         return payloads
 
 
-def open_mailbox(store: Store, key: str, ranks: Sequence[int], place: int, deadline: Deadline) -> ShmExchange:
+def open_exchange(store: Store, key: str, ranks: Sequence[int], place: int, deadline: Deadline) -> ShmExchange:
     """A mailbox of these ranks, of which this is number `place`; all of them call this, and share a host."""
-    segment = share(store, key, place, len(ranks), nbytes(len(ranks)), deadline)
+    segment = open_segment(store, key, place, len(ranks), exchange_bytes(len(ranks)), deadline)
     return ShmExchange(SegmentPeers(segment, ranks, deadline.timeout_s))

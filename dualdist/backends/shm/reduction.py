@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualdist.backends.base import Epilogue, ReduceOp, Work
-from dualdist.backends.buffers import uses
-from dualdist.backends.shm.exchange import LINE_BYTES, WORD_BYTES
-from dualdist.backends.shm.segment import SharedSegment, pages
+from dualdist.backends.buffers import storage_uses
+from dualdist.backends.shm.exchange import CACHE_LINE_BYTES, WORD_BYTES
+from dualdist.backends.shm.segment import SharedSegment, round_to_pages
 
 if TYPE_CHECKING:
     from dualdist.backends.shm.backend import HostChannel
@@ -30,16 +30,16 @@ class ShmSlots:
         memory = segment.map(start, shared_bytes(self.size, slots, nbytes))
         self._memory = memory
         self._words = memoryview(memory).cast("q")
-        step, width = LINE_BYTES // WORD_BYTES, pages(nbytes)
+        step, width = CACHE_LINE_BYTES // WORD_BYTES, round_to_pages(nbytes)
         others = [place for place in range(self.size) if place != self.place]
         self._mine = self.place * step
         self._theirs = [place * step for place in others]
-        body = pages(self.size * LINE_BYTES)
+        body = round_to_pages(self.size * CACHE_LINE_BYTES)
         self._places = [(nbytes, body + number * width) for number in range(slots)]
         # Each has a storage of its own, whose users can be counted.
         self.slots = [self._slot(number) for number in range(slots)]
         self._addresses = [slot.data_ptr() for slot in self.slots]
-        self.uses_alone = uses(self.slots[0])
+        self.uses_alone = storage_uses(self.slots[0])
         self.rows: list[weakref.WeakSet[Any]] = [weakref.WeakSet() for _ in self.slots]
 
     def _slot(self, number: int) -> torch.Tensor:
@@ -73,11 +73,11 @@ class ShmSlots:
 
     def told(self, word: int) -> list[int]:
         """This word of every rank."""
-        return [self._words[place * LINE_BYTES // WORD_BYTES + word] for place in range(self.size)]
+        return [self._words[place * CACHE_LINE_BYTES // WORD_BYTES + word] for place in range(self.size)]
 
     def is_looked_at(self) -> bool:
         """Whether anybody here looks at this rank's slots."""
-        return any(uses(slot) > self.uses_alone for slot in self.slots[self.place :: self.size])
+        return any(storage_uses(slot) > self.uses_alone for slot in self.slots[self.place :: self.size])
 
     def drop(self) -> None:
         """This rank will not use it again."""
@@ -94,7 +94,7 @@ class ShmSlots:
 
 def shared_bytes(size: int, slots: int, nbytes: int) -> int:
     """What a ShmSlots of so many ranks and slots takes of its segment."""
-    return pages(size * LINE_BYTES) + slots * pages(nbytes)
+    return round_to_pages(size * CACHE_LINE_BYTES) + slots * round_to_pages(nbytes)
 
 
 # Note [phases]: a round of a buffer has two. A rank has "posted" when its values are in its slot, and has "finished"
@@ -138,7 +138,7 @@ class BufferReduction(ABC):
 
     def wait(self) -> torch.Tensor:
         if not self._is_done:
-            self._line.neighbours.wait(self.done)
+            self._line.peers.wait(self.done)
         return self._result
 
     def advance(self, *, may_leave: bool) -> bool:
@@ -275,7 +275,7 @@ class SmallReduction:
 
     def wait(self) -> torch.Tensor:
         if not self._is_done:
-            self._line.neighbours.wait(self.done)
+            self._line.peers.wait(self.done)
         return self._buffer
 
 

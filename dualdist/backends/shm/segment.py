@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 FOLDER = "/dev/shm"
 # Without fences, which Python does not have, only these processors show one core's writes to another in their order.
-PROCESSORS = ("x86_64", "AMD64")
+ORDERED_PROCESSORS = ("x86_64", "AMD64")
 # How a rank waits: it polls, then lets others have the core in between, then sleeps and looks who still lives.
 POLLS = 100
 BUSY_S = 0.002
 PAUSE_S = 0.0001
-LOOK_S = 0.2
+LIVENESS_CHECK_S = 0.2
 FAILED = "!"
 FLOCK = "@hhqqi0q"  # fcntl(2): struct flock
 PEER = "3i"  # unix(7): struct ucred
 
 
-def objection(wanted: int, folder: str = FOLDER) -> str:
+def unavailable_reason(wanted: int, folder: str = FOLDER) -> str:
     """Why ranks of this host cannot share so many bytes of memory, or nothing."""
-    if platform.machine() not in PROCESSORS:
+    if platform.machine() not in ORDERED_PROCESSORS:
         return f"a {platform.machine()} processor may show writes in another order"
     try:
         found = os.statvfs(folder)
@@ -124,12 +124,12 @@ class SegmentPeers:
             if ready():
                 return
             os.sched_yield()
-        look_at = time.monotonic() + LOOK_S
+        look_at = time.monotonic() + LIVENESS_CHECK_S
         while not ready():
             deadline.sleep(PAUSE_S)
             if time.monotonic() < look_at:
                 continue
-            look_at = time.monotonic() + LOOK_S
+            look_at = time.monotonic() + LIVENESS_CHECK_S
             if not self.is_open:
                 raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
             lost = [rank for place, rank in enumerate(self.ranks) if not self.segment.is_alive(place)]
@@ -147,12 +147,12 @@ class SegmentPeers:
             self.segment.leave()
 
 
-def pages(nbytes: int) -> int:
+def round_to_pages(nbytes: int) -> int:
     """The number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def share(
+def open_segment(
     store: Store, key: str, place: int, size: int, nbytes: int, deadline: Deadline, room: int = 0
 ) -> SharedSegment:
     """A segment of `size` processes of this host, the first of which makes it; all of them call this.
@@ -204,7 +204,7 @@ def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, ro
 
 def _files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]:
     """The files of a new segment, which the segment closes; BackendUnavailableError where there is no room."""
-    reason = objection(room)
+    reason = unavailable_reason(room)
     if reason:
         raise BackendUnavailableError(reason)
     try:

@@ -85,7 +85,7 @@ def horovod_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any
     """The optimizer in Horovod's DistributedOptimizer, on the engine that a session of dualdist has started."""
     from dualdist.backends.horovod import backend as horovod
 
-    return horovod.load().DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return horovod.import_horovod().DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
 def collective_of(backend: str) -> BaselineAllreduce:
@@ -105,7 +105,7 @@ def _of_torch() -> BaselineAllreduce:
 def _of_horovod() -> BaselineAllreduce:
     from dualdist.backends.horovod import backend as horovod
 
-    hvd = horovod.load()
+    hvd = horovod.import_horovod()
 
     def in_place(tensor: torch.Tensor) -> None:
         hvd.allreduce_(tensor, name=f"raw.in_place.{tensor.numel()}", op=hvd.Sum)

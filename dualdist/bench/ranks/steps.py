@@ -139,7 +139,7 @@ def memory(name: str, backend: str, options: StepOptions, topology: Topology, st
     if backend == "horovod" and name in SESSION:
         from dualdist.backends.horovod import backend as horovod
 
-        horovod.load()
+        horovod.import_horovod()
     could_reset = reset_peak()
     before = resident_kib()
     end: Callable[[], None] = _nothing

@@ -12,7 +12,7 @@ from enum import IntFlag
 from typing import Any, Protocol, TypeVar
 
 from dualdist import session
-from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, hear, is_elastic
+from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is_elastic, watch_hosts
 from dualdist.elastic import recovery
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, MismatchError
@@ -61,7 +61,7 @@ class WorkerNotificationManager:
         with self._lock:
             if self._hears or not is_elastic(environ):
                 return
-            hear(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
+            watch_hosts(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
             self._hears = True
 
     def register_listener(self, listener: Listener) -> None:
