@@ -27,8 +27,8 @@ from rich.table import Table
 
 from common.help import parser as parser_of
 from dualdist.errors import DualdistError, LaunchError
-from dualdist.launch.execute import look, run
-from dualdist.launch.launchers import Job, Site, command
+from dualdist.launch.execute import find_site, run_command
+from dualdist.launch.launchers import Job, Site, build_command
 
 TRAIN = Path(__file__).with_name("train.py")
 BATCH = 8  # per rank; plain python takes the batches of all ranks together
@@ -63,7 +63,7 @@ RUNS = (
 def main() -> int:
     options = parse()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    site, began = look(), time.monotonic()
+    site, began = find_site(), time.monotonic()
     results: dict[Run, dict[str, Any] | str] = {}
     with tempfile.TemporaryDirectory(prefix="dualdist-demo-") as folder:
         for number, chosen in enumerate(options.runs, 1):
@@ -89,7 +89,7 @@ def train(chosen: Run, site: Site, options: argparse.Namespace, file: Path) -> d
     flags |= {"epochs": options.steps, "max-steps": options.steps}
     program = (str(TRAIN), *(f"--{name}={value}" for name, value in flags.items()))
     job = Job(program, ranks, chosen.backend, env=VARIABLES)
-    result = run(command(chosen.launcher, job, site), timeout_s=options.timeout, what=chosen.name)
+    result = run_command(build_command(chosen.launcher, job, site), timeout_s=options.timeout, what=chosen.name)
     if result.code != 0 or not file.exists():
         raise LaunchError(f"exit code {result.code}\n{result.output.strip()[-3000:]}")
     summary: dict[str, Any] = json.loads(file.read_text())

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.execute import run
-from dualdist.launch.launchers import LAUNCHERS, Command, Job, Site, command
-from dualdist.launch.stderr_summary import exception_in
+from dualdist.launch.execute import run_command
+from dualdist.launch.failure import find_exception
+from dualdist.launch.launchers import LAUNCHERS, Command, Job, Site, build_command
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
@@ -118,7 +118,7 @@ def program_command(place: RunConfig, program: tuple[str, ...], setting: Measure
     if place.launcher == "srun":  # which gives a rank one core, whatever its threads, if it is not told
         site = replace(site, task_cpus=setting.threads)
     job = Job(program, ranks, place.backend, place.transport, setting.variables())
-    return command("python" if spawns else place.launcher, job, site)
+    return build_command("python" if spawns else place.launcher, job, site)
 
 
 def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
@@ -127,14 +127,14 @@ def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
     """
     before, redact = read_cpu(children=True), make_redactor(planned.command.env)
     try:
-        result = run(planned.command, timeout_s=timeout_s, what=planned.title)
+        result = run_command(planned.command, timeout_s=timeout_s, what=planned.title)
     except LaunchError as error:
         raise LaunchError(redact(str(error))) from error
     foreign = foreign_cores([CpuUse.between(before, read_cpu(children=True))])
     missing = [path for path in planned.reports if not path.exists()]
     if result.code != 0 or missing:
         output = re.sub(f"^(?:{planned.command.prefix})", "", result.output.strip(), flags=re.MULTILINE)
-        shown, told = "\n".join(output.splitlines()[-SHOWN_LINES:]), exception_in(output)
+        shown, told = "\n".join(output.splitlines()[-SHOWN_LINES:]), find_exception(output)
         if told is not None and told not in shown:  # torchrun alone has as many lines to say after it
             shown = f"{told}\n[...]\n{shown}"
         why = f"exit code {result.code}" if result.code else "it left no report"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dualdist.errors import UsageError
-from dualdist.launch.stderr_summary import exception_in
+from dualdist.launch.failure import find_exception
 from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
@@ -172,7 +172,7 @@ def last_words(reason: str) -> str:
     """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line or "error:" in line]
-    return exception_in(reason) or next(iter([*reversed(named), *lines]), "")
+    return find_exception(reason) or next(iter([*reversed(named), *lines]), "")
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dualdist.cli.help_formatter import add_help, add_list, refuse
+from dualdist.cli.help_formatter import add_help, add_list, reject_unknown
 from dualdist.errors import DualdistError
 from dualdist.utils.tracebacks import is_debug
 from dualdist.version import __version__
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complete(parser)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        refuse(parser, arguments, unknown)
+        reject_unknown(parser, arguments, unknown)
     module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
         code = int(module.run(parsed))

@@ -22,13 +22,13 @@ from dualdist.bench.jobs import CHOICES, MeasurementSettings, PlannedJob, RunCon
 from dualdist.bench.report import FigureTable, check_file, last_words, record, show, typed, write_json
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare_request import gpus_of
-from dualdist.cli.help_formatter import add_help, add_list, completes
+from dualdist.cli.help_formatter import add_help, add_list, set_completions
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import SLURM_JOB
-from dualdist.launch.execute import look
-from dualdist.launch.interrupts import termination_raises
-from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.execute import find_site
+from dualdist.launch.job import BACKEND_TRANSPORTS
+from dualdist.launch.processes import termination_raises
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
 
@@ -114,7 +114,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--bytes", type=_size, metavar="N", help="the gradients of that step, as 100M")
     for name, part in (("step", step), ("allreduce", allreduce), ("startup", startup), ("scale", scale)):
         add_help(part, *HELP[name])
-        completes(part, {"launcher": CHOICES, "model": tuple(MODELS)})
+        set_completions(part, {"launcher": CHOICES, "model": tuple(MODELS)})
 
 
 def _part(parts: Any, name: str, rounds: int = 15) -> argparse.ArgumentParser:
@@ -198,7 +198,7 @@ def _step(args: argparse.Namespace, folder: Path) -> Bench:
     setting = _setting(args)
     where = _places(args, setting, args.launcher)
     jobs = bench_step.plan(
-        where, options, setting, look(), folder, launches=args.launches, with_memory=not args.no_memory
+        where, options, setting, find_site(), folder, launches=args.launches, with_memory=not args.no_memory
     )
     return list(jobs), bench_step.judge, bench_step.tables
 
@@ -207,7 +207,7 @@ def _allreduce(args: argparse.Namespace, folder: Path) -> Bench:
     options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
     setting = _setting(args)
     where = _places(args, setting, args.launcher)
-    jobs = bench_allreduce.plan(where, options, setting, look(), folder, launches=args.launches)
+    jobs = bench_allreduce.plan(where, options, setting, find_site(), folder, launches=args.launches)
     return list(jobs), bench_allreduce.judge, bench_allreduce.tables
 
 
@@ -217,7 +217,7 @@ def _startup(args: argparse.Namespace, folder: Path) -> Bench:
     settings = [_setting(args, ranks=ranks) for ranks in _numbers(args.ranks)]
     found = _places(args, settings[-1], None)
     where = bench_startup.where_raw_starts(found, launcher_was_named=args.launcher is not None)
-    jobs = bench_startup.plan(where, settings, look(), folder, rounds=args.rounds)
+    jobs = bench_startup.plan(where, settings, find_site(), folder, rounds=args.rounds)
     return list(jobs), bench_startup.judge, bench_startup.tables
 
 
@@ -241,7 +241,7 @@ def _scale(args: argparse.Namespace, folder: Path) -> Bench:
     sweep, setting = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _setting(args, ranks=1)
     if len(sweep.sizes) < 2:
         raise UsageError("bench scale needs two sizes or more to tell latency from bandwidth")
-    jobs = bench_scale.plan(where[0], options, sweep, setting, look(), folder)
+    jobs = bench_scale.plan(where[0], options, sweep, setting, find_site(), folder)
     return list(jobs), lambda done: bench_scale.judge(done, options), bench_scale.tables
 
 
@@ -297,7 +297,7 @@ def _places(args: argparse.Namespace, setting: MeasurementSettings, launcher: st
     """Those of the backends that were named, else of all that can run here."""
     if args.backend is not None:
         return parse_configs(args.backend, args.transport, launcher)
-    site, found = look(), parse_configs(",".join(CARRIERS), args.transport, launcher)
+    site, found = find_site(), parse_configs(",".join(BACKEND_TRANSPORTS), args.transport, launcher)
     gpus = 0 if args.device == "cpu" else gpus_of(site)
     facts = MatrixFacts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
     reasons = {place: refusal_reason(place, setting, site, facts) for place in found}

@@ -20,12 +20,12 @@ from dualdist.bench.compare.runner import RUNNING, claimed, looked_at
 from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import last_words, record, show, typed, write_json
 from dualdist.cli.compare_request import cells_of, check, conditions_of, seconds, setting_of, settings_of, work_of
-from dualdist.cli.help_formatter import completes
+from dualdist.cli.help_formatter import set_completions
 from dualdist.errors import UsageError
-from dualdist.launch.execute import look
-from dualdist.launch.interrupts import termination_raises
+from dualdist.launch.execute import find_site
+from dualdist.launch.job import BACKEND_TRANSPORTS
 from dualdist.launch.launchers import LAUNCHERS, Site
-from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.processes import termination_raises
 
 if TYPE_CHECKING:
     from dualdist.bench.compare.figures import ComparisonResult
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=ROUNDS, metavar="N", help=f"launch everything N times at most (default: {ROUNDS})"
     )
     cells = parser.add_argument_group("contenders: every combination").add_argument
-    cells("--backends", metavar="A,B", help=f"of {', '.join(CARRIERS)} (default: all)")
+    cells("--backends", metavar="A,B", help=f"of {', '.join(BACKEND_TRANSPORTS)} (default: all)")
     cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all that the backend has)")
     cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
     cells(
@@ -106,7 +106,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out("--csv", metavar="FILE", help="write one line for each launch")
     out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, where all is as here')
     out("--dry-run", action="store_true", help="print the command lines and do nothing")
-    completes(parser, {"launchers": tuple(LAUNCHERS), "backends": tuple(CARRIERS), "model": tuple(MODELS)})
+    set_completions(
+        parser, {"launchers": tuple(LAUNCHERS), "backends": tuple(BACKEND_TRANSPORTS), "model": tuple(MODELS)}
+    )
     out("--timeout", type=float, default=600.0, metavar="S", help="seconds that one launch may take (default: 600)")
 
 
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"dualdist compare needs {name}: pip install 'dualdist[compare]'")
     from dualdist.bench.compare.figures import result
 
-    site, setting = look(), setting_of(args)
+    site, setting = find_site(), setting_of(args)
     cells, refused = cells_of(args, site, setting)
     with _folder(args) as folder:
         contest = _contest(args, setting, site, folder)

@@ -27,12 +27,11 @@ from dualdist.bench.jobs import MeasurementSettings
 from dualdist.bench.report import check_file, last_words
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.control_channel import LINK
-from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads
-from dualdist.launch.job import BACKEND, TRANSPORT
+from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads_per_rank
+from dualdist.launch.job import BACKEND_TRANSPORTS, BACKEND_VARIABLE, TRANSPORT_VARIABLE
 from dualdist.launch.launchers import Site
-from dualdist.launch.option_conflicts import CARRIERS
-from dualdist.launch.processes import MARK
+from dualdist.launch.processes import JOB_MARK
 from dualdist.rendezvous import saved_choice
 from dualdist.utils.exit_codes import NOTICE
 from dualdist.utils.machine import machine, versions
@@ -65,7 +64,7 @@ def cells_of(
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
     wanted = expand_configs(
-        _words(args.launchers), _words(args.backends) or list(CARRIERS), _words(args.transports), os.environ
+        _words(args.launchers), _words(args.backends) or list(BACKEND_TRANSPORTS), _words(args.transports), os.environ
     )
     cells, refused = split_runnable(wanted, setting, site, facts)
     if cells and args.self_check is not None:
@@ -107,9 +106,9 @@ def work_of(args: argparse.Namespace) -> TrainOptions | UserScript:
     """A model to be trained, or a script."""
     if args.script is not None:
         from dualdist.bench.compare.runner import UserScript
-        from dualdist.cli.run import program
+        from dualdist.cli.run import program_words
 
-        words = program([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
+        words = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
         return UserScript(words, args.warmup, args.steps or SCRIPT_STEPS)
     model = MODELS[args.model]
     return TrainOptions(
@@ -176,7 +175,7 @@ def _threads(args: argparse.Namespace) -> int:
     if args.threads is not None:
         return int(args.threads)
     own = os.environ.get(THREADS, "").partition(",")[0].strip()  # the first number is that of the outermost level
-    return int(own) if own.isdecimal() and int(own) else threads(usable_cores(), args.ranks)
+    return int(own) if own.isdecimal() and int(own) else threads_per_rank(usable_cores(), args.ranks)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
     """What all launches of a comparison have in common."""
     free = ("rounds", "budget")
     settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    own = {BACKEND, TRANSPORT, LINK, MARK, NOTICE, *setting_of(args).variables()}
+    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, *setting_of(args).variables()}
     names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
     more: dict[str, Any] = {
         "env": _kept(args.env),

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dualdist.backends.availability import Availability
-from dualdist.cli.help_formatter import completes
+from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.doctor.findings import Level
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
-from dualdist.launch.launchers import STARTERS
-from dualdist.launch.option_conflicts import CARRIERS
+from dualdist.launch.job import BACKEND_TRANSPORTS
+from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS
 from dualdist.topology import Topology
 from dualdist.utils.redaction import make_redactor, redact_json
 
@@ -144,7 +144,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--fix", action="store_true", help="install and build what is missing, each after asking")
     add("--yes", action="store_true", help="do not ask, with --fix")
     add("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
-    completes(parser, {"launchers": STARTERS, "backends": tuple(CARRIERS)})
+    set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": tuple(BACKEND_TRANSPORTS)})
     parser.epilog = "Exit code: 0 if nothing is wrong, 1 if something may fail, 2 if something will."
 
 
@@ -190,7 +190,12 @@ def _check_run(args: argparse.Namespace) -> None:
     found = place(os.environ)
     if not isinstance(found, Topology) or found.launcher != "none":
         raise UsageError("--run starts ranks itself: type it where no launcher has started this process")
-    expand_configs(_words(args.launchers) or STARTERS, _words(args.backends) or list(CARRIERS), None, os.environ)
+    expand_configs(
+        _words(args.launchers) or MULTI_RANK_LAUNCHERS,
+        _words(args.backends) or list(BACKEND_TRANSPORTS),
+        None,
+        os.environ,
+    )
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
@@ -229,12 +234,14 @@ def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnos
     from dualdist.doctor import hosts
     from dualdist.doctor.checks import hosts as of_hosts
     from dualdist.launch import hosts as host_lists
-    from dualdist.launch.env_defaults import variables
-    from dualdist.launch.execute import look
+    from dualdist.launch.env_defaults import rank_variables
+    from dualdist.launch.execute import find_site
 
-    named = host_lists.parse(args.hosts) if args.hosts is not None else host_lists.read(Path(args.hostfile))
-    forwarded = variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
-    reported = hosts.ask(named, look(), forwarded)
+    named = (
+        host_lists.parse_hosts(args.hosts) if args.hosts is not None else host_lists.read_hostfile(Path(args.hostfile))
+    )
+    forwarded = rank_variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
+    reported = hosts.ask(named, find_site(), forwarded)
     told = [
         {**asdict(each), "reached": {name: [[*at, why] for at, why in to.items()] for name, to in each.reached.items()}}
         for each in reported
@@ -244,10 +251,10 @@ def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnos
 
 def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
     from dualdist.doctor import smoke_test as cells
-    from dualdist.launch.execute import look
-    from dualdist.launch.interrupts import termination_raises
+    from dualdist.launch.execute import find_site
+    from dualdist.launch.processes import termination_raises
 
-    site, ranks = look(), args.ranks or LEAST_RANKS
+    site, ranks = find_site(), args.ranks or LEAST_RANKS
     can, cannot = cells.usable(
         ranks, os.environ, site, diagnosis.backends, diagnosis.gpus, _words(args.launchers), _words(args.backends)
     )

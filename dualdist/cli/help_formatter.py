@@ -24,7 +24,7 @@ class _Shows(argparse.Action):
         self._examples: Sequence[str] = known["examples"]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        text = parser.format_help() if self._common is None else short(parser, self._common, self._examples)
+        text = parser.format_help() if self._common is None else format_short_help(parser, self._common, self._examples)
         parser._print_message(text, sys.stdout)
         parser.exit()
 
@@ -36,7 +36,7 @@ def add_help(parser: argparse.ArgumentParser, common: Mapping[str, str], example
     parser.add_argument(ALL, **about, common=None, help="show all options")
 
 
-def short(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> str:
+def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> str:
     """Usage, what it does, examples, the usual options, a line each, and what the exit code says."""
     actions = {action.dest: action for action in parser._actions}
     usage = parser.usage or f"{parser.prog} [option ...]"
@@ -53,7 +53,7 @@ def short(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: 
     return "\n".join(lines) + "\n"
 
 
-def listed(parser: argparse.ArgumentParser, choices: Mapping[str, str], examples: Sequence[str]) -> str:
+def format_command_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], examples: Sequence[str]) -> str:
     """The help of a command that has sub-commands: their names, and what each does."""
     lines = [f"usage: {parser.prog} COMMAND [option ...]", "", parser.description or "", ""]
     lines += [_line(name, text) for name, text in choices.items()]
@@ -82,7 +82,7 @@ class ShowsList(argparse.Action):
         self._examples: Sequence[str] = known["examples"]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser._print_message(listed(parser, self._choices, self._examples), sys.stdout)
+        parser._print_message(format_command_list(parser, self._choices, self._examples), sys.stdout)
         parser.exit()
 
 
@@ -92,7 +92,7 @@ def add_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], exampl
     parser.add_argument(*SHORT, **about)
 
 
-def refuse(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> NoReturn:
+def reject_unknown(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> NoReturn:
     """End the program in the name of the sub-command among the words, which does not know these of them."""
     while chosen := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
         parser = chosen.choices[next(word for word in words if word in chosen.choices)]
@@ -100,7 +100,7 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Seque
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(option, parser._option_string_actions)}")
 
 
-def completes(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
+def set_completions(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
     """A shell completes these options' values, where argcomplete is installed; it reads this attribute of actions."""
     for action in parser._actions:
         if action.dest in values:

@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualdist.cli import schedule
-from dualdist.cli.help_formatter import completes
-from dualdist.cli.run_request import RunRequest, from_arguments
+from dualdist.cli.help_formatter import set_completions
+from dualdist.cli.run_request import RunRequest, parse_run_request
 from dualdist.errors import UsageError
-from dualdist.launch.env_defaults import allocated, default_launcher
-from dualdist.launch.exit_status import describe
-from dualdist.launch.interrupts import termination_raises
+from dualdist.launch.env_defaults import allocated_tasks, default_launcher
+from dualdist.launch.failure import describe_failure
 from dualdist.launch.launchers import LAUNCHERS, Command
+from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.exit_codes import REQUEUE
 
-FACE = ("-m", "dualdist.hvd")
+HVD_MODULE = ("-m", "dualdist.hvd")
 EXAMPLES = (
     "dualdist run -np 2 train.py",
     "dualdist run -np 4 --launcher mpirun --backend mpi train.py --epochs 3",
@@ -104,27 +104,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     schedule.configure(parser)
     add("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
     parser.epilog = "Exit code: the first failed rank's, 128 + N for signal N; 75 if told to stop."
-    completes(parser, {"launcher": tuple(LAUNCHERS), "scheduler": tuple(SCHEDULERS)})
+    set_completions(parser, {"launcher": tuple(LAUNCHERS), "scheduler": tuple(SCHEDULERS)})
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end, or print its command line; its exit code."""
-    request = from_arguments(args, os.environ)
+    request = parse_run_request(args, os.environ)
     is_elsewhere = args.scheduler is not None
-    words = program(
+    words = program_words(
         request.words, is_module=request.is_module, as_horovod=request.as_horovod, is_elsewhere=is_elsewhere
     )
     if is_elsewhere:
         return schedule.run(args, request, words)
-    schedule.refuse_stray(args)
+    schedule.reject_scheduler_options(args)
     request, launcher = _decided(request)
     request.require_possible(launcher)
     with termination_raises():
         report = run_job(request.job(words), launcher, request.settings(args), os.environ)
     if args.dry_run:
-        print("\n".join(lines(report.commands)))
+        print("\n".join(shell_lines(report.commands)))
     elif report.outcome is not None:
-        tell(report)
+        report_failure(report)
     if args.json is not None:
         write_json(args.json, report.to_json())
     return 0 if report.outcome is None else report.outcome.code
@@ -142,14 +142,14 @@ def _decided(asked: RunRequest) -> tuple[RunRequest, str]:
             keeps_ranks=request.min_ranks is not None,
         )
     is_open = asked.ranks_asked is None and not asked.hosts and launcher in IN_SLURM
-    tasks, source = (allocated(os.environ) if is_open else None) or (request.ranks, "")
+    tasks, source = (allocated_tasks(os.environ) if is_open else None) or (request.ranks, "")
     if asked.launcher is None or source:
         told = f"{tasks} rank(s)" + (f" ({source}={tasks})" if source else "")
         print(f"dualdist run: {launcher} starts {told}, as {reason}", file=sys.stderr)
     return replace(request, ranks=tasks), launcher
 
 
-def tell(report: RunReport) -> None:
+def report_failure(report: RunReport) -> None:
     """The last words on a job that failed."""
     outcome = report.outcome
     assert outcome is not None
@@ -160,12 +160,14 @@ def tell(report: RunReport) -> None:
     elif outcome.told and outcome.code:
         print(f"dualdist run: the job was ended by {signal.Signals(outcome.told).name}", file=sys.stderr)
     elif outcome.failure is not None:
-        print(f"dualdist run: {describe(outcome.failure, has_hosts=report.is_spread)}", file=sys.stderr)
+        print(f"dualdist run: {describe_failure(outcome.failure, has_hosts=report.is_spread)}", file=sys.stderr)
     elif outcome.code:
         print(f"dualdist run: {report.launcher} ended with exit code {outcome.code}; no rank said why", file=sys.stderr)
 
 
-def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsewhere: bool = False) -> tuple[str, ...]:
+def program_words(
+    words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsewhere: bool = False
+) -> tuple[str, ...]:
     """What follows `python` on a rank; UsageError where nothing could be run. A script elsewhere is not looked for."""
     if not words:
         raise UsageError("no program: expected dualdist run [option ...] script.py, or -m and a module")
@@ -173,23 +175,23 @@ def program(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsew
         is_python = Path(words[0]).name.startswith("python")
         hint = "leave the interpreter out, as in dualdist run -np 2 train.py" if is_python else "or -m for a module?"
         raise UsageError(f"there is no script {words[0]!r} in {Path.cwd()}; {hint}")
-    return (*(FACE if as_horovod else ()), *(("-m",) if is_module else ()), *words)
+    return (*(HVD_MODULE if as_horovod else ()), *(("-m",) if is_module else ()), *words)
 
 
-def line(built: Command) -> str:
+def shell_line(built: Command) -> str:
     """The command as one would type it in a shell, with the variables that it needs, and what it is told."""
-    changes = [*["-i"] * built.is_alone, *(f"--unset={name}" for name in built.without)]
+    changes = [*["-i"] * built.has_clean_env, *(f"--unset={name}" for name in built.unset)]
     changes += [f"{name}={value}" for name, value in built.env.items()]
     typed = shlex.join([*(["env", *changes] if changes else []), *built.argv])
     return f"{shlex.join(['echo', built.stdin])} | {typed}" if built.stdin else typed
 
 
-def lines(commands: Sequence[Command]) -> Iterator[str]:
+def shell_lines(commands: Sequence[Command]) -> Iterator[str]:
     """All commands of a job, for a shell that runs them side by side."""
     if len(commands) == 1:
-        yield line(commands[0])
+        yield shell_line(commands[0])
         return
-    yield from (f"{line(command)} &" for command in commands)
+    yield from (f"{shell_line(command)} &" for command in commands)
     yield "wait"
 
 

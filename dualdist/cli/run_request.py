@@ -13,13 +13,11 @@ from typing import Any
 from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.launch import hosts as host_lists
-from dualdist.launch.host_check import is_here
-from dualdist.launch.job import Host, Job, too_few_slots
-from dualdist.launch.launchers import known
-from dualdist.launch.option_conflicts import JobChoices, impossible
+from dualdist.launch.hosts import is_local_host
+from dualdist.launch.job import VARIABLE_NAME, Host, Job, JobChoices, find_conflicts, slots_error
+from dualdist.launch.launchers import check_launcher
 from dualdist.launch.runner import RunSettings
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.launch.units import VARIABLE
 
 # Schedulers that choose the nodes: a job file's hosts are not theirs.
 CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
@@ -61,13 +59,15 @@ class RunRequest:
     def require_possible(self, launcher: str) -> None:
         """UsageError where what was asked for cannot go together."""
         record = read_record()
-        choice = JobChoices(known(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks)
-        for found in impossible(choice, horovod_has_mpi=None if record is None else record.mpi):
+        choice = JobChoices(
+            check_launcher(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks
+        )
+        for found in find_conflicts(choice, horovod_has_mpi=None if record is None else record.mpi):
             raise UsageError(found.message)
 
     def here(self) -> RunRequest:
         """The same without hosts, where all that were named are this one."""
-        return replace(self, hosts=()) if all(is_here(host.name) for host in self.hosts) else self
+        return replace(self, hosts=()) if all(is_local_host(host.name) for host in self.hosts) else self
 
     def job(self, program: tuple[str, ...]) -> Job:
         return Job(
@@ -86,14 +86,14 @@ class RunRequest:
     def settings(self, args: argparse.Namespace) -> RunSettings:
         return RunSettings(
             is_dry=args.dry_run,
-            is_stdout_ours=args.json == "-",
+            stdout_to_stderr=args.json == "-",
             timeout_s=self.timeout_s,
             log_dir=self.log_dir,
             tag_output=self.tag_output,
         )
 
 
-def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
+def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
     """The request of a command line; what it leaves open, the job file may say."""
     asked = _of_file(Path(args.config)) if args.config is not None else {}
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
@@ -121,7 +121,7 @@ def from_arguments(args: argparse.Namespace, environ: Mapping[str, str]) -> RunR
     asked["ranks_asked"] = asked.get("ranks")
     hosts = asked.get("hosts", ())
     asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
-    if args.scheduler not in CHOOSING and (why := too_few_slots(asked["ranks"], hosts)):
+    if args.scheduler not in CHOOSING and (why := slots_error(asked["ranks"], hosts)):
         raise UsageError(why)
     return RunRequest(**{"words": (), **asked})
 
@@ -157,15 +157,15 @@ def _hosts(listed: str | None, file: str | None) -> tuple[Host, ...] | None:
     if listed is not None and file is not None:
         raise UsageError("-H and --hostfile both say where to run: give one of them")
     if listed is not None:
-        return host_lists.parse(listed)
-    return host_lists.read(Path(file)) if file is not None else None
+        return host_lists.parse_hosts(listed)
+    return host_lists.read_hostfile(Path(file)) if file is not None else None
 
 
 def _variables(words: list[str], environ: Mapping[str, str]) -> dict[str, str]:
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not VARIABLE.fullmatch(name):
+        if not VARIABLE_NAME.fullmatch(name):
             raise UsageError(f"--env {word}: expected a variable's name and its value, as in --env NCCL_DEBUG=INFO")
         if not equals and name not in environ:
             raise UsageError(f"--env {name}: it is not set here; set it, or give a value, as in --env NCCL_DEBUG=INFO")

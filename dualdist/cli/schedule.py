@@ -15,13 +15,13 @@ from typing import Any
 from dualdist.cli.run_request import RunRequest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import interface_variables
-from dualdist.launch.option_conflicts import RIVALS, WITHOUT_MPI, JobChoices, impossible, unfit
-from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find, script
+from dualdist.launch.job import EXCLUSIVE_RESOURCES, LAUNCHERS_WITHOUT_MPI, JobChoices, find_conflicts, layout_error
+from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find_scheduler, job_script
 from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.redaction import redact_variables
 
 
-def requested(
+def build_script_request(
     scheduler: str,
     program: tuple[str, ...],
     *,
@@ -49,7 +49,7 @@ def requested(
         tasks = asked.get("gpus_per_node") or 1
     return ScriptRequest(
         program,
-        _launcher(find(scheduler), JobChoices(launcher, backend, transport)),
+        _launcher(find_scheduler(scheduler), JobChoices(launcher, backend, transport)),
         nodes=nodes,
         tasks_per_node=_tasks(tasks, ranks, nodes),
         hosts=names,
@@ -67,11 +67,11 @@ def _launcher(scheduler: Scheduler, choice: JobChoices) -> str:
 
     UsageError where what was asked for cannot go together; which Horovod the job will find is not known here.
     """
-    starts_mpi = [name for name in scheduler.launchers if name not in WITHOUT_MPI]
+    starts_mpi = [name for name in scheduler.launchers if name not in LAUNCHERS_WITHOUT_MPI]
     wants_mpi = "mpi" in (choice.backend, choice.transport)
     launcher = choice.launcher or (starts_mpi if wants_mpi else scheduler.launchers)[0]
     instead = f"choose {' or '.join(starts_mpi)}"
-    for found in impossible(replace(choice, launcher=launcher), horovod_has_mpi=None, instead=instead):
+    for found in find_conflicts(replace(choice, launcher=launcher), horovod_has_mpi=None, instead=instead):
         raise UsageError(found.message)
     return launcher
 
@@ -80,7 +80,7 @@ def _tasks(tasks: int | None, ranks: int | None, nodes: int) -> int:
     """Ranks on each node: as said, or as the number of all ranks gives them."""
     if ranks is None or nodes < 1:
         return 1 if tasks is None else tasks
-    if why := unfit(ranks, nodes, tasks):
+    if why := layout_error(ranks, nodes, tasks):
         raise UsageError(why)
     return ranks // nodes
 
@@ -101,9 +101,9 @@ TIMEOUT_S = 120.0
 ELSEWHERE = "log in to a host of the cluster, or take the text there by --write FILE"
 
 
-def submit(name: str, text: str) -> str:
+def submit_script(name: str, text: str) -> str:
     """What the scheduler printed when it took the job; LaunchError where it refused."""
-    argv = find(name).submit
+    argv = find_scheduler(name).submit
     if argv is None:
         raise UsageError(f"--submit with the scheduler {name}: there is none to submit to; --write FILE, and run that")
     if shutil.which(argv[0]) is None:
@@ -121,9 +121,9 @@ def submit(name: str, text: str) -> str:
 # Words of `resources:` in a job file, which are the options' names too.
 COUNTS = ("nodes", "tasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "requeue")
 WORDS = ("memory", "memory_per_task", "time", "queue", "account", "container", "job_name", "setup")
-ONLY_WITH = (*COUNTS, *WORDS, "write", "submit")
+SCHEDULER_OPTIONS = (*COUNTS, *WORDS, "write", "submit")
 # What only `dualdist run` itself can do for ranks: as options and job files call it, and as a RunRequest does.
-OURS = {
+RUN_ONLY_OPTIONS = {
     **{name: name for name in ("max_restarts", "min_ranks", "log_dir", "tag_output")},
     "timeout": "timeout_s",
 }
@@ -152,9 +152,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--submit", action="store_true", default=None, help="hand it to sbatch, qsub, bsub or kubectl")
 
 
-def refuse_stray(args: argparse.Namespace) -> None:
+def reject_scheduler_options(args: argparse.Namespace) -> None:
     """UsageError where an option of this group was given without --scheduler, and would be passed over."""
-    stray = [name for name in ONLY_WITH if getattr(args, name) is not None]
+    stray = [name for name in SCHEDULER_OPTIONS if getattr(args, name) is not None]
     if stray:
         raise UsageError(f"--{stray[0].replace('_', '-')} describes a job to a scheduler: add --scheduler NAME")
 
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace, request: RunRequest, program: Sequence[str]) -
         passed_over, hosts = [*passed_over, "hosts"], ()
     if passed_over:
         print(f"dualdist run: a script for {args.scheduler} passes over {', '.join(passed_over)}", file=sys.stderr)
-    asked = requested(
+    asked = build_script_request(
         args.scheduler,
         tuple(program),
         launcher=request.launcher,
@@ -180,13 +180,13 @@ def run(args: argparse.Namespace, request: RunRequest, program: Sequence[str]) -
         env={**interface_variables(request.interface), **request.env},
         handed_on=request.handed_on,
     )
-    text = script(args.scheduler, replace(asked, env=redact_variables(asked.env)) if args.dry_run else asked)
+    text = job_script(args.scheduler, replace(asked, env=redact_variables(asked.env)) if args.dry_run else asked)
     if args.write is not None and not args.dry_run:
         _write(Path(args.write), text)
         if not args.submit:
             print(f"dualdist run: wrote {args.write}; {_next(args, text)}", file=sys.stderr)
     if args.submit and not args.dry_run:
-        sys.stdout.write(submit(args.scheduler, text))
+        sys.stdout.write(submit_script(args.scheduler, text))
     elif args.write is None or args.dry_run:
         sys.stdout.write(text)
     return 0
@@ -202,19 +202,19 @@ def _next(args: argparse.Namespace, text: str) -> str:
 
 def _passed_over(args: argparse.Namespace, request: RunRequest) -> list[str]:
     """What the job file says, and a script cannot do; UsageError where an option asks for it."""
-    for name in (*OURS, "json"):
+    for name in (*RUN_ONLY_OPTIONS, "json"):
         if getattr(args, name):
             raise UsageError(
                 f"--{name.replace('_', '-')}: only ranks that dualdist run starts itself have that; "
                 "leave it out with --scheduler"
             )
-    return [name for name, attribute in OURS.items() if getattr(request, attribute)]
+    return [name for name, attribute in RUN_ONLY_OPTIONS.items() if getattr(request, attribute)]
 
 
 def _asked(args: argparse.Namespace, resources: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for: by options, else by the job file."""
     given = dict(resources)
-    for rivals in RIVALS:
+    for rivals in EXCLUSIVE_RESOURCES:
         if any(getattr(args, name, None) is not None for name in rivals):
             given = {name: value for name, value in given.items() if name not in rivals}
     return given | {name: getattr(args, name) for name in (*COUNTS, *WORDS) if getattr(args, name) is not None}

@@ -19,7 +19,7 @@ from dualdist.doctor import host
 from dualdist.doctor.facts import InstallationFacts, MpiStarter
 from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
-from dualdist.launch.execute import mpi_of
+from dualdist.launch.execute import parse_mpi_version
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe, probe_horovod, probe_mpi4py, probe_torch
 
@@ -88,7 +88,7 @@ def _programs(path: str) -> Iterator[tuple[str, str]]:
 def _starter(program: str, path: str, environ: Mapping[str, str]) -> MpiStarter:
     said = _output([path, "--version"], environ)
     version = VERSION.search(said)
-    return MpiStarter(program, path, mpi_of(said), version[1] if version else "")
+    return MpiStarter(program, path, parse_mpi_version(said), version[1] if version else "")
 
 
 def _srun_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:

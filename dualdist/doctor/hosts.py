@@ -21,8 +21,8 @@ from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.peer import REACH_S
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
-from dualdist.launch.host_check import is_here
-from dualdist.launch.host_probe import SAME
+from dualdist.launch.host_probe import SAME_ADDRESS
+from dualdist.launch.hosts import is_local_host
 from dualdist.launch.job import Host as NamedHost
 from dualdist.launch.job import Site
 from dualdist.version import __version__
@@ -83,7 +83,7 @@ class HostPeer:
             if not piece:
                 code = self._process.wait()
                 said = self._errors.read_text(errors="replace")
-                raise LaunchError(ssh.failure(self.name, code, said, self._site))
+                raise LaunchError(ssh.describe_ssh_failure(self.name, code, said, self._site))
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         # A shell's own start-up file may have printed something before.
@@ -106,7 +106,7 @@ def ask(hosts: Sequence[NamedHost], site: Site, env: Mapping[str, str]) -> list[
 
 @contextmanager
 def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Iterator[HostPeer]:
-    argv = [site.python, *PEER] if is_here(name) else ssh.asking(name, site, env, PEER)
+    argv = [site.python, *PEER] if is_local_host(name) else ssh.remote_python_argv(name, site, env, PEER)
     with errors.open("wb") as told:
         try:
             process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told)
@@ -184,7 +184,7 @@ def told_by(calls: Mapping[tuple[str, int], str], own: Collection[str]) -> dict[
     anything; but where the right host answers, both are one host by two names.
     """
     told = {target: why for target, why in calls.items() if not why or target[0] not in own}
-    return told or dict.fromkeys(calls, SAME)
+    return told or dict.fromkeys(calls, SAME_ADDRESS)
 
 
 def host_of(said: Mapping[str, Any]) -> HostFacts:

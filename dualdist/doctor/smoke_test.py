@@ -20,11 +20,11 @@ from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_
 from dualdist.doctor.findings import Finding
 from dualdist.errors import LaunchError
 from dualdist.launch.env_defaults import SLURM_JOB
-from dualdist.launch.execute import run
-from dualdist.launch.launchers import STARTERS, Site
-from dualdist.launch.option_conflicts import CARRIERS
-from dualdist.launch.spawn import spawn_apart
-from dualdist.launch.stderr_summary import EXCEPTION, reason
+from dualdist.launch.execute import run_command
+from dualdist.launch.failure import EXCEPTION, extract_traceback
+from dualdist.launch.job import BACKEND_TRANSPORTS
+from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS, Site
+from dualdist.launch.spawn import spawn_without_main
 
 SPAWN_OPTION = "--spawn"
 
@@ -49,7 +49,7 @@ def work(folder: str, timeout_s: float) -> None:
 
 def main(words: Sequence[str]) -> int:
     if words[0] == SPAWN_OPTION:
-        spawn_apart(work, int(words[1]), (words[2], float(words[3])))
+        spawn_without_main(work, int(words[1]), (words[2], float(words[3])))
     else:
         work(words[0], float(words[1]))
     return 0
@@ -89,7 +89,7 @@ def usable(
 ) -> tuple[list[Cell], list[RefusedCell]]:
     """The cells that can run here as far as is known, and the others with the reasons."""
     facts = MatrixFacts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
-    places = expand_configs(launchers or STARTERS, wanted or list(CARRIERS), None, environ)
+    places = expand_configs(launchers or MULTI_RANK_LAUNCHERS, wanted or list(BACKEND_TRANSPORTS), None, environ)
     return split_runnable(places, MeasurementSettings(ranks), site, facts)
 
 
@@ -119,7 +119,7 @@ def find(tried: Iterable[TriedCell]) -> Iterable[Finding]:
 
 def last_words(output: str) -> str:
     """The line that says best why ranks failed: an exception's own, as launchers have much to say after it."""
-    lines = [line.strip() for line in reason(output).splitlines() if any(map(str.isalnum, line))]
+    lines = [line.strip() for line in extract_traceback(output).splitlines() if any(map(str.isalnum, line))]
     exceptions = [line for line in lines if EXCEPTION.match(line)]
     return (exceptions or lines or [""])[-1]
 
@@ -134,7 +134,7 @@ def _planned(cell: Cell, ranks: int, site: Site, folder: Path) -> PlannedJob:
 def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> TriedCell:
     planned, place, began = _planned(cell, ranks, site, folder), cell.config, time.monotonic()
     try:
-        result = run(planned.command, timeout_s=CELL_S, what=planned.title)
+        result = run_command(planned.command, timeout_s=CELL_S, what=planned.title)
         problem = _problem(place.backend, place.transport, planned, result.code, result.output)
     except LaunchError as error:
         problem = str(error)

@@ -12,7 +12,7 @@ from typing import Any
 
 from dualdist.errors import UsageError
 from dualdist.hvd.alias import install
-from dualdist.launch.spawn import spawn_apart
+from dualdist.launch.spawn import spawn_without_main
 from dualdist.utils.horovod_names import FOLDER
 from dualdist.utils.pickling import choose_pickler
 
@@ -101,7 +101,7 @@ def run(
         num_proc = np
     _check_hosts(_host_slots(hosts, hostfile), num_proc)
     payload = choose_pickler(func).dumps((func, tuple(args), dict(kwargs or {})))
-    return [pickle.loads(result) for result in spawn_apart(_call, num_proc, (payload,))]
+    return [pickle.loads(result) for result in spawn_without_main(_call, num_proc, (payload,))]
 
 
 def _call(payload: bytes) -> bytes:

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-LINK = "DUALDIST_RUN"
+CONTROL_VARIABLE = "DUALDIST_RUN"
 WELCOME = b"ok\n"
 CONNECT_S = 3.0
 # A host that is silent for 14 s has been lost: the kernel asks after 5 s, and 3 times more.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 SILENT_MS = 14_000
-LIMIT = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 
 
-class LinkError(Exception):
+class ControlChannelError(Exception):
     """Nobody answers at any of the addresses; `is_gone` where they answer that nobody listens."""
 
     def __init__(self, message: str, *, is_gone: bool) -> None:
@@ -65,19 +65,19 @@ class RankHello:
     rank: int | None
     host: str
     round: int
-    is_keeper: bool = False
+    is_guard: bool = False
 
 
 @dataclass(frozen=True)
 class RankEnded:
     """How a rank ended: its exit code, or minus a signal's number; `text` is its traceback, or the end of its stderr.
 
-    `age_s` is how long ago the traceback began. `was_told`: it had been asked to end, so that this says nothing.
+    `age_s` is how long ago the traceback began. `was_terminated`: it had been asked to end, so that this says nothing.
     """
 
     code: int
     age_s: float
-    was_told: bool
+    was_terminated: bool
     text: str
 
 
@@ -134,4 +134,4 @@ def connect(address: ControlAddress, hello: RankHello) -> socket.socket:
         except OSError as error:
             errors.append(f"{name}: {error.strerror or error}")
         connection.close()
-    raise LinkError(f"port {address.port}, {'; '.join(errors)}", is_gone=refused)
+    raise ControlChannelError(f"port {address.port}, {'; '.join(errors)}", is_gone=refused)

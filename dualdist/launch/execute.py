@@ -17,9 +17,9 @@ from typing import IO
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
-from dualdist.launch.interrupts import held, termination_raises
-from dualdist.launch.job import INSTALL, Command, Mpi, Site
-from dualdist.launch.launchers.mpirun import AGENT
+from dualdist.launch.job import INSTALL_HINTS, Command, Mpi, Site
+from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
+from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
 
 # Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
@@ -35,19 +35,21 @@ class CommandResult:
     seconds: float
 
 
-def look() -> Site:
+def find_site() -> Site:
     """What this machine offers, as if the environment of the running interpreter were activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    tools = {name: found for name in INSTALL if (found := shutil.which(name, path=path))}
+    tools = {name: found for name in INSTALL_HINTS if (found := shutil.which(name, path=path))}
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
-        mpi = mpi_of(run(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output)
-    has_ssh = AGENT in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
+        mpi = parse_mpi_version(
+            run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output
+        )
+    has_ssh = RSH_AGENT_VARIABLE in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
     is_root, folder = os.geteuid() == 0, str(Path.cwd())
     return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
 
 
-def mpi_of(version: str) -> Mpi:
+def parse_mpi_version(version: str) -> Mpi:
     """Whose mpirun printed this version."""
     if "(Open MPI)" in version or "(OpenRTE)" in version:
         words = version.partition(")")[2].split()
@@ -55,18 +57,18 @@ def mpi_of(version: str) -> Mpi:
     return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else "unknown"
 
 
-def run(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:
+def run_command(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:
     """Run the command to its end, and return when it and all processes that it started are gone.
 
     `what` names the job in errors. Without `capture` the output goes where ours goes. LaunchError where the command
     cannot be started, is not done after `timeout_s`, or leaves processes behind. Ctrl-C and SIGTERM end the job, too.
     """
-    mark, marking = processes.marked(os.environ)
+    mark, marking = processes.new_job_mark(os.environ)
     started = time.monotonic()
     with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
         process = None
         try:
-            with held():
+            with signals_deferred():
                 process = subprocess.Popen(
                     command.argv,
                     env={**command.environment(os.environ), **marking},
@@ -81,7 +83,7 @@ def run(command: Command, *, timeout_s: float | None, what: str, capture: bool =
                 f"{what} could not be started ({error}): {shlex.join(redact_command(command.argv))}"
             ) from error
         except subprocess.TimeoutExpired as error:
-            alive = processes.describe(processes.members(mark))
+            alive = processes.describe_processes(processes.find_marked(mark))
             _end(process, mark)
             raise LaunchError(
                 f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
@@ -110,6 +112,6 @@ def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        processes.send(processes.members(mark), signal.SIGTERM)
-    left = processes.killed(mark, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
-    return processes.describe(left) if left else ""
+        processes.send_signal(processes.find_marked(mark), signal.SIGTERM)
+    left = processes.wait_or_kill(mark, GRACE_S, lambda: [process.pid] if process.poll() is None else [])
+    return processes.describe_processes(left) if left else ""

@@ -21,7 +21,7 @@ from dualdist.version import __version__
 
 REACH_S = 5.0
 # Why an address that both hosts have leads from neither to the other.
-SAME = "this host has the same address"
+SAME_ADDRESS = "this host has the same address"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ProbedHost:
         return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
 
 
-def look(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
+def probe_host(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
     """The facts of this host, and whether it reaches another one; the port that it names was free a moment ago."""
     with socket.create_server(("", 0)) as free:
         own_port = free.getsockname()[1]
@@ -60,7 +60,7 @@ def look(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
 def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
     """Why the host of this address does not answer; "" where it does, be it by a refusal."""
     if address in own.values():
-        return SAME
+        return SAME_ADDRESS
     try:
         with socket.create_connection((address, port), REACH_S):
             return ""
@@ -72,4 +72,4 @@ def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
 
 if __name__ == "__main__":
     _port, *_addresses = sys.argv[1:] or ["0"]
-    sys.stdout.write(json.dumps(asdict(look(int(_port), _addresses))) + "\n")
+    sys.stdout.write(json.dumps(asdict(probe_host(int(_port), _addresses))) + "\n")

@@ -13,9 +13,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_lists
-from dualdist.launch import units
-from dualdist.launch.job import Host, cannot_keep, too_few_slots
-from dualdist.launch.option_conflicts import JobChoices, impossible, impossible_resources, unfit
+from dualdist.launch import job as units
+from dualdist.launch.job import (
+    Host,
+    JobChoices,
+    find_conflicts,
+    find_resource_conflicts,
+    layout_error,
+    min_ranks_error,
+    slots_error,
+)
 from dualdist.utils.suggest import did_you_mean
 
 # The keys and indices that lead from the top of the file to a value.
@@ -116,8 +123,8 @@ def _as(read: Callable[[str], object]) -> AfterValidator:
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
-Word = Annotated[str, _as(units.word)]
-Memory = Annotated[str, _as(units.mebibytes)]
+Word = Annotated[str, _as(units.check_word)]
+Memory = Annotated[str, _as(units.parse_mebibytes)]
 
 
 def _listed(value: Any) -> Any:
@@ -150,11 +157,11 @@ class Resources(_Part):
     cpus_per_task: Count | None = None
     memory: Memory | None = None
     memory_per_task: Memory | None = None
-    time: Annotated[str, _as(units.duration)] | None = None
+    time: Annotated[str, _as(units.parse_duration)] | None = None
     partition: Word | None = None
     queue: Word | None = None
     account: Word | None = None
-    job_name: Annotated[str, _as(units.job_name)] | None = None
+    job_name: Annotated[str, _as(units.check_job_name)] | None = None
     requeue: Count | None = None
     setup: Annotated[tuple[str, ...], BeforeValidator(_block), Field(strict=False)] = ()
     container: Word | None = None
@@ -180,7 +187,7 @@ class JobFile(_Part):
     hosts: Annotated[tuple[Text, ...], BeforeValidator(_listed), Field(strict=False)] = ()
     hostfile: Text | None = None
     network_interface: Text | None = None
-    env: dict[Annotated[str, _as(units.variable)], str] = Field(default_factory=dict)
+    env: dict[Annotated[str, _as(units.check_variable_name)], str] = Field(default_factory=dict)
     max_restarts: Natural = 0
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     log_dir: Text | None = None
@@ -337,18 +344,18 @@ def _contradictions(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tupl
     resources = job.resources.model_dump()
     for number, text in enumerate(job.hosts):
         try:
-            hosts += host_lists.parse(text)
+            hosts += host_lists.parse_hosts(text)
         except UsageError as error:
             yield ("hosts", number), str(error)
-    if job.ranks is not None and (why := too_few_slots(job.ranks, hosts)):
+    if job.ranks is not None and (why := slots_error(job.ranks, hosts)):
         yield ("ranks",), why
-    if job.ranks is not None and (why := cannot_keep(job.min_ranks, job.ranks)):
+    if job.ranks is not None and (why := min_ranks_error(job.min_ranks, job.ranks)):
         yield ("min_ranks",), why
-    if why := unfit(job.ranks, resources["nodes"], resources["tasks_per_node"]):
+    if why := layout_error(job.ranks, resources["nodes"], resources["tasks_per_node"]):
         yield ("resources", "nodes"), why
-    for found in impossible_resources(resources):
+    for found in find_resource_conflicts(resources):
         yield ("resources", found.setting), found.message
     has_hosts = bool(job.hosts or job.hostfile)
     choice = JobChoices(job.launcher, job.backend, job.transport, job.ranks, has_hosts, job.min_ranks)
-    for found in impossible(choice, horovod_has_mpi=horovod_has_mpi):
+    for found in find_conflicts(choice, horovod_has_mpi=horovod_has_mpi):
         yield (found.setting,), found.message

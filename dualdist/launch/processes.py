@@ -6,28 +6,31 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
+from dualdist.utils.exit_codes import SIGNALS
 from dualdist.utils.redaction import redact_command
 
 # Marks every process of a job, by inheritance: launchers put ranks into sessions and process groups of their own.
-MARK = "DUALDIST_JOB"
+JOB_MARK = "DUALDIST_JOB"
 POLL_S = 0.05
 # Seconds after which SIGKILL has ended a process, unless the kernel holds it, as where it waits for a disk.
-STUCK_S = 10.0
+KILL_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def marked(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def new_job_mark(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """A new mark, and the variable by which processes carry it beside those that are in `environ`."""
     mark = uuid.uuid4().hex
-    return mark, {MARK: ":".join(filter(None, [environ.get(MARK), mark]))}
+    return mark, {JOB_MARK: ":".join(filter(None, [environ.get(JOB_MARK), mark]))}
 
 
-def members(mark: str, *, below: int | None = None) -> list[int]:
+def find_marked(mark: str, *, below: int | None = None) -> list[int]:
     """The living processes that carry the mark, as far as the system tells: on Linux, all that are ours to read.
 
     Also those that descend from the process `below`: a program may give its children another environment.
@@ -60,7 +63,7 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def bury_orphans(child: int) -> None:
+def reap_orphans(child: int) -> None:
     """Adopted orphans that have ended are gone, as nobody else waits for them; `child` is left to who does."""
     if sys.platform == "linux":
         options = os.WEXITED | os.WNOHANG
@@ -69,41 +72,43 @@ def bury_orphans(child: int) -> None:
                 os.waitid(os.P_PID, ended.si_pid, options)
 
 
-def send(processes: Iterable[int], number: signal.Signals) -> None:
+def send_signal(processes: Iterable[int], number: signal.Signals) -> None:
     """Signal those that are still there."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has changed its user
             os.kill(pid, number)
 
 
-def end(mark: str, grace_s: float, *, below: int | None = None) -> list[int]:
+def terminate_and_wait(mark: str, grace_s: float, *, below: int | None = None) -> list[int]:
     """End all members of the mark: what does not go within `grace_s` is killed. Returns what had to be killed."""
-    send(members(mark, below=below), signal.SIGTERM)
-    return killed(mark, grace_s, below=below)
+    send_signal(find_marked(mark, below=below), signal.SIGTERM)
+    return wait_or_kill(mark, grace_s, below=below)
 
 
-def killed(mark: str, grace_s: float, more: Callable[[], list[int]] = list, *, below: int | None = None) -> list[int]:
+def wait_or_kill(
+    mark: str, grace_s: float, more: Callable[[], list[int]] = list, *, below: int | None = None
+) -> list[int]:
     """Wait until the mark has no members; after `grace_s` kill them, and `more`. Returns whom it had to kill.
 
     What the kernel does not let go is named on standard error, and stays.
     """
     deadline = time.monotonic() + grace_s
-    while (left := members(mark, below=below)) and time.monotonic() < deadline:
+    while (left := find_marked(mark, below=below)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    found, deadline = left, time.monotonic() + STUCK_S
+    found, deadline = left, time.monotonic() + KILL_TIMEOUT_S
     while (here := [*more(), *left]) and time.monotonic() < deadline:
-        send(here, signal.SIGKILL)
+        send_signal(here, signal.SIGKILL)
         time.sleep(POLL_S)
-        left = members(mark, below=below)  # what they started in the meantime
+        left = find_marked(mark, below=below)  # what they started in the meantime
     if here:
         print(
-            f"dualdist run: SIGKILL does not end all that it should within {STUCK_S:g} s; {describe(here)}",
+            f"dualdist run: SIGKILL did not end every process within {KILL_TIMEOUT_S:g} s; {describe_processes(here)}",
             file=sys.stderr,
         )
     return found
 
 
-def describe(processes: Iterable[int]) -> str:
+def describe_processes(processes: Iterable[int]) -> str:
     """Their numbers and command lines."""
     commands = []
     for pid in processes:
@@ -124,3 +129,60 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def termination_raises() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it can clean up; only the main thread can arrange that.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled([number for number in TERMINATION_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], end):
+        yield
+
+
+@contextlib.contextmanager
+def stop_signals_caught(hear: Callable[[int], None]) -> Iterator[None]:
+    """What tells a job to stop does not end the block: hear() is called with the signal's number, wherever that is."""
+    with _handled(list(SIGNALS), lambda number, frame: hear(number)):
+        yield
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """A signal that would end the block does so at its end: what it was starting is known by then, and can be ended."""
+    came: list[int] = []
+    numbers = [number for number in (signal.SIGINT, *TERMINATION_SIGNALS) if signal.getsignal(number) != signal.SIG_IGN]
+    try:
+        with _handled(numbers, lambda number, frame: came.append(number)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """No signal that asks the program to end interrupts the block: it is ending already."""
+    with _handled([*TERMINATION_SIGNALS, *SIGNALS, signal.SIGINT], signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(numbers: list[signal.Signals], handler: signal._HANDLER) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [(number, signal.signal(number, handler)) for number in dict.fromkeys(numbers)]
+    try:
+        yield
+    finally:
+        for number, previous in before:
+            signal.signal(number, previous)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
-from dualdist.launch import control_channel, processes, stderr_summary
+from dualdist.launch import control_channel, failure, processes
 from dualdist.launch.relay import OutputRelay
 
 # Set by launchers that restart ranks, and by `dualdist run` where it does.
@@ -55,14 +55,14 @@ class RankSettings:
     folder: str | None = None
 
 
-def words(settings: RankSettings) -> tuple[str, ...]:
+def rank_argv(settings: RankSettings) -> tuple[str, ...]:
     """Return the arguments of `python` for these settings; parse() is the inverse."""
     tag = ("--tag-host",) if settings.has_host else ("--tag",)
     folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
     return ("-m", "dualdist.launch.rank", *(tag if settings.has_tag else ()), *folder, *settings.program)
 
 
-def parse(arguments: Sequence[str]) -> RankSettings:
+def parse_arguments(arguments: Sequence[str]) -> RankSettings:
     """The settings of a command line; the program begins with the first word that is none of ours."""
     left, has_tag, has_host, folder = list(arguments), False, False, None
     while left and left[0].startswith("--"):
@@ -95,13 +95,17 @@ class RankProcess:
         for caught in (*PASSED_ON, signal.SIGCHLD):
             if signal.getsignal(caught) != signal.SIG_IGN or caught == signal.SIGCHLD:  # nohup's stays ignored
                 signal.signal(caught, lambda _number, _frame: None)  # the wakeup carries its number
-        self._mark, marking = processes.marked(os.environ)
+        self._mark, marking = processes.new_job_mark(os.environ)
         processes.adopt_orphans()
         error, error_writer = os.pipe()
         output, output_writer = os.pipe() if settings.has_tag or settings.folder is not None else (None, None)
         self._child = subprocess.Popen(
             [sys.executable, *settings.program],
-            env={name: value for name, value in {**os.environ, **marking}.items() if name != control_channel.LINK},
+            env={
+                name: value
+                for name, value in {**os.environ, **marking}.items()
+                if name != control_channel.CONTROL_VARIABLE
+            },
             stdout=output_writer,
             stderr=error_writer,
             close_fds=False,  # MPICH's and Slurm's ranks talk to their launcher by a file that they inherit
@@ -135,14 +139,14 @@ class RankProcess:
         self._tell_end()
         if self._members():
             time.sleep(0 if self._told else LEFT_S)
-            processes.end(self._mark, LEFT_S, below=os.getpid())
+            processes.terminate_and_wait(self._mark, LEFT_S, below=os.getpid())
         if self._is_cut_off:
             _end_daemon(self._parent)
         return self._child.returncode
 
     def _members(self) -> list[int]:
         """Return the process ids of the child and of all that it started."""
-        return processes.members(self._mark, below=os.getpid())
+        return processes.find_marked(self._mark, below=os.getpid())
 
     def _relay(
         self, source: int, console: int | None, log: int | None, tag: str, on_read: Callable[[bytes], object]
@@ -159,11 +163,11 @@ class RankProcess:
                 self._pump(key.data)
             else:
                 key.data()
-        processes.bury_orphans(self._child.pid)
+        processes.reap_orphans(self._child.pid)
         if os.getppid() != self._parent:
             self._on_orphaned()
         if self._deadline is not None and time.monotonic() >= self._deadline and self._child.poll() is None:
-            processes.send([self._child.pid, *self._members()], signal.SIGKILL)
+            processes.send_signal([self._child.pid, *self._members()], signal.SIGKILL)
             self._deadline = time.monotonic() + GRACE_S
 
     def _pump(self, relay: OutputRelay) -> None:
@@ -192,7 +196,7 @@ class RankProcess:
         for number in numbers:
             if number in PASSED_ON:
                 self._told = self._told or number in ENDING
-                processes.send([self._child.pid], signal.Signals(number))
+                processes.send_signal([self._child.pid], signal.Signals(number))
 
     def _on_line(self) -> None:
         """Pass on the signals that `dualdist run` sends; end the child when it closes the connection."""
@@ -220,7 +224,7 @@ class RankProcess:
         if self._deadline is None:
             self._told = True
             self._deadline = time.monotonic() + GRACE_S
-            processes.send([self._child.pid], signal.SIGTERM)
+            processes.send_signal([self._child.pid], signal.SIGTERM)
 
     def _tell_end(self) -> None:
         text = self._reason() if self._child.returncode else ""
@@ -228,24 +232,27 @@ class RankProcess:
         _tell(self._line, control_channel.RankEnded(self._child.returncode, age_s, self._told, text))
 
     def _reason(self) -> str:
-        return stderr_summary.reason(self._error.tail.decode(errors="replace"))
+        return failure.extract_traceback(self._error.tail.decode(errors="replace"))
 
 
 def main() -> int:
-    settings = parse(sys.argv[1:])
+    settings = parse_arguments(sys.argv[1:])
     host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
     number: int | None = None
     with contextlib.suppress(TopologyError):  # which the program will tell
         number = detect(os.environ).rank
     line = None
-    if control_channel.LINK in os.environ:
+    if control_channel.CONTROL_VARIABLE in os.environ:
         try:
-            address = control_channel.ControlAddress.loads(os.environ[control_channel.LINK])
+            address = control_channel.ControlAddress.loads(os.environ[control_channel.CONTROL_VARIABLE])
             line = control_channel.connect(address, control_channel.RankHello(address.token, number, host, _round()))
         except ValueError:
-            print(f"{control_channel.LINK} is not what dualdist run writes: unset what is left over", file=sys.stderr)
+            print(
+                f"{control_channel.CONTROL_VARIABLE} is not what dualdist run writes: unset what is left over",
+                file=sys.stderr,
+            )
             return 1
-        except control_channel.LinkError as error:
+        except control_channel.ControlChannelError as error:
             print(f"dualdist run: rank {number} on {host} cannot reach dualdist run ({error})", file=sys.stderr)
             if error.is_gone:
                 return 1

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dualdist.launch import control_channel, processes
-from dualdist.launch.ssh import TOLD
+from dualdist.launch.ssh import ENV_FROM_STDIN
 
 GRACE_S = 3.0
 POLL_MS = 500
@@ -30,10 +30,10 @@ GONE = select.POLLERR | select.POLLHUP
 
 def main(argv: Sequence[str]) -> int:
     environ = dict(os.environ)
-    if argv[:1] == [TOLD]:
+    if argv[:1] == [ENV_FROM_STDIN]:
         argv = argv[1:]
         environ |= json.loads(sys.stdin.readline())
-    mark, marking = processes.marked(environ)
+    mark, marking = processes.new_job_mark(environ)
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: told.append(number))
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
         if any(event & GONE or (line is not None and file == line.fileno()) for file, event in events):
             told.append(signal.SIGHUP)
     if told:
-        processes.end(mark, GRACE_S)
+        processes.terminate_and_wait(mark, GRACE_S)
     else:
-        processes.killed(mark, GRACE_S)
+        processes.wait_or_kill(mark, GRACE_S)
     try:
-        code = child.wait(processes.STUCK_S)
+        code = child.wait(processes.KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:  # the kernel holds it
         code = -signal.SIGKILL
     return 128 - code if code < 0 else code
@@ -63,14 +63,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _line(environ: Mapping[str, str]) -> socket.socket | None:
     """None where nobody would answer: a pasted command has no `dualdist run`."""
-    if control_channel.LINK not in environ:
+    if control_channel.CONTROL_VARIABLE not in environ:
         return None
-    address = control_channel.ControlAddress.loads(environ[control_channel.LINK])
+    address = control_channel.ControlAddress.loads(environ[control_channel.CONTROL_VARIABLE])
     try:
         return control_channel.connect(
-            address, control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_keeper=True)
+            address, control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_guard=True)
         )
-    except control_channel.LinkError:
+    except control_channel.ControlChannelError:
         return None
 
 

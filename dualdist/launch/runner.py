@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from dualdist.launch import env_defaults, host_check, host_probe, rank, ssh
-from dualdist.launch.control_channel import LINK
-from dualdist.launch.execute import look
+from dualdist.launch import env_defaults, host_probe, rank, ssh
+from dualdist.launch import hosts as host_check
+from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch.execute import find_site
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
-from dualdist.launch.launchers import commands
+from dualdist.launch.launchers import build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.utils.exit_codes import REQUEUE
 from dualdist.utils.redaction import redact_variables
@@ -30,7 +31,7 @@ class RunSettings:
     """How to run a job, whatever it is."""
 
     is_dry: bool = False
-    is_stdout_ours: bool = False  # so that what ranks print there goes to stderr
+    stdout_to_stderr: bool = False  # so that what ranks print there goes to stderr
     timeout_s: float | None = None
     log_dir: str | None = None
     tag_output: bool = False
@@ -68,21 +69,22 @@ class _Plan:
         """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
         if attempt == 0:
             return self
-        site = self.site if self.job.hosts else replace(self.site, meeting=RendezvousAddress(LOOPBACK, _free_port()))
+        site = self.site if self.job.hosts else replace(self.site, rendezvous=RendezvousAddress(LOOPBACK, _free_port()))
         return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(attempt)}))
 
     def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
         job, port = self.job, None
         if listener is not None:
-            job = replace(job, env={**job.env, LINK: listener.address.dumps()})
+            job = replace(job, env={**job.env, CONTROL_VARIABLE: listener.address.dumps()})
             port = listener.address.port
         return tuple(
-            ssh.over(command, self.site, link_port=port) for command in commands(self.launcher, job, self.site)
+            ssh.wrap_in_ssh(command, self.site, link_port=port)
+            for command in build_commands(self.launcher, job, self.site)
         )
 
     def shown(self) -> tuple[Command, ...]:
         """The commands without the values of secrets, as people may see them."""
-        site = replace(self.site, needs=redact_variables(self.site.needs))
+        site = replace(self.site, launcher_env=redact_variables(self.site.launcher_env))
         return replace(self, site=site, job=replace(self.job, env=redact_variables(self.job.env))).commands()
 
 
@@ -101,24 +103,25 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
 
 def _planned(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
     """The job as it will run: with the variables that it needs, and its ranks wrapped."""
-    site, here = replace(look(), secrets=env_defaults.secrets(environ)), host_probe.look()
-    site = replace(site, task_cpus=env_defaults.task_cpus(environ, job.ranks) if launcher == "srun" else None)
+    site, here = replace(find_site(), secret_names=env_defaults.secret_names(environ)), host_probe.probe_host()
+    site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks) if launcher == "srun" else None)
     back = tuple(here.networks().values())
     if _is_all_here(job, launcher):
         host_check.check_interface(here.hostname, here, job.interface)
     if job.hosts:
-        forwarded = env_defaults.variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
-        reached = host_check.look([host for host, _ in job.filled()], job.interface, site, forwarded)
+        forwarded = env_defaults.rank_variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
+        reached = host_check.check_hosts([host for host, _ in job.ranks_by_host()], job.interface, site, forwarded)
         job, back = replace(job, hosts=reached.hosts), reached.back
-        needs = env_defaults.needed_here(environ)
-        site = replace(site, meeting=reached.meeting, networks=reached.networks, needs=needs)
+        needs = env_defaults.launcher_variables(environ)
+        site = replace(site, rendezvous=reached.rendezvous, networks=reached.networks, launcher_env=needs)
         each = [
-            env_defaults.threads(cores, ranks) for cores, (_, ranks) in zip(reached.cores, job.filled(), strict=True)
+            env_defaults.threads_per_rank(cores, ranks)
+            for cores, (_, ranks) in zip(reached.cores, job.ranks_by_host(), strict=True)
         ]
     else:
-        site = replace(site, meeting=RendezvousAddress(LOOPBACK, _free_port()))
-        each = [env_defaults.threads(here.cores, job.ranks)]
-    env = env_defaults.variables(
+        site = replace(site, rendezvous=RendezvousAddress(LOOPBACK, _free_port()))
+        each = [env_defaults.threads_per_rank(here.cores, job.ranks)]
+    env = env_defaults.rank_variables(
         environ,
         job.env,
         threads_a_rank=site.task_cpus if launcher == "srun" else min(each),
@@ -131,7 +134,7 @@ def _planned(job: Job, launcher: str, settings: RunSettings, environ: Mapping[st
     inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
     if job.min_ranks is not None:
         inner = sys.maxsize  # a lost rank is the launcher's business
-    job = replace(job, program=rank.words(output), env=env, max_restarts=inner)
+    job = replace(job, program=rank.rank_argv(output), env=env, max_restarts=inner)
     return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
 
 
@@ -142,7 +145,7 @@ def _rounds(plan: _Plan, listener: ControlListener) -> RunReport:
     for attempt in range(plan.restarts + 1):
         current = plan.in_round(attempt)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
-        stdout = 2 if plan.settings.is_stdout_ours else None
+        stdout = 2 if plan.settings.stdout_to_stderr else None
         outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
         if outcome.code == 0 or outcome.why or outcome.told or attempt == plan.restarts:
             break

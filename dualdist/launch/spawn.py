@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.stderr_summary import is_consequence
+from dualdist.launch.failure import is_consequence
 from dualdist.utils import tracebacks
 from dualdist.utils.pickling import choose_pickler, dump_exception
 
@@ -39,7 +39,7 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     return _spawn(fn, nprocs, args, _chosen(backend), nullcontext)
 
 
-def spawn_apart(
+def spawn_without_main(
     fn: Callable[..., T],
     nprocs: int,
     args: Sequence[Any] = (),
@@ -192,7 +192,7 @@ def run(
     """
     payload = choose_pickler(fn).dumps((fn, tuple(args), dict(kwargs or {})))
     try:
-        results = spawn_apart(_call, np, (payload,), backend=backend, env=env)
+        results = spawn_without_main(_call, np, (payload,), backend=backend, env=env)
     except LaunchError as failure:
         if failure.exception is None:
             raise

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 
-from dualdist.launch.control_channel import LINK
+from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Site
 from dualdist.utils.redaction import is_secret
 
@@ -15,9 +15,9 @@ OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-HEARS_NOTHING = "-n"  # else what a person types goes to a rank
-KEEPER = ("-m", "dualdist.launch.remote_guard")
-TOLD = "--told"  # before the keeper's command: it hears of more variables on its standard input
+NO_STDIN = "-n"  # else what a person types goes to a rank
+GUARD = ("-m", "dualdist.launch.remote_guard")
+ENV_FROM_STDIN = "--told"  # before the keeper's command: it hears of more variables on its standard input
 PROBE = ("-m", "dualdist.launch.host_probe")
 # Exit codes of the remote side before python runs; ssh's own is 255, a missing command's 127.
 NO_FOLDER, NO_PYTHON, NO_PACKAGE, SSH_FAILED = 71, 72, 1, 255
@@ -39,28 +39,35 @@ FAILURES = (
 )
 
 
-def over(command: Command, site: Site, *, link_port: int | None = None) -> Command:
+def wrap_in_ssh(command: Command, site: Site, *, link_port: int | None = None) -> Command:
     """The command here that runs the given one on its host, to which `link_port` of this one becomes its own.
 
     Everybody on both hosts sees the words of a command: the keeper hears by its standard input what is secret.
     """
     if command.host is None:
         return command
-    told = {name: value for name, value in command.env.items() if name == LINK or is_secret(name)}
+    told = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
     shown = {name: value for name, value in command.env.items() if name not in told}
-    inner = (site.python, *KEEPER, *[TOLD] * bool(told), *command.argv)
+    inner = (site.python, *GUARD, *[ENV_FROM_STDIN] * bool(told), *command.argv)
     back = ("-R", f"127.0.0.1:{link_port}:127.0.0.1:{link_port}") if link_port is not None else ()
-    words = ("ssh", *[HEARS_NOTHING] * (not told), *OPTIONS, *back, command.host, remote(inner, shown, site.folder))
+    words = (
+        "ssh",
+        *[NO_STDIN] * (not told),
+        *OPTIONS,
+        *back,
+        command.host,
+        remote_command_line(inner, shown, site.folder),
+    )
     return Command(words, stdin=json.dumps(told) if told else "")
 
 
-def probe(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
+def probe_argv(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
     """The argv that has a host tell of itself; exits by one of the codes above where it cannot."""
-    ssh, *words = asking(host, site, env, (*PROBE, *target))
-    return [ssh, HEARS_NOTHING, *words]
+    ssh, *words = remote_python_argv(host, site, env, (*PROBE, *target))
+    return [ssh, NO_STDIN, *words]
 
 
-def asking(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
+def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
     """The argv that has a host's python run what these words say, and gives it our standard input."""
     checks = (
         f"cd {shlex.quote(site.folder)} || exit {NO_FOLDER}; test -x {shlex.quote(site.python)} || exit {NO_PYTHON}; "
@@ -70,12 +77,12 @@ def asking(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) 
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]
 
 
-def remote(argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
+def remote_command_line(argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
     """One line for the shell that ssh starts there."""
     return f"cd {shlex.quote(folder)} && exec {shlex.join([*_env(env), *argv])}"
 
 
-def failure(host: str, code: int, stderr: str, site: Site) -> str:
+def describe_ssh_failure(host: str, code: int, stderr: str, site: Site) -> str:
     """Why a host cannot take part, from how its probe ended."""
     said = stderr.strip().splitlines()[-1:] or [f"exit code {code}"]
     if code == NO_FOLDER:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dualdist.errors import LaunchError
-from dualdist.launch import control_channel, exit_status, processes
-from dualdist.launch.exit_status import RankEnd
-from dualdist.launch.interrupts import notices, undisturbed
+from dualdist.launch import control_channel, processes
+from dualdist.launch.failure import RankEnd, exit_code, first_failure, has_stopped_on_notice
 from dualdist.launch.job import Command
+from dualdist.launch.processes import signals_ignored, stop_signals_caught
 from dualdist.launch.relay import OutputRelay
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
 from dualdist.utils.redaction import redact_command
@@ -65,7 +65,7 @@ class _RankConnection:
 
     @property
     def is_rank(self) -> bool:
-        return self.hello is not None and not self.hello.is_keeper
+        return self.hello is not None and not self.hello.is_guard
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Supervisor:
         self._lines: dict[socket.socket, _RankConnection] = {}
         self._relays: list[OutputRelay] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._mark, self._marking = processes.marked(self.environ)
+        self._mark, self._marking = processes.new_job_mark(self.environ)
         self._has_cut = False
         self._told = self._ended_before = 0  # by which signal the job was told to stop, and after how many ends
         self._to_tell: list[int] = []
@@ -114,25 +114,25 @@ class Supervisor:
         self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
         why = ""
         try:
-            with notices(self._to_tell.append):
+            with stop_signals_caught(self._to_tell.append):
                 for command in self.commands:
                     self._start(command)
                 why = self._watch(began, timeout_s)
             if why:
-                why = f"{why}; {processes.describe(processes.members(self._mark))}"
+                why = f"{why}; {processes.describe_processes(processes.find_marked(self._mark))}"
         finally:
             self._end()
         return self._outcome(time.monotonic() - began, why)
 
     def _outcome(self, seconds: float, why: str) -> JobOutcome:
         codes = [process.returncode for process in self._processes]
-        failure = exit_status.first_failure(self.ends)
-        if not why and exit_status.has_stopped(self.ends):
+        failed = first_failure(self.ends)
+        if not why and has_stopped_on_notice(self.ends):
             return JobOutcome(REQUEUE, seconds, told=self._told)
-        if self._told and any([*codes, failure, why]):
+        if self._told and any([*codes, failed, why]):
             return JobOutcome(128 + self._told, seconds, why=why, told=self._told)
-        code = 124 if why else exit_status.exit_code(codes, failure, may_restart=self.restarts > 0)
-        return JobOutcome(code, seconds, failure if code and not why else None, why, self._told)
+        code = 124 if why else exit_code(codes, failed, may_restart=self.restarts > 0)
+        return JobOutcome(code, seconds, failed if code and not why else None, why, self._told)
 
     def _start(self, command: Command) -> None:
         relayed = bool(command.prefix)
@@ -210,7 +210,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """Nothing of the job is left, here or elsewhere: launchers are asked to end, and every rank's line is cut."""
-        with undisturbed():
+        with signals_ignored():
             for process in self._processes:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
@@ -220,9 +220,12 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
             self._until(lambda: not self._has_ranks() and not self._running(), END_S)
-            left = processes.killed(self._mark, 1.0, self._running)
+            left = processes.wait_or_kill(self._mark, 1.0, self._running)
             if left and not any(process.poll() for process in self._processes):
-                print(f"dualdist run: what the job left behind was ended; {processes.describe(left)}", file=sys.stderr)
+                print(
+                    f"dualdist run: what the job left behind was ended; {processes.describe_processes(left)}",
+                    file=sys.stderr,
+                )
             self._until(lambda: not any(relay.is_open for relay in self._relays), 1.0)
             for relay in self._relays:
                 relay.close()
@@ -278,7 +281,7 @@ class Supervisor:
             return
         except OSError:
             data = b""
-        if not data or len(line.data) > control_channel.LIMIT:
+        if not data or len(line.data) > control_channel.MAX_MESSAGE_BYTES:
             self._drop(connection)
             return
         *messages, line.data = (line.data + data).split(b"\n")
@@ -306,7 +309,7 @@ class Supervisor:
             return False
         line.has_ended = True
         at_s = time.monotonic() - ended.age_s
-        told = ended.was_told
+        told = ended.was_terminated
         self.ends.append(
             RankEnd(line.hello.rank, line.hello.host, ended.code, at_s, line.hello.round, told, ended.text)
         )
@@ -321,7 +324,7 @@ class Supervisor:
         line = self._lines.pop(connection)
         connection.close()
         hello, now = line.hello, time.monotonic()
-        if hello is None or line.has_ended or hello.is_keeper:
+        if hello is None or line.has_ended or hello.is_guard:
             return
         text = line.failing if now < line.failing_at + FAILING_S else ""
         if text or not self._has_cut:

@@ -222,11 +222,13 @@ def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) ->
 
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        said = error_of(lambda: hosts.read(path), UsageError)
-        assert str(path) in said if said else all(host.name and host.slots > 0 for host in hosts.read(path))
+        said = error_of(lambda: hosts.read_hostfile(path), UsageError)
+        assert str(path) in said if said else all(host.name and host.slots > 0 for host in hosts.read_hostfile(path))
 
     effort.fuzz("host files", st.binary(max_size=20) | lines.map(lambda them: "\n".join(them).encode()), check)
-    effort.fuzz("lists of hosts", damaged(["a:2,b:2"]), lambda text: error_of(lambda: hosts.parse(text), UsageError))
+    effort.fuzz(
+        "lists of hosts", damaged(["a:2,b:2"]), lambda text: error_of(lambda: hosts.parse_hosts(text), UsageError)
+    )
 
 
 SAVED = SavedChoice(

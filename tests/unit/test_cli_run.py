@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from dualdist.cli.run import configure, line, lines, program
+from dualdist.cli.run import configure, program_words, shell_line, shell_lines
 from dualdist.errors import UsageError
-from dualdist.launch import host_check
-from dualdist.launch.env_defaults import allocated, default_launcher, task_cpus
-from dualdist.launch.interrupts import held, termination_raises
+from dualdist.launch import hosts as host_check
+from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
 from dualdist.launch.launchers import Command
+from dualdist.launch.processes import signals_deferred, termination_raises
 
 FACE = ("-m", "dualdist.hvd")
 
@@ -64,14 +64,14 @@ def test_within_a_step_no_other_srun_is_started() -> None:
 def test_an_allocation_says_how_many_tasks_were_asked_for(
     environ: Mapping[str, str], found: tuple[int, str] | None
 ) -> None:
-    assert allocated(environ) == found
+    assert allocated_tasks(environ) == found
 
 
 @pytest.mark.parametrize(("ranks", "cpus"), [(1, 8), (4, 8), (8, 4), (64, 1)])
 def test_more_ranks_than_tasks_share_their_cores(ranks: int, cpus: int) -> None:
     environ = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
-    assert task_cpus(environ, ranks) == cpus
-    assert task_cpus({"SLURM_JOB_ID": "17"}, ranks) is None
+    assert cpus_per_task(environ, ranks) == cpus
+    assert cpus_per_task({"SLURM_JOB_ID": "17"}, ranks) is None
 
 
 def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
@@ -112,7 +112,7 @@ def test_program_follows_the_face_and_keeps_its_arguments(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert program(("train.py", "-m", "x"), is_module=is_module, as_horovod=as_horovod) == expected
+    assert program_words(("train.py", "-m", "x"), is_module=is_module, as_horovod=as_horovod) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_program_follows_the_face_and_keeps_its_arguments(
 )
 def test_program_that_cannot_be_run_is_refused_with_a_hint(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        program(words, is_module=False, as_horovod=False)
+        program_words(words, is_module=False, as_horovod=False)
 
 
 def test_line_can_be_pasted_into_a_shell() -> None:
     built = Command(("torchrun", "a script.py"), {"DUALDIST_BACKEND": "native", "A": "b c"})
-    assert shlex.split(line(built)) == ["env", "DUALDIST_BACKEND=native", "A=b c", "torchrun", "a script.py"]
-    assert line(Command(("python", "x.py"))) == "python x.py"
+    assert shlex.split(shell_line(built)) == ["env", "DUALDIST_BACKEND=native", "A=b c", "torchrun", "a script.py"]
+    assert shell_line(Command(("python", "x.py"))) == "python x.py"
 
 
 def test_several_commands_run_side_by_side_when_pasted() -> None:
-    assert list(lines([Command(("a", "1")), Command(("b c",))])) == ["a 1 &", "'b c' &", "wait"]
+    assert list(shell_lines([Command(("a", "1")), Command(("b c",))])) == ["a 1 &", "'b c' &", "wait"]
 
 
 def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -155,7 +155,7 @@ def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
 
 def test_a_signal_that_came_in_a_block_is_heard_where_the_block_fails_too() -> None:
     def start() -> None:
-        with held():
+        with signals_deferred():
             signal.raise_signal(signal.SIGINT)
             raise OSError("no such program")
 

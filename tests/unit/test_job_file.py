@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from dualdist.errors import UsageError
+from dualdist.launch.job import BACKEND_TRANSPORTS
 from dualdist.launch.job_file import BackendName, JobFile, LauncherName, Resources, TransportName, load, loads
 from dualdist.launch.launchers import LAUNCHERS
-from dualdist.launch.option_conflicts import CARRIERS
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 
@@ -58,7 +58,7 @@ def test_it_knows_the_names_that_everything_knows() -> None:
     in_scripts = {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}
     assert set(get_args(LauncherName)) == {*LAUNCHERS, *in_scripts}
     assert (set(get_args(BackendName)), set(get_args(TransportName))) == (set(BACKENDS), set(TRANSPORTS))
-    assert {"auto", *CARRIERS} == set(BACKENDS)
+    assert {"auto", *BACKEND_TRANSPORTS} == set(BACKENDS)
 
 
 def test_every_key_arrives_as_it_was_written() -> None:

@@ -7,9 +7,16 @@ import os
 import pytest
 
 from dualdist.launch import control_channel, env_defaults, rank
-from dualdist.launch.exit_status import RankEnd, describe, exit_code, first_failure, has_stopped
+from dualdist.launch.failure import (
+    RankEnd,
+    describe_failure,
+    exit_code,
+    extract_traceback,
+    first_failure,
+    has_stopped_on_notice,
+    is_consequence,
+)
 from dualdist.launch.relay import OutputRelay
-from dualdist.launch.stderr_summary import is_consequence, reason
 
 VALUE_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    f()\nValueError: one\ntwo'
 KEY_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nKeyError: 1'
@@ -40,7 +47,7 @@ def prefixed(text: str) -> str:
     ],
 )
 def test_the_traceback_that_ended_a_rank_is_found(text: str, expected: str) -> None:
-    assert reason(text) == expected
+    assert extract_traceback(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         ([ended(0, 1, 2.0), ended(1, 1, 1.0)], 1),
         ([ended(0, 1, 1.0, LOST), ended(1, -9, 2.0)], 1),
         ([ended(0, 1, 1.0, LOST), ended(1, 1, 2.0, LOST)], 0),
-        ([ended(0, -15, 1.0, was_told=True), ended(1, 1, 2.0)], 1),
+        ([ended(0, -15, 1.0, was_terminated=True), ended(1, 1, 2.0)], 1),
         ([ended(0, None, 1.0), ended(1, 1, 2.0)], 1),
         ([ended(0, None, 1.0), ended(1, None, 2.0, VALUE_ERROR), ended(2, None, 3.0)], 1),
         ([ended(0, 1, 1.0, round=0), ended(1, 1, 2.0, round=1)], 1),
@@ -97,16 +104,16 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
     ("ends", "stopped"),
     [
         ([ended(0, 75, 1.0), ended(1, 75, 1.1)], True),
-        ([ended(0, 75, 1.0, was_told=True), ended(1, -15, 1.1)], True),
+        ([ended(0, 75, 1.0, was_terminated=True), ended(1, -15, 1.1)], True),
         ([ended(0, 75, 1.0), ended(1, 0, 2.0, round=1), ended(0, 0, 2.0, round=1)], False),
         ([ended(0, 1, 1.0), ended(1, 75, 2.0, round=1)], True),
-        ([ended(0, -15, 1.0, was_told=True)], False),
+        ([ended(0, -15, 1.0, was_terminated=True)], False),
         ([], False),
     ],
     ids=["all", "one, and another was ended", "in an earlier round", "in the last round", "only ended", "nobody"],
 )
 def test_a_job_has_stopped_where_a_rank_says_so_in_the_last_round(ends: list[RankEnd], stopped: bool) -> None:
-    assert has_stopped(ends) is stopped
+    assert has_stopped_on_notice(ends) is stopped
 
 
 @pytest.mark.parametrize(
@@ -133,12 +140,12 @@ def test_exit_code_is_the_first_failing_ranks(
 
 
 def test_a_failure_is_told_with_rank_host_and_signal() -> None:
-    assert describe(ended(3, 7, 0.0), has_hosts=False) == "rank 3 failed first (exit code 7)"
-    assert describe(ended(3, 1, 0.0, "E"), has_hosts=True) == "rank 3 on host failed first (exit code 1):\nE"
-    assert "ended by SIGSEGV" in describe(ended(3, -11, 0.0), has_hosts=False)
-    assert "dmesg" in describe(ended(3, -9, 0.0), has_hosts=False)
-    assert describe(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
-    assert describe(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it could say by which code:\nE")
+    assert describe_failure(ended(3, 7, 0.0), has_hosts=False) == "rank 3 failed first (exit code 7)"
+    assert describe_failure(ended(3, 1, 0.0, "E"), has_hosts=True) == "rank 3 on host failed first (exit code 1):\nE"
+    assert "ended by SIGSEGV" in describe_failure(ended(3, -11, 0.0), has_hosts=False)
+    assert "dmesg" in describe_failure(ended(3, -9, 0.0), has_hosts=False)
+    assert describe_failure(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
+    assert describe_failure(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it could say by which code:\nE")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +157,9 @@ def test_a_failure_is_told_with_rank_host_and_signal() -> None:
     ],
 )
 def test_a_ranks_words_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
-    words = rank.words(settings)
+    words = rank.rank_argv(settings)
     assert words[:2] == ("-m", "dualdist.launch.rank")
-    assert rank.parse(words[2:]) == settings
+    assert rank.parse_arguments(words[2:]) == settings
 
 
 def test_an_address_is_read_as_it_was_written() -> None:
@@ -204,7 +211,7 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
 
 
 def variables(environ: dict[str, str], given: dict[str, str], *, has_hosts: bool = False) -> dict[str, str]:
-    return env_defaults.variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
+    return env_defaults.rank_variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
 
 
 def test_a_ranks_variables_are_the_users_before_ours() -> None:
@@ -230,10 +237,10 @@ def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
 
 
 def test_an_interface_is_told_to_all_that_ask() -> None:
-    found = env_defaults.variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
+    found = env_defaults.rank_variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
 def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
-    assert env_defaults.threads(cores, ranks) == expected
+    assert env_defaults.threads_per_rank(cores, ranks) == expected

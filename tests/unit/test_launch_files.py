@@ -11,7 +11,7 @@ import pytest
 from harness.base_env import ROOT
 
 from dualdist.cli import main
-from dualdist.launch.schedulers.shell import FROM, TO
+from dualdist.launch.schedulers.shell import EDIT_BEGIN, EDIT_END
 
 LAUNCH = ROOT / "launch"
 JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))
@@ -55,8 +55,8 @@ def test_a_file_has_one_block_to_edit(path: Path) -> None:
 
 
 def _around(text: str) -> tuple[str, str, str]:
-    before, _, rest = text.partition(FROM)
-    block, _, after = rest.partition(TO)
+    before, _, rest = text.partition(EDIT_BEGIN)
+    block, _, after = rest.partition(EDIT_END)
     return before, block, after
 
 

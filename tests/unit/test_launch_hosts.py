@@ -11,15 +11,15 @@ import pytest
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import hosts, ssh
-from dualdist.launch.host_check import is_here, judge
-from dualdist.launch.host_probe import ProbedHost, look
+from dualdist.launch.host_probe import ProbedHost, probe_host
+from dualdist.launch.hosts import evaluate_hosts, is_local_host
 from dualdist.launch.launchers import Host, Site
 from dualdist.version import __version__
 
 SITE = Site("/v/bin/python", {}, "/v/bin", folder="/shared/job")
 HERE = ProbedHost("a", 8, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}, 4711, "", "", __version__)
 THERE = ProbedHost("b", 4, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}, 4712, "10.0.0.1", "10.0.0.2", __version__)
-A, B = Host("a", 2, is_here=True), Host("b", 2)
+A, B = Host("a", 2, is_local=True), Host("b", 2)
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ A, B = Host("a", 2, is_here=True), Host("b", 2)
     ],
 )
 def test_hosts_of_a_line(text: str, found: list[tuple[str, int]]) -> None:
-    assert hosts.parse(text) == tuple(Host(*each) for each in found)
+    assert hosts.parse_hosts(text) == tuple(Host(*each) for each in found)
 
 
 @pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        hosts.parse(text)
+        hosts.parse_hosts(text)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 def test_hosts_of_a_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "hosts").write_text(text)
     expected = (Host("b", 1), Host("a", 1)) if text.startswith("b") else (Host("a", 2), Host("b", 1))
-    assert hosts.read(tmp_path / "hosts") == expected
+    assert hosts.read_hostfile(tmp_path / "hosts") == expected
 
 
 @pytest.mark.parametrize(
@@ -67,21 +67,21 @@ def test_hosts_of_a_file(tmp_path: Path, text: str) -> None:
 def test_what_is_no_host_file_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(UsageError, match=told):
-        hosts.read(tmp_path / "hosts")
+        hosts.read_hostfile(tmp_path / "hosts")
     with pytest.raises(UsageError, match="cannot read it: No such file"):
-        hosts.read(tmp_path / "nowhere")
+        hosts.read_hostfile(tmp_path / "nowhere")
 
 
 def test_this_host_knows_its_names() -> None:
-    assert is_here("localhost")
-    assert is_here("127.0.0.1")
-    assert not is_here("192.0.2.1")  # RFC 5737: nobody's
-    assert not is_here("no such name")
+    assert is_local_host("localhost")
+    assert is_local_host("127.0.0.1")
+    assert not is_local_host("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_local_host("no such name")
 
 
 def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
-    found = judge([A, B], None, HERE, lambda names, target: [THERE])
-    assert (found.meeting.address, found.meeting.port) == ("10.0.0.1", 4711)
+    found = evaluate_hosts([A, B], None, HERE, lambda names, target: [THERE])
+    assert (found.rendezvous.address, found.rendezvous.port) == ("10.0.0.1", 4711)
     assert found.back == ("10.0.0.1", "10.1.0.1")
     assert found.cores == (8, 4)
 
@@ -93,14 +93,14 @@ def test_ranks_meet_where_ssh_reached_the_first_host_and_the_others_try_that() -
         calls.append((names, target))
         return [THERE] * len(names)
 
-    found = judge([B, Host("c", 1)], None, HERE, ask)
-    assert found.meeting.address == "10.0.0.2"
+    found = evaluate_hosts([B, Host("c", 1)], None, HERE, ask)
+    assert found.rendezvous.address == "10.0.0.2"
     assert calls == [(["b"], ()), (["c"], ("4712", "10.0.0.2"))]
 
 
 def test_networks_that_do_not_connect_the_hosts_are_left_out() -> None:
     def networks(**changes: Any) -> tuple[str, ...]:
-        return judge([A, B], None, HERE, lambda names, target: [replace(THERE, **changes)]).networks
+        return evaluate_hosts([A, B], None, HERE, lambda names, target: [replace(THERE, **changes)]).networks
 
     both = {"eth0": "10.0.0.2", "eth1": "10.1.0.2"}
     assert networks() == ("eth0",)  # the other host has no eth1
@@ -111,16 +111,16 @@ def test_networks_that_do_not_connect_the_hosts_are_left_out() -> None:
 
 def test_an_address_that_both_hosts_have_connects_nobody() -> None:
     """As the bridges of containers do."""
-    here = look(9, ["127.0.0.1"])
+    here = probe_host(9, ["127.0.0.1"])
     assert here.unreachable == {"127.0.0.1": "this host has the same address"}
 
 
 def test_a_named_interface_decides_where_ranks_meet() -> None:
-    assert judge([A, B], "eth0", HERE, lambda names, target: [THERE]).meeting.address == "10.0.0.1"
+    assert evaluate_hosts([A, B], "eth0", HERE, lambda names, target: [THERE]).rendezvous.address == "10.0.0.1"
     with pytest.raises(
         LaunchError, match=r"host 'b' has no network interface 'eth1' .* it has lo .*, eth0 \(10\.0\.0\.2\)"
     ):
-        judge([A, B], "eth1", HERE, lambda names, target: [THERE])
+        evaluate_hosts([A, B], "eth1", HERE, lambda names, target: [THERE])
 
 
 def test_a_host_that_cannot_reach_the_first_is_named_with_the_first_ones_addresses() -> None:
@@ -128,12 +128,12 @@ def test_a_host_that_cannot_reach_the_first_is_named_with_the_first_ones_address
     with pytest.raises(
         LaunchError, match=r"host 'b' cannot reach host 'a' at 10\.0\.0\.1 \(interface eth0\): no answer; a has"
     ):
-        judge([A, B], "eth0", HERE, lambda names, target: [cut])
+        evaluate_hosts([A, B], "eth0", HERE, lambda names, target: [cut])
 
 
 def test_hosts_need_the_same_version() -> None:
     with pytest.raises(LaunchError, match=rf"host 'b' has dualdist 0\.0, and this one {__version__}"):
-        judge([A, B], None, HERE, lambda names, target: [replace(THERE, version="0.0")])
+        evaluate_hosts([A, B], None, HERE, lambda names, target: [replace(THERE, version="0.0")])
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_hosts_need_the_same_version() -> None:
     ],
 )
 def test_a_host_that_cannot_take_part_is_told_with_the_reason(code: int, stderr: str, told: str) -> None:
-    assert told in ssh.failure("b", code, stderr, SITE)
+    assert told in ssh.describe_ssh_failure("b", code, stderr, SITE)

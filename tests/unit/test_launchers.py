@@ -10,10 +10,10 @@ import pytest
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
-from dualdist.launch.execute import mpi_of
+from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
-from dualdist.launch.launchers import LAUNCHERS, Host, Job, RendezvousAddress, Site, command, commands
-from dualdist.launch.launchers.horovodrun import own_names
+from dualdist.launch.launchers import LAUNCHERS, Host, Job, RendezvousAddress, Site, build_command, build_commands
+from dualdist.launch.launchers.horovodrun import localhost_spellings
 
 TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}
 JOB = Job(("train.py", "--epochs", "1"), 2, "native", env={"OMP_NUM_THREADS": "1"})
@@ -52,7 +52,7 @@ ALONE = [name for name in LAUNCHERS if name not in ("python", "spawn")]
 
 @pytest.mark.parametrize(("launcher", "place", "line"), GOLDEN, ids=[f"{name}-{at.mpi}" for name, at, _ in GOLDEN])
 def test_command_line_is_what_a_person_would_type(launcher: str, place: Site, line: str) -> None:
-    assert command(launcher, JOB, place).argv == (*line.split(), "train.py", "--epochs", "1")
+    assert build_command(launcher, JOB, place).argv == (*line.split(), "train.py", "--epochs", "1")
 
 
 def test_every_launcher_of_one_command_has_a_golden_line() -> None:
@@ -61,67 +61,67 @@ def test_every_launcher_of_one_command_has_a_golden_line() -> None:
 
 @pytest.mark.parametrize("launcher", ALONE)
 def test_every_launcher_hands_the_variables_over(launcher: str) -> None:
-    env = dict(command(launcher, JOB, site()).env)
+    env = dict(build_command(launcher, JOB, site()).env)
     path = env.pop("PATH", None)
     assert env == VARIABLES
     assert path == ("/v/bin:/bin" if launcher.startswith("horovodrun") else None)
 
 
 def test_plain_python_is_the_program_alone() -> None:
-    built = command("python", Job(("-m", "package.module", "x"), 1), site())
+    built = build_command("python", Job(("-m", "package.module", "x"), 1), site())
     assert built.argv == ("/v/bin/python", "-m", "package.module", "x")
     assert built.env == {}
 
 
 def test_plain_python_starts_one_rank_only() -> None:
     with pytest.raises(LaunchError, match=r"starts 1 rank, not 2"):
-        command("python", JOB, site())
+        build_command("python", JOB, site())
 
 
 def test_transport_travels_beside_the_backend() -> None:
     job = Job(("train.py",), 2, "horovod", "mpi")
-    assert command("mpirun", job, site()).env == {"DUALDIST_BACKEND": "horovod", "DUALDIST_TRANSPORT": "mpi"}
+    assert build_command("mpirun", job, site()).env == {"DUALDIST_BACKEND": "horovod", "DUALDIST_TRANSPORT": "mpi"}
 
 
 def test_srun_starts_mpi_where_mpi_is_the_transport() -> None:
-    argv = command("srun", Job(("train.py",), 2, "horovod", "mpi"), site()).argv
+    argv = build_command("srun", Job(("train.py",), 2, "horovod", "mpi"), site()).argv
     assert argv[4:6] == ("--mpi=pmix", "/v/bin/python")
 
 
 def test_srun_gives_a_rank_the_cores_of_a_task() -> None:
     """Left alone it gives one, whatever the allocation was asked for."""
-    argv = command("srun", JOB, replace(site(), task_cpus=8)).argv
+    argv = build_command("srun", JOB, replace(site(), task_cpus=8)).argv
     assert argv[2:5] == ("--nodes=1", "--ntasks=2", "--cpus-per-task=8")
 
 
 @pytest.mark.parametrize(("launcher", "helped"), [("mpirun", True), ("horovodrun-mpi", True), ("horovodrun", False)])
 def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) -> None:
     """Left alone it ends with 'plm_rsh_agent: ssh : rsh ... could not be found'."""
-    assert "OMPI_MCA_plm_rsh_agent" not in command(launcher, JOB, site()).env
+    assert "OMPI_MCA_plm_rsh_agent" not in build_command(launcher, JOB, site()).env
     without = replace(site(), has_ssh=False)
-    assert command(launcher, JOB, without).env.get("OMPI_MCA_plm_rsh_agent") == ("false" if helped else None)
+    assert build_command(launcher, JOB, without).env.get("OMPI_MCA_plm_rsh_agent") == ("false" if helped else None)
 
 
 def test_horovodrun_over_open_mpi_5_is_refused_with_a_way_out() -> None:
     with pytest.raises(LaunchError, match=r"Open MPI 5.*start the job with mpirun itself"):
-        command("horovodrun-mpi", JOB, site("openmpi5"))
+        build_command("horovodrun-mpi", JOB, site("openmpi5"))
 
 
 def test_mpirun_of_unknown_make_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"/v/bin/mpirun belongs to neither"):
-        command("mpirun", JOB, site("unknown"))
+        build_command("mpirun", JOB, site("unknown"))
 
 
 @pytest.mark.parametrize("launcher", ALONE)
 def test_missing_tool_is_named_with_what_brings_it(launcher: str) -> None:
     tool = launcher.removesuffix("-mpi")
     with pytest.raises(LaunchError, match=r"was not found beside /v/bin/python or on PATH; it comes with"):
-        command(launcher, JOB, Site("/v/bin/python", {name: TOOLS[name] for name in TOOLS if name != tool}, ""))
+        build_command(launcher, JOB, Site("/v/bin/python", {name: TOOLS[name] for name in TOOLS if name != tool}, ""))
 
 
 def test_unknown_launcher_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"launcher 'mpiruns'.*did you mean 'mpirun'\?"):
-        command("mpiruns", JOB, site())
+        build_command("mpiruns", JOB, site())
 
 
 @pytest.mark.parametrize(("program", "ranks", "wrong"), [((), 2, "needs a program"), (("a.py",), 0, "ranks=0")])
@@ -144,7 +144,7 @@ def test_impossible_job_is_refused(program: tuple[str, ...], ranks: int, wrong: 
     ],
 )
 def test_mpi_is_told_by_its_version(version: str, mpi: Mpi) -> None:
-    assert mpi_of(version) == mpi
+    assert parse_mpi_version(version) == mpi
 
 
 def test_command_lines_need_no_torch() -> None:
@@ -154,7 +154,7 @@ def test_command_lines_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
-HOSTS = (Host("a", 2, is_here=True), Host("b", 2))
+HOSTS = (Host("a", 2, is_local=True), Host("b", 2))
 ON_HOSTS = Job(("train.py",), 3, "native", hosts=HOSTS, interface="eth0")
 FORWARDED = "-x DUALDIST_BACKEND /v/bin/python train.py"
 MCA = "--mca btl_tcp_if_include eth0"
@@ -207,7 +207,7 @@ GOLDEN_HOSTS = [
     ids=[f"{row[0]}-{row[1]}-root={row[2]}" for row in GOLDEN_HOSTS],
 )
 def test_command_line_on_hosts_is_what_a_person_would_type(launcher: str, mpi: Mpi, is_root: bool, line: str) -> None:
-    assert " ".join(command(launcher, ON_HOSTS, site(mpi, is_root=is_root)).argv) == line
+    assert " ".join(build_command(launcher, ON_HOSTS, site(mpi, is_root=is_root)).argv) == line
 
 
 def test_horovodrun_is_given_no_folder_that_it_does_not_quote() -> None:
@@ -216,30 +216,30 @@ def test_horovodrun_is_given_no_folder_that_it_does_not_quote() -> None:
     for folder in ("/my work", "/$(id)", "/it's"):
         odd = replace(site(), folder=folder)
         with pytest.raises(LaunchError, match="start the job in a folder whose name has no blanks"):
-            command("horovodrun", ON_HOSTS, odd)
-        assert command("horovodrun", here, odd)
+            build_command("horovodrun", ON_HOSTS, odd)
+        assert build_command("horovodrun", here, odd)
 
 
 def test_horovodruns_mpirun_is_told_where_its_daemon_is() -> None:
-    argv = command("horovodrun-mpi", ON_HOSTS, site()).argv
+    argv = build_command("horovodrun-mpi", ON_HOSTS, site()).argv
     assert argv[1:7] == ("--mpi", "-np", "3", "--mpi-args=--prefix /v", "-H", "a:2,b:2")
 
 
 def test_mpiruns_own_host_need_not_have_the_ranks_interface() -> None:
     away = Job(("train.py",), 2, hosts=(Host("b", 1), Host("c", 1)), interface="eth0")
-    argv = command("mpirun", away, site()).argv
+    argv = build_command("mpirun", away, site()).argv
     assert "btl_tcp_if_include" in argv
     assert "oob_tcp_if_include" not in argv
 
 
 def met() -> Site:
     return Site(
-        "/v/bin/python", TOOLS, "/v/bin", folder="/home/me/my work", meeting=RendezvousAddress("10.0.0.1", 4711)
+        "/v/bin/python", TOOLS, "/v/bin", folder="/home/me/my work", rendezvous=RendezvousAddress("10.0.0.1", 4711)
     )
 
 
 def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None:
-    here, there = commands("torchrun", ON_HOSTS, met())
+    here, there = build_commands("torchrun", ON_HOSTS, met())
     flags = "--nnodes=2 --node-rank={} --nproc-per-node={} --master-addr=10.0.0.1 --master-port=4711 train.py"
     assert (here.host, there.host) == (None, "b")
     assert here.argv == ("/v/bin/torchrun", *flags.format(0, 2).split())
@@ -247,8 +247,8 @@ def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None
 
 
 def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
-    _, there = commands("torchrun", ON_HOSTS, met())
-    over = ssh.over(there, met())
+    _, there = build_commands("torchrun", ON_HOSTS, met())
+    over = ssh.wrap_in_ssh(there, met())
     assert over.host is None
     assert over.argv[0] == "ssh"
     assert "BatchMode=yes" in over.argv
@@ -260,7 +260,7 @@ def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
 
 
 def test_spawn_tells_every_rank_its_place() -> None:
-    built = commands("spawn", ON_HOSTS, met())
+    built = build_commands("spawn", ON_HOSTS, met())
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK", "NUM_NODES")
     places = [tuple(int(command.env[f"DUALDIST_{name}"]) for name in names) for command in built]
     assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]
@@ -268,22 +268,22 @@ def test_spawn_tells_every_rank_its_place() -> None:
 
 
 def test_srun_leaves_the_nodes_to_slurm_where_asked_to() -> None:
-    assert "--nodes=1" not in command("srun", Job(("train.py",), 2, nodes=None), site()).argv
+    assert "--nodes=1" not in build_command("srun", Job(("train.py",), 2, nodes=None), site()).argv
 
 
 def test_torchrun_restarts_its_ranks_itself() -> None:
-    assert "--max-restarts=2" in command("torchrun", Job(("train.py",), 2, max_restarts=2), site()).argv
+    assert "--max-restarts=2" in build_command("torchrun", Job(("train.py",), 2, max_restarts=2), site()).argv
 
 
 def test_horovodrun_keeps_ranks_on_hosts_of_their_own_names() -> None:
     """It would use no more a host whose rank was lost, and wait for a second one to find an interface."""
-    here = command("horovodrun", Job(("train.py",), 3, min_ranks=2), site()).argv
+    here = build_command("horovodrun", Job(("train.py",), 3, min_ranks=2), site()).argv
     hosts = "localhost:1,Localhost:1,lOcalhost:1"
     elastic = "--min-np 2 --max-np 3 --blacklist-cooldown-range 1 60"
     assert " ".join(here) == (
         f"/v/bin/horovodrun --gloo -np 3 {elastic} -H {hosts} --network-interfaces lo /v/bin/python train.py"
     )
-    there = command("horovodrun", Job(("train.py",), 3, hosts=HOSTS, interface="eth0", min_ranks=1), site()).argv
+    there = build_command("horovodrun", Job(("train.py",), 3, hosts=HOSTS, interface="eth0", min_ranks=1), site()).argv
     elastic = "--min-np 1 --max-np 3 --blacklist-cooldown-range 1 60"
     assert " ".join(there) == (
         f"/v/bin/horovodrun --gloo -np 3 {elastic} --network-interfaces eth0 -H a:2,b:2 --disable-cache "
@@ -298,11 +298,11 @@ def test_impossible_numbers_of_ranks_to_keep_are_refused(min_ranks: int) -> None
 
 
 def test_names_of_this_host_are_different_and_come_to_an_end() -> None:
-    names = own_names(512)
+    names = localhost_spellings(512)
     assert len({*names}) == 512
     assert {name.lower() for name in names} == {"localhost"}
     with pytest.raises(LaunchError, match="513 ranks on this host"):
-        own_names(513)
+        localhost_spellings(513)
 
 
 def test_more_ranks_than_slots_are_refused() -> None:

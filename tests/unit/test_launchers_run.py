@@ -14,9 +14,9 @@ import pytest
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
-from dualdist.launch.execute import look, run
-from dualdist.launch.interrupts import held, termination_raises
+from dualdist.launch.execute import find_site, run_command
 from dualdist.launch.launchers import Command
+from dualdist.launch.processes import signals_deferred, termination_raises
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
 PARENT = """
@@ -40,7 +40,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_code_and_both_outputs_are_captured() -> None:
-    result = run(
+    result = run_command(
         python("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(3)"),
         timeout_s=60,
         what="a job",
@@ -52,23 +52,23 @@ def test_code_and_both_outputs_are_captured() -> None:
 def test_variables_of_the_command_reach_it_on_top_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OURS", "1")
     command = Command((sys.executable, "-c", "import os; print(os.environ['OURS'], os.environ['ITS'])"), {"ITS": "2"})
-    assert run(command, timeout_s=60, what="a job").output == "1 2\n"
+    assert run_command(command, timeout_s=60, what="a job").output == "1 2\n"
 
 
 def test_uncaptured_output_goes_where_ours_goes(capfd: pytest.CaptureFixture[str]) -> None:
-    result = run(python("print('seen')"), timeout_s=60, what="a job", capture=False)
+    result = run_command(python("print('seen')"), timeout_s=60, what="a job", capture=False)
     assert (result.output, capfd.readouterr().out) == ("", "seen\n")
 
 
 def test_command_that_does_not_exist_is_an_error_that_shows_it() -> None:
     with pytest.raises(LaunchError, match=r"a job could not be started .*/nowhere/mpirun -np 2"):
-        run(Command(("/nowhere/mpirun", "-np", "2")), timeout_s=1, what="a job")
+        run_command(Command(("/nowhere/mpirun", "-np", "2")), timeout_s=1, what="a job")
 
 
 def test_timeout_ends_every_process_and_names_what_was_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(LaunchError) as caught:
-        run(python(PARENT, str(file), "600"), timeout_s=2, what="the training")
+        run_command(python(PARENT, str(file), "600"), timeout_s=2, what="the training")
     message, pid = str(caught.value), int(file.read_text())
     assert message.startswith("the training was not done after 2 s and was ended; still running: ")
     assert f"{pid} (" in message
@@ -79,7 +79,7 @@ def test_timeout_ends_every_process_and_names_what_was_waited_for(tmp_path: Path
 def test_process_that_outlives_its_launcher_is_ended_and_reported(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(LaunchError, match=r"the training ended, but left processes behind"):
-        run(python(PARENT, str(file), "0"), timeout_s=60, what="the training")
+        run_command(python(PARENT, str(file), "0"), timeout_s=60, what="the training")
     assert has_ended(int(file.read_text()))
 
 
@@ -90,7 +90,7 @@ def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyP
     )
     began = time.monotonic()
     with pytest.raises(LaunchError, match="was not done after 1 s"):
-        run(python(stubborn), timeout_s=1, what="a job")
+        run_command(python(stubborn), timeout_s=1, what="a job")
     assert time.monotonic() - began < 30
 
 
@@ -98,8 +98,8 @@ def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyP
 def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "pid"
     program = (
-        "import sys; from dualdist.launch.launchers import Command; from dualdist.launch.execute import run\n"
-        "run(Command(tuple(sys.argv[1:])), timeout_s=None, what='a job', capture=False)"
+        "import sys; from dualdist.launch.launchers import Command; from dualdist.launch.execute import run_command\n"
+        "run_command(Command(tuple(sys.argv[1:])), timeout_s=None, what='a job', capture=False)"
     )
     job = python(PARENT, str(file), "600").argv
     with subprocess.Popen(
@@ -117,12 +117,10 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As one that waits for a disk; for this one nobody has waited."""
-    monkeypatch.setattr("dualdist.launch.processes.STUCK_S", 0.2)
+    monkeypatch.setattr("dualdist.launch.processes.KILL_TIMEOUT_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        assert processes.killed("nobody's", 0, lambda: [ended.pid]) == []
-    assert (
-        f"SIGKILL does not end all that it should within 0.2 s; still running: {ended.pid} (" in capfd.readouterr().err
-    )
+        assert processes.wait_or_kill("nobody's", 0, lambda: [ended.pid]) == []
+    assert f"SIGKILL did not end every process within 0.2 s; still running: {ended.pid} (" in capfd.readouterr().err
 
 
 def test_a_process_that_is_no_longer_ours_is_passed_over() -> None:
@@ -131,16 +129,16 @@ import os, signal
 from dualdist.launch import processes
 if os.geteuid() == 0:
     os.setuid(65534)
-processes.send([1, os.getpid()], signal.SIGURG)
+processes.send_signal([1, os.getpid()], signal.SIGURG)
 """
-    assert run(python(program), timeout_s=60, what="a job").code == 0
+    assert run_command(python(program), timeout_s=60, what="a job").code == 0
 
 
 def test_a_signal_waits_until_what_was_begun_is_known() -> None:
     begun: list[signal.Signals] = []
 
     def begin(number: signal.Signals) -> None:
-        with termination_raises(), held():
+        with termination_raises(), signals_deferred():
             signal.raise_signal(number)
             begun.append(number)
 
@@ -152,13 +150,13 @@ def test_a_signal_waits_until_what_was_begun_is_known() -> None:
 
 def test_runs_outside_the_main_thread() -> None:
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(run(python("pass"), timeout_s=60, what="a job").code))
+    thread = threading.Thread(target=lambda: codes.append(run_command(python("pass"), timeout_s=60, what="a job").code))
     thread.start()
     thread.join()
     assert codes == [0]
 
 
 def test_look_finds_torchrun_beside_the_interpreter() -> None:
-    site = look()
+    site = find_site()
     assert site.python == sys.executable
     assert Path(site.tools["torchrun"]).parent == Path(sys.executable).parent

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dualdist.cli import main
-from dualdist.cli.schedule import requested, submit
+from dualdist.cli.schedule import build_script_request, submit_script
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, script
-from dualdist.launch.schedulers.request import clock
-from dualdist.launch.schedulers.shell import TO
-from dualdist.launch.units import duration, mebibytes
+from dualdist.launch.job import parse_duration, parse_mebibytes
+from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, job_script
+from dualdist.launch.schedulers.request import format_clock
+from dualdist.launch.schedulers.shell import EDIT_END
 
 GOLDEN = """\
 #!/bin/bash
@@ -98,7 +98,7 @@ def test_a_script_is_what_a_person_would_write() -> None:
         backend="native",
         env={"A": "it's"},
     )
-    assert script("slurm", request) == GOLDEN
+    assert job_script("slurm", request) == GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_script_is_what_a_person_would_write() -> None:
     [(*kind, None) for kind in KINDS] + [(*kind, 120) for kind in KINDS if SCHEDULERS[kind[0]].submit],
 )
 def test_a_script_is_bash_and_uses_documented_options_alone(name: str, launcher: str, requeue: int | None) -> None:
-    text = script(name, everything(name, launcher, requeue))
+    text = job_script(name, everything(name, launcher, requeue))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
     directives = re.findall(r"^##?(?:SBATCH|PBS|BSUB) .*", text, re.MULTILINE)
     assert bool(directives) == (name in DOCUMENTED)
@@ -123,7 +123,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
     request = ScriptRequest(
         ("train.py",), launcher, **given, hosts=("a", "b")[: given["nodes"] * (name == "ssh")], container="i"
     )
-    body = script(name, request).partition(TO)[2]
+    body = job_script(name, request).partition(EDIT_END)[2]
     starts = re.findall(r"(?:(\"\$\{container\[@\]\}\") )?(?:torchrun --|python \"\$\{program)", body)
     assert starts == ['"${container[@]}"']
 
@@ -157,7 +157,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
 )
 def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        script("slurm", ScriptRequest(("train.py",), **{"launcher": "torchrun", **given}))
+        job_script("slurm", ScriptRequest(("train.py",), **{"launcher": "torchrun", **given}))
 
 
 @pytest.mark.parametrize(
@@ -172,38 +172,38 @@ def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
 )
 def test_a_job_that_cannot_be_queued_again_is_refused(name: str, given: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        script(name, ScriptRequest(("train.py",), "torchrun", **given))
+        job_script(name, ScriptRequest(("train.py",), "torchrun", **given))
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"scheduler 'slrum'.*did you mean 'slurm'\?"):
-        script("slrum", ScriptRequest(("train.py",), "srun"))
+        job_script("slrum", ScriptRequest(("train.py",), "srun"))
 
 
 def test_jsrun_gives_every_rank_the_same_and_whole_nodes() -> None:
     with pytest.raises(UsageError, match="3 GPUs for 2 tasks"):
-        script("lsf", ScriptRequest(("train.py",), "jsrun", gpus_per_node=3, tasks_per_node=2))
+        job_script("lsf", ScriptRequest(("train.py",), "jsrun", gpus_per_node=3, tasks_per_node=2))
     with pytest.raises(UsageError, match="whole nodes"):
-        script("lsf", ScriptRequest(("train.py",), "jsrun", memory="4G"))
+        job_script("lsf", ScriptRequest(("train.py",), "jsrun", memory="4G"))
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("2:00:00", 7200), ("0:00:01", 1), ("1-12:00:00", 129600), ("100:00:00", 360000)]
 )
 def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
-    assert duration(text) == seconds
-    assert duration(clock(seconds)) == seconds
+    assert parse_duration(text) == seconds
+    assert parse_duration(format_clock(seconds)) == seconds
 
 
 @pytest.mark.parametrize(
     ("text", "mib"), [("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)]
 )
 def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
-    assert mebibytes(text) == mib
+    assert parse_mebibytes(text) == mib
 
 
 def test_lsfs_minutes_are_rounded_up() -> None:
-    assert "#BSUB -W 0:02\n" in script("lsf", ScriptRequest(("train.py",), "jsrun", time="0:01:01"))
+    assert "#BSUB -W 0:02\n" in job_script("lsf", ScriptRequest(("train.py",), "jsrun", time="0:01:01"))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_lsfs_minutes_are_rounded_up() -> None:
     ],
 )
 def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) -> None:
-    request = requested("ssh" if "hosts" in asked else "slurm", ("train.py",), **asked)
+    request = build_script_request("ssh" if "hosts" in asked else "slurm", ("train.py",), **asked)
     assert (request.nodes, request.tasks_per_node) == found
 
 
@@ -236,16 +236,18 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
 )
 def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        requested("ssh", ("train.py",), **asked)
+        build_script_request("ssh", ("train.py",), **asked)
 
 
 @pytest.mark.parametrize("asked", [{"backend": "mpi"}, {"backend": "horovod", "transport": "mpi"}])
 def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
-    found = {name: requested(name, ("train.py",), **asked).launcher for name in SCHEDULERS}
+    found = {name: build_script_request(name, ("train.py",), **asked).launcher for name in SCHEDULERS}
     assert found == {"slurm": "srun", "lsf": "jsrun"} | dict.fromkeys(
         ("pbs", "kubernetes", "ssh", "workstation"), "mpirun"
     )
-    assert "srun --kill-on-bad-exit=1 --mpi=pmix" in script("slurm", requested("slurm", ("train.py",), **asked))
+    assert "srun --kill-on-bad-exit=1 --mpi=pmix" in job_script(
+        "slurm", build_script_request("slurm", ("train.py",), **asked)
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,9 +287,9 @@ def test_a_job_is_called_as_its_program(program: tuple[str, ...], title: str) ->
 def test_submit_says_where_the_scheduler_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"qsub was not found on PATH: log in to a host of the cluster"):
-        submit("pbs", "")
+        submit_script("pbs", "")
     with pytest.raises(UsageError, match="there is none to submit to"):
-        submit("ssh", "")
+        submit_script("ssh", "")
 
 
 def dualdist_run(env: Mapping[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -8,13 +8,13 @@ import subprocess
 import pytest
 
 from dualdist.cli import main
-from dualdist.cli.run import line
+from dualdist.cli.run import shell_line
 from dualdist.launch import env_defaults
-from dualdist.launch.control_channel import LINK
-from dualdist.launch.launchers import Command, Host, Job, Site, command
-from dualdist.launch.schedulers import ScriptRequest, script
+from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch.launchers import Command, Host, Job, Site, build_command
+from dualdist.launch.schedulers import ScriptRequest, job_script
 from dualdist.launch.schedulers.shell import KEPT
-from dualdist.launch.ssh import over, probe
+from dualdist.launch.ssh import probe_argv, wrap_in_ssh
 from dualdist.utils.redaction import is_secret, redact_command, redact_variables
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
@@ -46,42 +46,46 @@ def test_the_value_of_an_option_that_is_secret_is_hidden_whatever_it_looks_like(
 def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     environ = {name: "hush", "OMP_PLACES": "cores", "HOME": "/h", "A B": "c", "OMP_$(id)": "d"}
     options = {"threads_a_rank": None, "interface": None, "has_hosts": True}
-    forwarded = env_defaults.variables(environ, {}, **options)  # type: ignore[arg-type]
+    forwarded = env_defaults.rank_variables(environ, {}, **options)  # type: ignore[arg-type]
     assert forwarded == {"OMP_PLACES": "cores", "PYTHONUNBUFFERED": "1"}
-    assert env_defaults.variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
-    assert env_defaults.needed_here(environ) == {"HOME": "/h"}
+    assert env_defaults.rank_variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
+    assert env_defaults.launcher_variables(environ) == {"HOME": "/h"}
 
 
 def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> None:
-    site = Site("/v/python", {"horovodrun": "/v/horovodrun"}, "/v:/bin", folder="/here", needs={"HOME": "/h"})
+    site = Site("/v/python", {"horovodrun": "/v/horovodrun"}, "/v:/bin", folder="/here", launcher_env={"HOME": "/h"})
     environ = {"HF_TOKEN": "hush", "HOME": "/h"}
-    job = Job(("x.py",), 2, hosts=(Host("a", 1, is_here=True), Host("b", 1)), env={"A": "b"})
-    built = command("horovodrun", job, site)
+    job = Job(("x.py",), 2, hosts=(Host("a", 1, is_local=True), Host("b", 1)), env={"A": "b"})
+    built = build_command("horovodrun", job, site)
     assert built.environment(environ) == {"HOME": "/h", "PATH": "/v:/bin", "A": "b"}
-    assert line(built).startswith("env -i HOME=/h PATH=/v:/bin A=b /v/horovodrun --gloo ")
-    here = command("horovodrun", Job(("x.py",), 2, env={"A": "b"}), site)
+    assert shell_line(built).startswith("env -i HOME=/h PATH=/v:/bin A=b /v/horovodrun --gloo ")
+    here = build_command("horovodrun", Job(("x.py",), 2, env={"A": "b"}), site)
     assert here.environment(environ)["HF_TOKEN"] == "hush", "it is on no other host"
 
 
 def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named() -> None:
     environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
-    site = Site("/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secrets=env_defaults.secrets(environ))
-    built = command("srun", Job(("x.py",), 2, env={"WANDB_API_KEY": "hush"}), site)
+    site = Site(
+        "/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secret_names=env_defaults.secret_names(environ)
+    )
+    built = build_command("srun", Job(("x.py",), 2, env={"WANDB_API_KEY": "hush"}), site)
     assert built.environment(environ) == {"WANDB_API_KEY": "hush", "HOME": "/h"}
-    assert line(built).startswith("env --unset=HF_TOKEN WANDB_API_KEY=hush /v/srun ")
+    assert shell_line(built).startswith("env --unset=HF_TOKEN WANDB_API_KEY=hush /v/srun ")
 
 
 def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submitted() -> None:
     request = ScriptRequest(("x.py",), "mpirun", env={"A": "b"}, handed_on=("HF_TOKEN", "B"))
     own = '"HF_TOKEN=${HF_TOKEN?is not set where this was submitted}" "B=${B?is not set where this was submitted}"'
     for scheduler in ("slurm", "pbs", "lsf"):
-        text = script(scheduler, request)
+        text = job_script(scheduler, request)
         assert f"variables=(OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 A=b {own}) # of every rank\n" in text
         assert ("#PBS -v HF_TOKEN,B\n" in text) == (scheduler == "pbs"), "PBS alone hands none on unasked"
 
 
 def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start() -> None:
-    text = script("workstation", ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",)))
+    text = job_script(
+        "workstation", ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",))
+    )
     for given, told in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
         done = subprocess.run(
             ["bash"],
@@ -109,19 +113,21 @@ def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
 def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
     """Everybody there, and here, sees those."""
     site = Site("/v/python", {}, "/v", folder="/here")
-    built = over(Command(("python", "x.py"), {"HF_TOKEN": "hush", LINK: "hush:1:a", "A": "b"}, host="n1"), site)
-    assert json.loads(built.stdin) == {"HF_TOKEN": "hush", LINK: "hush:1:a"}
+    built = wrap_in_ssh(
+        Command(("python", "x.py"), {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a", "A": "b"}, host="n1"), site
+    )
+    assert json.loads(built.stdin) == {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a"}
     assert "hush" not in " ".join(built.argv)
     assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launch.remote_guard --told python x.py")
     assert "-n" not in built.argv, "ssh would not read it"
-    plain = over(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
+    plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")
-    assert "hush" not in " ".join(probe("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
+    assert "hush" not in " ".join(probe_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
 
 
 def test_a_line_with_what_is_told_can_be_pasted() -> None:
     built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
-    done = subprocess.run(["sh", "-c", line(built)], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["sh", "-c", shell_line(built)], capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}
 
 
@@ -137,6 +143,6 @@ def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
 def test_a_secret_in_a_line_for_a_shell_elsewhere_is_hidden_whole(secret: str) -> None:
     built = Command(("python", "x.py"), {"HF_TOKEN": secret, "A": "b c"}, host="n1")
-    shown = redact_command(over(built, Site("/v/python", {}, "/v")).argv)
+    shown = redact_command(wrap_in_ssh(built, Site("/v/python", {}, "/v")).argv)
     assert "hush" not in " ".join(shown)
     assert "A=b c" in " ".join(shown)

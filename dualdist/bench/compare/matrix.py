@@ -9,8 +9,8 @@ from dualdist.backends.availability import Availability
 from dualdist.bench.jobs import MeasurementSettings, RunConfig, program_command
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
-from dualdist.launch.launchers import Site, known
-from dualdist.launch.option_conflicts import CARRIERS, JobChoices, impossible
+from dualdist.launch.job import BACKEND_TRANSPORTS, JobChoices, find_conflicts
+from dualdist.launch.launchers import Site, check_launcher
 from dualdist.utils.suggest import require_choice
 
 DUALDIST = "dualdist"
@@ -96,14 +96,14 @@ def expand_configs(
 ) -> list[RunConfig]:
     """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
     for backend in backends:
-        require_choice(backend, CARRIERS, "backend")
-    valid = list(dict.fromkeys(name for carriers in CARRIERS.values() for name in carriers))
+        require_choice(backend, BACKEND_TRANSPORTS, "backend")
+    valid = list(dict.fromkeys(name for carriers in BACKEND_TRANSPORTS.values() for name in carriers))
     for transport in transports or ():
         require_choice(transport, valid, "transport")
     found = [
-        RunConfig(backend, transport, known(launcher))
+        RunConfig(backend, transport, check_launcher(launcher))
         for backend in backends
-        for transport in transports or CARRIERS[backend]
+        for transport in transports or BACKEND_TRANSPORTS[backend]
         for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
     ]
     return list(dict.fromkeys(found))
@@ -118,7 +118,7 @@ def _against(place: RunConfig, setting: MeasurementSettings, site: Site, facts: 
     # What no launcher can mend comes first.
     for launcher in (None, place.launcher):
         choice = JobChoices(launcher, place.backend, place.transport, setting.ranks)
-        yield from (found.message for found in impossible(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
+        yield from (found.message for found in find_conflicts(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
     installed = facts.backends[place.backend]
     if not installed.available:
         yield installed.reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dualdist.launch.spawn import spawn_apart
+from dualdist.launch.spawn import spawn_without_main
 
 
 def work(words: list[str]) -> int:
@@ -16,7 +16,7 @@ def work(words: list[str]) -> int:
 
 def main() -> int:
     ranks, *words = sys.argv[1:]
-    return max(spawn_apart(work, int(ranks), (words,)))
+    return max(spawn_without_main(work, int(ranks), (words,)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.explain import backend_of, wrong_choices
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import get_value
-from dualdist.launch.option_conflicts import JobChoices, impossible
+from dualdist.launch.job import JobChoices, find_conflicts
 from dualdist.rendezvous.backend_selection import HOROVOD_CONTROLLER, TRANSPORT
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import TorchProbe
@@ -43,7 +43,7 @@ def _of_pair(case: DoctorContext, topology: Topology) -> Iterator[Finding]:
     transport = (get_value(case.environ, variable) or "").lower()
     if not transport or backend == "single":
         return
-    wrong = [each.message for each in impossible(JobChoices(None, backend, transport), horovod_has_mpi=None)]
+    wrong = [each.message for each in find_conflicts(JobChoices(None, backend, transport), horovod_has_mpi=None)]
     if (backend, transport) == ("horovod", "mpi") and topology.size > 1 and not topology.mpi:
         wrong.append(f"MPI was not started by {topology.launcher}")
     if transport == "nccl" and isinstance(said, TorchProbe) and not gpus:

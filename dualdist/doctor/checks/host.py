@@ -9,7 +9,7 @@ from dualdist.doctor.facts import UNLIMITED, HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
-from dualdist.launch.env_defaults import threads as threads_of
+from dualdist.launch.env_defaults import threads_per_rank as threads_of
 from dualdist.utils.resource_limits import SHM_BYTES_PER_RANK, needed_open_files
 
 MIB = 2**20

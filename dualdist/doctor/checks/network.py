@@ -9,7 +9,6 @@ from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import get_value
-from dualdist.launch.env_defaults import INTERFACES
 from dualdist.utils.network_interfaces import LOOPBACK
 
 SLOW_S = 1.0
@@ -66,7 +65,7 @@ def of_name(host: HostFacts, *, is_spread: bool) -> Iterator[Finding]:
 
 def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
     host = case.facts.host
-    for name in INTERFACES:
+    for name in INTERFACE_VARIABLES:
         asked = get_value(case.environ, name)
         if asked is not None and (wrong := _absent(name, asked, host)):
             yield Finding(
@@ -96,7 +95,7 @@ def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
                 "Open MPI takes every network for one that all hosts share, and hangs in the first allreduce",
                 f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H finds out by itself",
             )
-    elif len(host.networks()) > 1 and not any(get_value(case.environ, name) for name in INTERFACES):
+    elif len(host.networks()) > 1 and not any(get_value(case.environ, name) for name in INTERFACE_VARIABLES):
         yield Finding(
             "several-networks",
             "info",

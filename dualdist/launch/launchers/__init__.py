@@ -1,55 +1,48 @@
-"""What starts the ranks: a launcher is a function from a Job to the Commands a person would type, and nothing else."""
+"""Launchers: each is a pure function from a Job to the command lines that start its ranks."""
 
 from __future__ import annotations
 
-import importlib
-
 from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
+from dualdist.launch.launchers import horovodrun, mpirun, simple
 from dualdist.utils.suggest import require_choice
 
-# name: module of this package and function(job, site) -> tuple of Commands.
 LAUNCHERS = {
-    "python": ("python", "commands"),
-    "torchrun": ("torchrun", "commands"),
-    "horovodrun": ("horovodrun", "gloo_commands"),
-    "horovodrun-mpi": ("horovodrun", "mpi_commands"),
-    "mpirun": ("mpirun", "commands"),
-    "srun": ("srun", "commands"),
-    "spawn": ("spawn", "commands"),
+    "python": simple.python_commands,
+    "torchrun": simple.torchrun_commands,
+    "horovodrun": horovodrun.gloo_commands,
+    "horovodrun-mpi": horovodrun.mpi_commands,
+    "mpirun": mpirun.mpirun_commands,
+    "srun": simple.srun_commands,
+    "spawn": simple.spawn_commands,
 }
-
-STARTERS = tuple(name for name in LAUNCHERS if name != "python")  # of several ranks
-
-
-def commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
-    """The commands that together are the job; LaunchError where the site lacks what the launcher needs."""
-    module, function = LAUNCHERS[known(launcher)]
-    built: tuple[Command, ...] = getattr(importlib.import_module(f"dualdist.launch.launchers.{module}"), function)(
-        job, site
-    )
-    return built
+MULTI_RANK_LAUNCHERS = tuple(name for name in LAUNCHERS if name != "python")
 
 
-def known(launcher: str) -> str:
-    """The launcher; UsageError, with the nearest, where there is none of this name."""
+def build_commands(launcher: str, job: Job, site: Site) -> tuple[Command, ...]:
+    """Return the commands that together start the job; LaunchError if the site lacks what the launcher needs."""
+    return LAUNCHERS[check_launcher(launcher)](job, site)
+
+
+def build_command(launcher: str, job: Job, site: Site) -> Command:
+    """Return the only command of the job: every launcher but spawn needs one on a single host."""
+    (command,) = build_commands(launcher, job, site)
+    return command
+
+
+def check_launcher(launcher: str) -> str:
+    """Return the name if there is such a launcher; else UsageError with the nearest name."""
     return require_choice(launcher, LAUNCHERS, "launcher")
-
-
-def command(launcher: str, job: Job, site: Site) -> Command:
-    """The only command of a job that this launcher starts with one, as all but spawn do on one host."""
-    (built,) = commands(launcher, job, site)
-    return built
 
 
 __all__ = [
     "LAUNCHERS",
-    "STARTERS",
+    "MULTI_RANK_LAUNCHERS",
     "Command",
     "Host",
     "Job",
     "RendezvousAddress",
     "Site",
-    "command",
-    "commands",
-    "known",
+    "build_command",
+    "build_commands",
+    "check_launcher",
 ]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Job, Site
-from dualdist.launch.launchers.mpirun import agent
+from dualdist.launch.launchers.mpirun import rsh_agent_variables
 
 LOCALHOST = "localhost"
 LOOPBACK = "lo"
 # Seconds after which a host whose rank was lost may be used again, at first and at most; horovodrun's default is never.
 COOLDOWN = ("1", "60")
-PREFIX = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
+OUTPUT_PREFIX = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
 
 
 def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
@@ -37,9 +37,9 @@ def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     # horovodrun looks for mpirun, and its ranks for python, on PATH. It hands all variables that it has to all hosts.
-    is_alone = _is_spread(job)
-    own = {**(site.needs if is_alone else {}), "PATH": site.path}
-    variables = {**own, **job.variables(), **(agent(site) if controller == "--mpi" else {})}
+    has_clean_env = _is_spread(job)
+    own = {**(site.launcher_env if has_clean_env else {}), "PATH": site.path}
+    variables = {**own, **job.variables(), **(rsh_agent_variables(site) if controller == "--mpi" else {})}
     flags = [controller, "-np", str(job.ranks)]
     if job.min_ranks is not None:
         flags += _elastic(job, job.min_ranks)
@@ -52,11 +52,11 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     if job.interface is not None and job.min_ranks is None:
         flags += ["--network-interfaces", job.interface]
     argv = (site.tool("horovodrun"), *flags, site.python, *job.program)
-    return (Command(argv, variables, prefix=PREFIX, is_alone=is_alone),)
+    return (Command(argv, variables, prefix=OUTPUT_PREFIX, has_clean_env=has_clean_env),)
 
 
 def _is_spread(job: Job) -> bool:
-    return any(not host.is_here for host in job.hosts)
+    return any(not host.is_local for host in job.hosts)
 
 
 def _elastic(job: Job, min_ranks: int) -> list[str]:
@@ -67,12 +67,12 @@ def _elastic(job: Job, min_ranks: int) -> list[str]:
     """
     flags = ["--min-np", str(min_ranks), "--max-np", str(job.ranks), "--blacklist-cooldown-range", *COOLDOWN]
     if not job.hosts:
-        flags += ["-H", ",".join(f"{name}:1" for name in own_names(job.ranks))]
+        flags += ["-H", ",".join(f"{name}:1" for name in localhost_spellings(job.ranks))]
     interface = job.interface or (None if job.hosts else LOOPBACK)
     return [*flags, *(["--network-interfaces", interface] if interface is not None else [])]
 
 
-def own_names(count: int) -> list[str]:
+def localhost_spellings(count: int) -> list[str]:
     """So many names of this host: host names do not depend on upper and lower case. LaunchError for too many."""
     if count > 1 << len(LOCALHOST):
         raise LaunchError(f"{count} ranks on this host: horovodrun's elastic mode takes {1 << len(LOCALHOST)} at most")

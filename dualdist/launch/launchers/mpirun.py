@@ -17,12 +17,12 @@ OPENMPI_BY_SLOT = {
 }
 # The program by which Open MPI 4 starts something on another host. Without one it ends at once, also where it would
 # start nothing elsewhere, as in many a container.
-AGENT = "OMPI_MCA_plm_rsh_agent"
+RSH_AGENT_VARIABLE = "OMPI_MCA_plm_rsh_agent"
 # By which interface the daemons talk, before the ranks do.
 OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--prtemca", "prte_if_include")}
 
 
-def commands(job: Job, site: Site) -> tuple[Command, ...]:
+def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     variables, mpirun = job.variables(), site.tool("mpirun")
     if site.mpi in OPENMPI:
         flags = _of_openmpi(job, site)
@@ -32,12 +32,12 @@ def commands(job: Job, site: Site) -> tuple[Command, ...]:
         raise LaunchError(
             f"{mpirun} belongs to neither Open MPI nor MPICH nor Intel MPI: put one of theirs first on PATH"
         )
-    return (Command((mpirun, *flags, site.python, *job.program), {**variables, **agent(site)}),)
+    return (Command((mpirun, *flags, site.python, *job.program), {**variables, **rsh_agent_variables(site)}),)
 
 
-def agent(site: Site) -> dict[str, str]:
+def rsh_agent_variables(site: Site) -> dict[str, str]:
     """The variable with which mpirun starts on one host that has no ssh."""
-    return {AGENT: "false"} if site.mpi == "openmpi4" and not site.has_ssh else {}
+    return {RSH_AGENT_VARIABLE: "false"} if site.mpi == "openmpi4" and not site.has_ssh else {}
 
 
 def _of_openmpi(job: Job, site: Site) -> list[str]:
@@ -49,7 +49,7 @@ def _of_openmpi(job: Job, site: Site) -> list[str]:
     networks = job.interface or ",".join(site.networks)
     if networks:
         flags += ["--mca", "btl_tcp_if_include", networks]
-        if any(host.is_here for host in job.hosts):  # else mpirun's own host may have no such interface
+        if any(host.is_local for host in job.hosts):  # else mpirun's own host may have no such interface
             flags += [*OPENMPI_DAEMONS[site.mpi], networks]
     for name in job.variables():
         flags += ["-x", name]

@@ -32,14 +32,14 @@ SCHEDULERS = {
 }
 
 
-def find(name: str) -> Scheduler:
+def find_scheduler(name: str) -> Scheduler:
     """The scheduler of this name; UsageError lists those that there are."""
     return SCHEDULERS[require_choice(name, SCHEDULERS, "scheduler")]
 
 
-def script(name: str, request: ScriptRequest) -> str:
+def job_script(name: str, request: ScriptRequest) -> str:
     """The job script by which this scheduler runs what is requested; UsageError where it cannot."""
-    scheduler = find(name)
+    scheduler = find_scheduler(name)
     require_choice(request.launcher, scheduler.launchers, "launcher", f" under {name}")
     if request.requeue is not None and scheduler.submit is None:
         raise UsageError(f"--requeue with the scheduler {name}: there is no queue; dualdist run has --max-restarts")

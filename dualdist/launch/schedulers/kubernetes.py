@@ -6,8 +6,8 @@ import json
 import re
 
 from dualdist.errors import UsageError
-from dualdist.launch.schedulers.request import ScriptRequest, amount
-from dualdist.launch.schedulers.shell import FROM, TO, sizes
+from dualdist.launch.schedulers.request import ScriptRequest, format_memory
+from dualdist.launch.schedulers.shell import EDIT_BEGIN, EDIT_END, sizes
 
 GPU = "nvidia.com/gpu"
 # Pods have 64 MiB of shared memory unless a volume in memory takes its place.
@@ -42,7 +42,7 @@ def _pytorch_job(request: ScriptRequest) -> str:
     lines = [
         f"# Kubernetes, PyTorchJob of Kubeflow's training operator: {sizes(request)}, a pod.",
         "# Made by `dualdist run --scheduler`, see launch/README.md.",
-        FROM,
+        EDIT_BEGIN,
         "apiVersion: kubeflow.org/v1",
         "kind: PyTorchJob",
         *_metadata(request),
@@ -53,7 +53,7 @@ def _pytorch_job(request: ScriptRequest) -> str:
         *head,
         f"      restartPolicy: {_restarts(request)}",
         *_pod(request, "pytorch", ["torchrun", *request.program], indent=6, anchor="&pod"),
-        TO,
+        EDIT_END,
     ]
     if first == "Worker":
         policy = f"      restartPolicy: {_restarts(request)}"
@@ -69,7 +69,7 @@ def _mpi_job(request: ScriptRequest) -> str:
     lines = [
         f"# Kubernetes, MPIJob of Kubeflow's MPI operator: {sizes(request)}, a pod.",
         "# Made by `dualdist run --scheduler`, see launch/README.md.",
-        FROM,
+        EDIT_BEGIN,
         "apiVersion: kubeflow.org/v2beta1",
         "kind: MPIJob",
         *_metadata(request),
@@ -92,7 +92,7 @@ def _mpi_job(request: ScriptRequest) -> str:
         f"      replicas: {request.nodes}",
         "      restartPolicy: Never",
         *_pod(request, "worker", ["/usr/sbin/sshd", "-De"], indent=6, image="*image"),
-        TO,
+        EDIT_END,
     ]
     return "\n".join(lines) + "\n"
 
@@ -128,7 +128,7 @@ def _pod(
 ) -> list[str]:
     memory = request.node_memory_mib()
     limits = {"cpu": str(request.cpus_per_task * request.tasks_per_node)}
-    limits |= {"memory": amount(memory, giga="Gi", mega="Mi")} if memory is not None else {}
+    limits |= {"memory": format_memory(memory, giga="Gi", mega="Mi")} if memory is not None else {}
     limits |= {GPU: str(request.node_gpus)} if request.node_gpus else {}
     # Between the notice, SIGTERM, and the end of a pod.
     grace = [f"    terminationGracePeriodSeconds: {request.requeue}"] * (request.requeue is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dualdist.errors import UsageError
 from dualdist.launch.schedulers import shell
 from dualdist.launch.schedulers import shell as notice
-from dualdist.launch.schedulers.request import ScriptRequest, amount
+from dualdist.launch.schedulers.request import ScriptRequest, format_memory
 from dualdist.utils.exit_codes import REQUEUE
 
 # The ranks meet by a file in a folder that all nodes share: the script runs on another node than rank 0.
@@ -33,7 +33,7 @@ def _directives(request: ScriptRequest) -> list[str]:
         if request.node_gpus:
             asked.append(f'-gpu "num={request.node_gpus}:mode=shared"')
         if memory is not None:
-            asked.append(f'-R "rusage[mem={amount(memory, giga="GB", mega="MB")}]"')
+            asked.append(f'-R "rusage[mem={format_memory(memory, giga="GB", mega="MB")}]"')
     if seconds is not None:
         minutes = -(-seconds // 60)
         asked.append(f"-W {minutes // 60}:{minutes % 60:02d}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dualdist.errors import UsageError
 from dualdist.launch.schedulers import shell
 from dualdist.launch.schedulers import shell as notice
-from dualdist.launch.schedulers.request import ScriptRequest, amount, clock
+from dualdist.launch.schedulers.request import ScriptRequest, format_clock, format_memory
 
 # mpiprocs, the lines of a node in $PBS_NODEFILE, is how often pbsdsh starts a program there.
 NODES = '$(sort -u "$PBS_NODEFILE" | wc -l)'
@@ -35,7 +35,7 @@ def _directives(request: ScriptRequest) -> list[str]:
     tasks = 1 if request.launcher == "torchrun" else request.tasks_per_node
     cpus = request.cpus_per_task * request.tasks_per_node
     seconds, memory, gpus = request.seconds(), request.node_memory_mib(), request.node_gpus
-    room = None if memory is None else amount(memory, giga="gb", mega="mb")
+    room = None if memory is None else format_memory(memory, giga="gb", mega="mb")
     chunk = [f"select={request.nodes}:ncpus={cpus}:mpiprocs={tasks}"]
     chunk += [f"ngpus={gpus}"] * bool(gpus) + [f"mem={room}"] * bool(room)
     # Torque counts in ppn what the nodefile lists, so that torchrun's agents are picked out of it below.
@@ -44,7 +44,7 @@ def _directives(request: ScriptRequest) -> list[str]:
     rerun = ["-r y"] * (request.requeue is not None)
     asked = [f"-N {request.title[:15]}", "-j oe", *rerun, f"-l {':'.join(chunk)}", "-l place=scatter"]
     if seconds is not None:
-        asked.append(f"-l walltime={clock(seconds)}")
+        asked.append(f"-l walltime={format_clock(seconds)}")
     asked += [f"-q {request.queue}"] * bool(request.queue) + [f"-A {request.account}"] * bool(request.account)
     asked += [f"-v {','.join(request.handed_on)}"] * bool(request.handed_on)  # else a job has none of qsub's variables
     lines = [f"#PBS {words}" for words in asked]

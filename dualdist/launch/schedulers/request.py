@@ -9,8 +9,8 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from dualdist.errors import UsageError
-from dualdist.launch import units
-from dualdist.launch.option_conflicts import impossible_resources
+from dualdist.launch import job as units
+from dualdist.launch.job import find_resource_conflicts
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class ScriptRequest:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_words()
-        for found in impossible_resources(vars(self)):
+        for found in find_resource_conflicts(vars(self)):
             raise UsageError(found.message)
         if self.launcher == "torchrun" and self.gpus_per_task:
             raise UsageError(
@@ -79,10 +79,10 @@ class ScriptRequest:
         if not self.program:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.job_name is not None:
-            _read("--job-name", self.job_name, units.job_name)
+            _read("--job-name", self.job_name, units.check_job_name)
         for option, text in (("partition", self.queue), ("account", self.account), ("container", self.container)):
             if text is not None:
-                _read(f"--{option}", text, units.word)
+                _read(f"--{option}", text, units.check_word)
 
     @property
     def size(self) -> int:
@@ -111,22 +111,22 @@ class ScriptRequest:
     def node_memory_mib(self) -> int | None:
         """Memory of one node in MiB, None where the scheduler shall choose."""
         if self.memory is not None:
-            return _read("--memory", self.memory, units.mebibytes)
+            return _read("--memory", self.memory, units.parse_mebibytes)
         if self.memory_per_task is not None:
-            return _read("--memory-per-task", self.memory_per_task, units.mebibytes) * self.tasks_per_node
+            return _read("--memory-per-task", self.memory_per_task, units.parse_mebibytes) * self.tasks_per_node
         return None
 
     def seconds(self) -> int | None:
         """The time limit, None where the scheduler shall choose."""
-        return None if self.time is None else _read("--time", self.time, units.duration)
+        return None if self.time is None else _read("--time", self.time, units.parse_duration)
 
 
-def amount(mib: int, *, giga: str, mega: str) -> str:
+def format_memory(mib: int, *, giga: str, mega: str) -> str:
     """An amount of memory in the scheduler's own units."""
     return f"{mib}{mega}" if mib % 1024 else f"{mib // 1024}{giga}"
 
 
-def clock(seconds: int) -> str:
+def format_clock(seconds: int) -> str:
     """hours:minutes:seconds, the one form that all batch schedulers read alike."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 

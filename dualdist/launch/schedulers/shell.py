@@ -7,17 +7,17 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from dualdist.errors import UsageError
-from dualdist.launch.env_defaults import FORWARDED, FORWARDED_PREFIXES, OWN_NAMES, OWN_PREFIXES
+from dualdist.launch.env_defaults import FORWARDED, FORWARDED_PREFIXES, LAUNCHER_NAMES, LAUNCHER_PREFIXES
 from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.exit_codes import DONE, NOTICE, REQUEUE
 from dualdist.utils.redaction import SECRET
 
-FROM = "# ==== edit from here ===="
-TO = "# ==== to here; what follows needs no change ===="
+EDIT_BEGIN = "# ==== edit from here ===="
+EDIT_END = "# ==== to here; what follows needs no change ===="
 # On the host where it runs: prints a port that is free there.
 FREE_PORT = "python3 -c 'import socket; s = socket.socket(); s.bind((\"\", 0)); print(s.getsockname()[1])'"
 # What may go to other hosts of the variables of a shell.
-_PATTERNS = [*OWN_NAMES, *FORWARDED, *(f"{prefix}*" for prefix in (*OWN_PREFIXES, *FORWARDED_PREFIXES))]
+_PATTERNS = [*LAUNCHER_NAMES, *FORWARDED, *(f"{prefix}*" for prefix in (*LAUNCHER_PREFIXES, *FORWARDED_PREFIXES))]
 _WRAPPED = textwrap.wrap(" | ".join(_PATTERNS), 100)
 KEPT = [
     "# The launcher hands all variables that it has to all hosts: it gets those that concern a job.",
@@ -48,7 +48,7 @@ def script(
         "#!/bin/bash",
         f"# {where}: {sizes(request)}. Made by `dualdist run --scheduler`, see launch/README.md.",
         "",
-        FROM,
+        EDIT_BEGIN,
         *directives,
         *block,
         f"program=({shlex.join(request.program)})",
@@ -57,7 +57,7 @@ def script(
         "setup() { # makes python the one that has dualdist",
         *(f"    {line}" for line in request.setup or (":",)),
         "}",
-        TO,
+        EDIT_END,
         "",
         "set -eo pipefail",
         *body,

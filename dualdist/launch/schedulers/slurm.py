@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dualdist.launch.schedulers import shell
 from dualdist.launch.schedulers import shell as notice
-from dualdist.launch.schedulers.request import ScriptRequest, amount, clock
+from dualdist.launch.schedulers.request import ScriptRequest, format_clock, format_memory
 
 # Since 22.05 srun no longer takes --cpus-per-task from sbatch.
 CPUS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
@@ -34,8 +34,8 @@ def _directives(request: ScriptRequest) -> list[str]:
         "cpus-per-task": cpus,
         "gpus-per-node": request.gpus_per_node or None,
         "gpus-per-task": request.gpus_per_task or None,
-        "mem": None if memory is None else amount(memory, giga="G", mega="M"),
-        "time": None if seconds is None else clock(seconds),
+        "mem": None if memory is None else format_memory(memory, giga="G", mega="M"),
+        "time": None if seconds is None else format_clock(seconds),
         "partition": request.queue,
         "account": request.account,
         # To this script alone.

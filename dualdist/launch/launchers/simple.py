@@ -1,0 +1,79 @@
+"""Launchers whose command lines are a few words: plain python, spawn, torchrun and srun."""
+
+from __future__ import annotations
+
+from dualdist.errors import LaunchError
+from dualdist.launch.job import Command, Host, Job, Site
+
+
+def python_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return the program itself, for one rank on this host."""
+    if job.ranks != 1 or job.hosts:
+        wanted = f"{job.ranks} on {', '.join(host.name for host in job.hosts)}" if job.hosts else f"{job.ranks}"
+        raise LaunchError(f"plain python starts 1 rank, not {wanted}: choose a launcher, or call dd.spawn")
+    return (Command((site.python, *job.program), job.variables()),)
+
+
+def spawn_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return one command per rank, with its rank and the rendezvous in DUALDIST_ variables."""
+    hosts = job.ranks_by_host() or [(Host("", job.ranks, is_local=True), job.ranks)]
+    rendezvous = site.require_rendezvous()
+    commands: list[Command] = []
+    for node_rank, (host, local_size) in enumerate(hosts):
+        for local_rank in range(local_size):
+            variables = {
+                "DUALDIST_LAUNCHER": "spawn",
+                "DUALDIST_RANK": str(len(commands)),
+                "DUALDIST_SIZE": str(job.ranks),
+                "DUALDIST_LOCAL_RANK": str(local_rank),
+                "DUALDIST_LOCAL_SIZE": str(local_size),
+                "DUALDIST_NODE_RANK": str(node_rank),
+                "DUALDIST_NUM_NODES": str(len(hosts)),
+                "DUALDIST_ADDRESS": rendezvous.address,
+                "DUALDIST_PORT": str(rendezvous.port),
+            }
+            name = None if host.is_local else host.name
+            commands.append(Command((site.python, *job.program), {**job.variables(), **variables}, name))
+    return tuple(commands)
+
+
+def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return one torchrun agent per host."""
+    torchrun, variables = site.tool("torchrun"), job.variables()
+    if not job.hosts:
+        # --standalone takes a free port, so that jobs do not collide; the loopback address needs no name service.
+        restarts = (f"--max-restarts={job.max_restarts}",) if job.max_restarts else ()
+        flags = ("--standalone", "--local-addr=127.0.0.1", *restarts, f"--nproc-per-node={job.ranks}")
+        return (Command((torchrun, *flags, *job.program), variables),)
+    # Static rendezvous, as its ranks follow the order of the hosts; c10d numbers them by address. Agents of a static
+    # rendezvous cannot restart their ranks together: `dualdist run` restarts the whole job instead.
+    hosts, rendezvous = job.ranks_by_host(), site.require_rendezvous()
+    commands = []
+    for node_rank, (host, local_size) in enumerate(hosts):
+        flags = (
+            f"--nnodes={len(hosts)}",
+            f"--node-rank={node_rank}",
+            f"--nproc-per-node={local_size}",
+            f"--master-addr={rendezvous.address}",
+            f"--master-port={rendezvous.port}",
+        )
+        commands.append(Command((torchrun, *flags, *job.program), variables, None if host.is_local else host.name))
+    return tuple(commands)
+
+
+def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return srun's command line, for an existing Slurm allocation or a new one."""
+    flags = ["--kill-on-bad-exit=1"]  # else Slurm waits for the other ranks when one has failed
+    if job.hosts:  # arbitrary: the list names the node of every rank, in rank order
+        nodes = ",".join(host.name for host, ranks in job.ranks_by_host() for _ in range(ranks))
+        flags += ["--distribution=arbitrary", f"--nodelist={nodes}"]
+    elif job.nodes is not None:
+        flags.append(f"--nodes={job.nodes}")
+    flags.append(f"--ntasks={job.ranks}")
+    if site.task_cpus is not None:  # since 22.05 srun no longer takes it from the allocation
+        flags.append(f"--cpus-per-task={site.task_cpus}")
+    if "mpi" in (job.backend, job.transport):
+        flags.append("--mpi=pmix")
+    # Tasks inherit all variables of srun: it gets no secrets but those that the job names.
+    unset = tuple(name for name in site.secret_names if name not in job.env)
+    return (Command((site.tool("srun"), *flags, site.python, *job.program), job.variables(), unset=unset),)
