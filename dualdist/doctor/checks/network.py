@@ -9,6 +9,7 @@ from dualdist.doctor.context import DoctorContext
 from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.findings import Finding
 from dualdist.environments.env_values import get_value
+from dualdist.launch.env_defaults import INTERFACE_VARIABLES
 from dualdist.utils.network_interfaces import LOOPBACK
 
 SLOW_S = 1.0
