@@ -1,66 +1,53 @@
-"""Which launcher started this process, from the variables alone: one file an environment, asked in ORDER.
+"""Launcher detection: one function per launcher, from environment variables to a Topology, tried in ORDER.
 
-Importing this starts nothing, reads nothing and loads neither torch nor MPI.
+Importing this package reads nothing and loads neither torch nor MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dualdist.environments import (
-    env_vars,
-    flux,
-    horovodrun,
-    hydra,
-    jsm,
-    mvapich,
-    openmpi,
-    override,
-    pals,
-    pbs,
-    pmi,
-    single,
-    slurm,
-    torchrun,
-)
+from dualdist.environments import explicit, horovodrun, mpi, pbs, slurm, torchrun
 from dualdist.environments.env_values import require_agreement
 from dualdist.topology import Topology
 
 Detect = Callable[[Mapping[str, str]], Topology | None]
 
-# What a user or torchrun says about RANK and WORLD_SIZE is their own; it is not held against anything.
+# A user's or torchrun's RANK and WORLD_SIZE are final: they are not compared with other variables.
 FINAL: tuple[Detect, ...] = (
-    override.detect,  # the user's last word on any disagreement
-    torchrun.detect,  # the innermost: srun and mpirun start its agents, one a node
+    explicit.detect_override,  # the user's answer to any disagreement
+    torchrun.detect,  # the innermost launcher: srun and mpirun start its agents, one per node
 )
 LAUNCHERS: tuple[Detect, ...] = (
-    horovodrun.detect,  # started over ssh, from within a job as well
-    jsm.detect,  # its Spectrum MPI sets Open MPI's variables too
-    mvapich.detect,  # its mpiexec is a Hydra with variables of its own
-    openmpi.detect,  # before Slurm: mpirun's ranks inherit the step of the daemon that srun started
-    pals.detect,  # before Hydra: it may set Hydra's local ranks too
-    hydra.detect,  # before Slurm, as Open MPI
-    flux.detect,  # before Slurm: an instance of Flux may run as a step
-    slurm.detect,  # a real step, no batch script and no shell
-    pmi.detect,  # after all that set PMI_RANK beside variables that say more
+    horovodrun.detect,  # starts ranks over ssh, also from within a job
+    mpi.detect_jsm,  # its Spectrum MPI sets Open MPI's variables too
+    mpi.detect_mvapich,  # its mpiexec is a Hydra with additional variables
+    mpi.detect_openmpi,  # before Slurm: mpirun's ranks inherit the step of the daemon that srun started
+    mpi.detect_pals,  # before Hydra: it may set Hydra's local ranks too
+    mpi.detect_hydra,  # before Slurm, as Open MPI
+    mpi.detect_flux,  # before Slurm: a Flux instance may run as a step
+    slurm.detect,  # a task of a step, not a batch script or a shell
+    mpi.detect_pmi,  # after all launchers that set PMI_RANK and more specific variables
 )
-OTHERWISE: tuple[Detect, ...] = (
-    env_vars.detect,  # RANK and WORLD_SIZE without a launcher
-    pbs.refuse,  # pbsdsh, which numbers its tasks and names no size
-    single.detect,  # nothing
+FALLBACKS: tuple[Detect, ...] = (
+    explicit.detect_env,  # RANK and WORLD_SIZE without a launcher
+    pbs.refuse_pbsdsh,  # numbers its tasks, but gives no size
+    explicit.detect_single,  # no variables at all
 )
-ORDER = FINAL + LAUNCHERS + OTHERWISE
+ORDER = FINAL + LAUNCHERS + FALLBACKS
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """This process's place in its job, from the given variables and nothing else.
+    """Return this process's Topology, from `environ` alone.
 
-    Raises TopologyError where they are half-set, impossible or contradict each other; never a silent job of one.
+    Raises:
+        TopologyError: The variables are incomplete, impossible or contradict each other. They never silently
+            result in a job of one rank.
     """
-    for ask in ORDER:
-        found = ask(environ)
-        if found is not None:
-            if ask in LAUNCHERS:
-                require_agreement(environ, found, torchrun.VARIABLES)
-            return found
-    raise AssertionError("the last environment answers always")
+    for detect_launcher in ORDER:
+        topology = detect_launcher(environ)
+        if topology is not None:
+            if detect_launcher in LAUNCHERS:
+                require_agreement(environ, topology, torchrun.VARIABLES)
+            return topology
+    raise AssertionError("detect_single always returns a Topology")

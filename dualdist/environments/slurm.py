@@ -1,4 +1,4 @@
-"""Slurm: a task of a real step, which srun started. A batch script or a shell of salloc is none."""
+"""Slurm: tasks of a step that srun started. A batch script or a shell of salloc is not a task."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dualdist.environments.env_values import (
     SHOWN,
     LauncherVariables,
     check_bounds,
-    find_set,
-    format_set,
+    find_present,
+    format_present,
     get_integer,
     get_value,
     read_values,
@@ -25,7 +25,8 @@ from dualdist.topology import Topology
 STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 NODE = "SLURM_NODEID"
-# The size is never SLURM_NTASKS, which speaks of the allocation.
+NUM_NODES = "SLURM_STEP_NUM_NODES"
+# Not SLURM_NTASKS, which is the size of the allocation.
 VARIABLES = LauncherVariables(
     launcher="srun",
     command="srun -n N python script.py",
@@ -33,48 +34,48 @@ VARIABLES = LauncherVariables(
     size="SLURM_STEP_NUM_TASKS",
     local_rank="SLURM_LOCALID",
     node_rank=NODE,
-    num_nodes="SLURM_STEP_NUM_NODES",
+    num_nodes=NUM_NODES,
 )
 NEEDED = (*VARIABLES.given(), TASKS_PER_NODE)
 NODE_TASKS = "SLURM_GTIDS"
 TERMINAL = "SLURM_PTY_PORT"
 PMIX_NAMESPACE = "PMIX_NAMESPACE"
 CRAY = "PALS_RANKID"
-# slurm.h: 0xfffffffa is the interactive step of salloc; above it are the batch script, the extern step and their like.
-FIRST_UNREAL_STEP = 0xFFFFFFFA
+# slurm.h: 0xfffffffa is the interactive step of salloc; above it are the batch script, the extern step etc.
+FIRST_SPECIAL_STEP = 0xFFFFFFFA
 STEP_ID = re.compile(r"[0-9]{1,10}")
 COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def detect(environ: Mapping[str, str]) -> Topology | None:
-    """The task's place in its step; the ranks meet by a file in a folder that all nodes share."""
+    """Read the variables of a task of a step; rendezvous is by a file in a folder that all nodes share."""
     if not is_step(environ):
         _refuse_half_a_step(environ)
         return None
-    require_all(environ, VARIABLES, (*find_set(environ, STEP_IDS)[:1], *NEEDED))
-    told = read_values(environ, VARIABLES)
-    assert told.node_rank is not None
-    told = replace(told, local_size=_tasks_on(environ, told.node_rank))
-    names = replace(VARIABLES, local_size=f"{TASKS_PER_NODE}[{told.node_rank}]")
-    check_bounds(told, names)
+    require_all(environ, VARIABLES, (*find_present(environ, STEP_IDS)[:1], *NEEDED))
+    values = read_values(environ, VARIABLES)
+    assert values.node_rank is not None
+    values = replace(values, local_size=_tasks_on_node(environ, values.node_rank))
+    variables = replace(VARIABLES, local_size=f"{TASKS_PER_NODE}[{values.node_rank}]")
+    check_bounds(values, variables)
     return infer_topology(
-        told,
-        names=names,
+        values,
+        variables,
         launcher="srun",
         source=f"{', '.join(NEEDED)} (srun)",
-        master=get_main_address(environ),
+        main=get_main_address(environ),
         rendezvous="slurm",
         mpi=started_with_pmix(environ) or get_value(environ, CRAY) is not None,
     )
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is in a step that srun started: a task of it, or started by an MPI daemon that is one.
+    """Return True if this process is a task of a step that srun started, or was started by an MPI daemon that is one.
 
-    Note [leftover step]: sbatch hands the submitter's variables on, so that a script submitted from within a step
-    sees that step as its own. It gives itself away: Slurm lists one task on the script's node, the step had several.
+    Note [leftover step]: sbatch passes on the submitter's variables, so a script submitted from within a step sees
+    that step's. It is recognised by Slurm listing one task on the script's node where the step had several.
     """
-    name = next(iter(find_set(environ, STEP_IDS)), None)
+    name = next(iter(find_present(environ, STEP_IDS)), None)
     if name is None:
         return False
     value = get_value(environ, name) or ""
@@ -82,50 +83,50 @@ def is_step(environ: Mapping[str, str]) -> bool:
         raise TopologyError(
             f"{name}={value[:SHOWN]!r}: expected a step's number; start with `{VARIABLES.command}`, or unset {name}"
         )
-    if int(value) >= FIRST_UNREAL_STEP:
+    if int(value) >= FIRST_SPECIAL_STEP:
         return False
     node = get_integer(environ, NODE)
-    leftover = get_value(environ, NODE_TASKS) == "0" and get_value(environ, TASKS_PER_NODE) and node is not None
-    return not leftover or _tasks_on(environ, node or 0) == 1
+    may_be_leftover = get_value(environ, NODE_TASKS) == "0" and get_value(environ, TASKS_PER_NODE) and node is not None
+    return not may_be_leftover or _tasks_on_node(environ, node or 0) == 1
 
 
 def is_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is the step in which salloc runs a shell."""
-    value = next((get_value(environ, name) for name in find_set(environ, STEP_IDS)), None) or ""
-    return STEP_ID.fullmatch(value) is not None and int(value) >= FIRST_UNREAL_STEP
+    """Return True in a special step, such as that in which salloc runs a shell."""
+    value = next((get_value(environ, name) for name in find_present(environ, STEP_IDS)), None) or ""
+    return STEP_ID.fullmatch(value) is not None and int(value) >= FIRST_SPECIAL_STEP
 
 
 def started_with_pmix(environ: Mapping[str, str]) -> bool:
-    """Whether srun --mpi=pmix itself started this process: the variables of any mpirun are then left over."""
+    """Return True if srun --mpi=pmix started this process: variables of an mpirun are leftovers then."""
     return (get_value(environ, PMIX_NAMESPACE) or "").startswith("slurm.pmix.")
 
 
-def refuse_leftover(environ: Mapping[str, str], found: Topology, names: LauncherVariables) -> None:
-    """Raise a TopologyError where srun started several tasks on a node from within an mpirun of one rank.
+def refuse_leftover(environ: Mapping[str, str], topology: Topology, variables: LauncherVariables) -> None:
+    """Raise TopologyError if srun started several tasks per node from within an mpirun of one rank.
 
-    The step of an MPI daemon has one task a node, and a step that serves a terminal may well run mpirun. In any other
-    step the variables of mpirun are inherited, and each task would take itself for a job of one.
+    The step of an MPI daemon has one task per node, and a step with a terminal may run mpirun. In any other step
+    mpirun's variables are inherited, and each task would become a job of one rank.
     """
-    if found.size > 1 or get_value(environ, TERMINAL) is not None or not is_step(environ):
+    if topology.size > 1 or get_value(environ, TERMINAL) is not None or not is_step(environ):
         return
-    tasks, nodes = get_integer(environ, VARIABLES.size), get_integer(environ, "SLURM_STEP_NUM_NODES")
+    tasks, nodes = get_integer(environ, VARIABLES.size), get_integer(environ, NUM_NODES)
     if tasks is not None and nodes is not None and tasks > nodes:
         raise TopologyError(
-            f"{format_set(environ, (names.rank, names.size))}, but {format_set(environ, VARIABLES.given())}: "
-            f"mpirun says one rank, srun {tasks}; "
-            f"`unset {' '.join(names.given())}` before srun if srun starts the ranks, or set {OVERRIDE}"
+            f"{format_present(environ, (variables.rank, variables.size))}, but "
+            f"{format_present(environ, VARIABLES.given())}: mpirun says one rank, srun {tasks}; "
+            f"`unset {' '.join(variables.given())}` before srun if srun starts the ranks, or set {OVERRIDE}"
         )
 
 
 def _refuse_half_a_step(environ: Mapping[str, str]) -> None:
-    """Raise a TopologyError where a task of a step has lost its step's number: else it would be a job of one."""
-    lost = get_value(environ, VARIABLES.size) is not None or (get_integer(environ, VARIABLES.rank) or 0) > 0
-    if lost and not find_set(environ, STEP_IDS):
+    """Raise TopologyError if a step's ID is missing: its task would become a job of one rank."""
+    has_task = get_value(environ, VARIABLES.size) is not None or (get_integer(environ, VARIABLES.rank) or 0) > 0
+    if has_task and not find_present(environ, STEP_IDS):
         require_all(environ, VARIABLES, (STEP_IDS[0], *NEEDED))
 
 
-def _tasks_on(environ: Mapping[str, str], node: int) -> int:
-    """The number of tasks on the node: "2(x2),1" is 2, 2 and 1."""
+def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
+    """Return the number of tasks on the node: "2(x2),1" is 2, 2 and 1."""
     value = get_value(environ, TASKS_PER_NODE) or ""
     end = 0
     for item in value.split(","):

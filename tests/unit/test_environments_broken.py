@@ -9,20 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualdist.environments import (
-    detect,
-    env_vars,
-    flux,
-    horovodrun,
-    hydra,
-    jsm,
-    mvapich,
-    openmpi,
-    override,
-    pals,
-    slurm,
-    torchrun,
-)
+from dualdist.environments import detect, explicit, horovodrun, mpi, slurm, torchrun
 from dualdist.environments.infer_topology import AGENT_STORE
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
@@ -38,26 +25,26 @@ def recorded(table: str, index: int = 1) -> Env:
 
 # One whole environment each, the variables it cannot do without, and those of them that name the launcher.
 WHOLE = {
-    "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, override.NEEDED),
+    "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, explicit.NEEDED),
     "torchrun": (recorded("torchrun"), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
     "horovodrun": (
         recorded("horovodrun_gloo_more"),
-        (*horovodrun.PLACE, horovodrun.STORE_ADDRESS, horovodrun.STORE_PORT),
+        (*horovodrun.RANK_VARIABLES, horovodrun.STORE_ADDRESS, horovodrun.STORE_PORT),
     ),
-    "openmpi": (recorded("openmpi-4.1.4_mpirun"), openmpi.VARIABLES.given()),
-    "hydra": (recorded("mpich_hydra"), hydra.VARIABLES.given()),
+    "openmpi": (recorded("openmpi-4.1.4_mpirun"), mpi.OPENMPI.given()),
+    "hydra": (recorded("mpich_hydra"), mpi.HYDRA.given()),
     "mvapich": (
-        dict(zip(mvapich.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)),
-        mvapich.VARIABLES.given(),
+        dict(zip(mpi.MVAPICH.given(), ("1", "4", "1", "2"), strict=True)),
+        mpi.MVAPICH.given(),
     ),
-    "jsm": (dict(zip(jsm.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)), jsm.VARIABLES.given()),
+    "jsm": (dict(zip(mpi.JSM.given(), ("1", "4", "1", "2"), strict=True)), mpi.JSM.given()),
     "pals": (
         {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "0", "PMI_SIZE": "4"},
-        (pals.VARIABLES.rank, pals.VARIABLES.size),
+        (mpi.PALS.rank, mpi.PALS.size),
     ),
-    "flux": (dict(zip(flux.VARIABLES.given(), ("1", "4", "1", "2"), strict=True)), flux.VARIABLES.given()),
+    "flux": (dict(zip(mpi.FLUX.given(), ("1", "4", "1", "2"), strict=True)), mpi.FLUX.given()),
     "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
-    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*env_vars.NEEDED, *MASTER)),
+    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*explicit.ENV_NEEDED, *MASTER)),
 }
 WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
 HALVES = [pytest.param(env, name, id=f"{kind}-{name}") for kind, (env, needed) in WHOLE.items() for name in needed]
@@ -180,7 +167,7 @@ def test_jsrun_and_the_open_mpi_below_it_must_agree() -> None:
 def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
     """The same variables without SLURM_PTY_PORT are srun's tasks, each with an outer mpirun's variables: refused."""
     step = recorded("slurm_srun_pty_more", 0)
-    mpirun = dict.fromkeys(openmpi.VARIABLES.given(), "1") | {
+    mpirun = dict.fromkeys(mpi.OPENMPI.given(), "1") | {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     }
@@ -199,12 +186,12 @@ NAMES = sorted(
     {name for env, needed in WHOLE.values() for name in (*env, *needed)}
     | {*slurm.STEP_IDS, slurm.NODE_TASKS, slurm.TERMINAL, slurm.PMIX_NAMESPACE, AGENT_STORE, "PMIX_RANK"}
     | {
-        *pals.LOCAL_RANKS,
-        *pals.LOCAL_SIZES,
-        *override.VARIABLES.given(),
-        override.ADDRESS,
-        override.PORT,
-        override.LAUNCHER,
+        *mpi.PALS_LOCAL_RANKS,
+        *mpi.PALS_LOCAL_SIZES,
+        *explicit.VARIABLES.given(),
+        explicit.ADDRESS,
+        explicit.PORT,
+        explicit.LAUNCHER,
     }
 )
 VALUES = st.one_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 from collections.abc import Callable, Mapping
 
-from dualdist.environments.horovodrun import ELASTIC, PLACE, STORE_ADDRESS, STORE_PORT
+from dualdist.environments.horovodrun import ELASTIC, RANK_VARIABLES, STORE_ADDRESS, STORE_PORT
 from dualdist.errors import RendezvousError
 from dualdist.utils.horovod_names import real_horovod
 
@@ -54,7 +54,7 @@ def next_slot(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
         connection.close()
     if int(found["HOROVOD_RANK"]) < 0:
         raise RemovedError(f"horovodrun's driver has no place for {slot} any more")
-    assert set(found) == set(PLACE)
+    assert set(found) == set(RANK_VARIABLES)
     return found
 
 
