@@ -61,9 +61,8 @@ if TYPE_CHECKING:
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
     from dualdist.launch.spawn import run, spawn
-    from dualdist.logging import info, print, setup_logging
+    from dualdist.logging import info, print, progress, setup_logging
     from dualdist.metric import Metric
-    from dualdist.progress_bar import progress
 
 # What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
 LATER = {
@@ -73,7 +72,7 @@ LATER = {
     "info": "logging",
     "loader": "data.loader",
     "print": "logging",
-    "progress": "progress_bar",
+    "progress": "logging",
     "run": "launch.spawn",
     "setup_logging": "logging",
     "spawn": "launch.spawn",

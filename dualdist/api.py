@@ -332,7 +332,7 @@ def wrap_optimizer(
     from dualdist.ddp import optimizer as gradients
     from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import resolve_compressor
-    from dualdist.ddp.step_checks import validate_check_every
+    from dualdist.ddp.nonfinite import validate_check_every
 
     sizes = bucket_bytes("bucket_cap_mb", bucket_cap_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     config = ReducerConfig(
@@ -457,7 +457,7 @@ def load_checkpoint(
     given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     parts = {name: part for name, part in given.items() if part is not None} | objects
     saver = _saver(here)
-    saver.settle()
+    saver.finish()
     return resuming.load(
         here.world, here.device, here.timeout_s, as_path(path), parts, saver, required=required, random=random
     )
@@ -470,7 +470,7 @@ def _saver(here: Session) -> CheckpointSaver:
     saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:
         saver = here.extras[SAVER] = checkpoint.CheckpointSaver(here.world, here.device, here.timeout_s)
-        here.close_callbacks.append(saver.settle)
+        here.close_callbacks.append(saver.finish)
     return saver
 
 

@@ -1,1 +1,1 @@
-"""The state of a job, saved and loaded by all ranks together."""
+"""Save and load the state of a job, collectively."""

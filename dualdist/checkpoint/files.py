@@ -1,18 +1,22 @@
-"""Checkpoints on disk: each with its checksum, the newest good one found and read, and no code of any run.
+"""Checkpoint files: sealed with a checksum, written atomically, found, verified and read without running code.
 
-Note [seal]: a checkpoint is what torch.save writes, a zip archive, and says in the archive's comment what the SHA-256
-of all bytes before the comment is. zip readers, torch.load among them, skip the comment; whatever of the file is
-missing or has been altered, the seal does not fit.
+Note [seal]: a checkpoint is the zip archive that torch.save writes, with the SHA-256 of all bytes before the archive's
+comment as that comment. zip readers, torch.load among them, skip it; a truncated or altered file does not match.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import io
 import os
 import re
+import secrets
 import stat
 import zipfile
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,33 +27,39 @@ from dualdist.errors import CheckpointError
 
 NAME = "checkpoint-{:08d}.pt"
 PATTERN = re.compile(r"checkpoint-(\d{8,})\.pt")
-NAMED = ".pt"  # a path that ends so means a file
-# Of what a checkpoint holds: what is not a program's object.
+SUFFIX = ".pt"  # a path that ends so names a file, any other a folder
+# Keys of a checkpoint that are not a program's objects.
 METADATA = "dualdist"
 EXTRA = "extra"
-# Arguments that say how to save and load: a part of that name would be taken for one, or the other way round.
+# Arguments of save_checkpoint and load_checkpoint, which cannot be names of parts.
 OPTIONS = ("async_op", "random", "required")
 FORMAT = 1
 MARK = b"dualdist sha256 "
 SEAL_BYTES = 2 + len(MARK) + 64  # the comment's length, which ends every archive, and the comment
 ARCHIVE = b"PK\x03\x04"
 CHUNK_BYTES = 1 << 22
+DRAFTS = ".checkpoint-*.draft"
+# Bytes between two fsyncs: the disk keeps pace, and a slow one shows progress.
+SYNC_BYTES = 1 << 28
+# errno of file systems without hard links.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class ReadProgress:
-    """How far a file has come; another thread looks at it, and may give the file up."""
+class FileProgress:
+    """Bytes read or written so far; another thread watches it and may abandon the file."""
 
     nbytes = 0
-    is_abandoned = False  # the program goes on without the file, which must not appear any more
+    is_abandoned = False  # the program continues without the file, which must not appear later
 
     def require_awaited(self) -> None:
+        """Raise InterruptedError if the file was abandoned."""
         if self.is_abandoned:
-            raise InterruptedError(None, "it was given up")
+            raise InterruptedError(None, "it was abandoned")
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that was read, those of its folder that are newer, and why they were not taken."""
+    """A checkpoint that was read, the newer ones in its folder, and why those were refused."""
 
     path: Path
     content: dict[str, Any]
@@ -58,7 +68,7 @@ class FoundCheckpoint:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The folder's checkpoints, good or not, the newest first; none where there is no folder."""
+    """Return the folder's checkpoints, valid or not, newest first; [] if there is no folder."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -67,22 +77,23 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Of the n-th checkpoint of its folder, n."""
+    """Return the sequence number in a checkpoint's name."""
     return int(path.stem.rpartition("-")[2])
 
 
-def read_newest(path: Path, progress: ReadProgress) -> FoundCheckpoint | None:
-    """The newest good checkpoint of a folder, or the one that the path names; None where there is none yet.
+def read_newest(path: Path, progress: FileProgress) -> FoundCheckpoint | None:
+    """Read the newest valid checkpoint of a folder, or the file that `path` names; None if the folder has none.
 
-    CheckpointError where there are only bad ones, or not the file that the path names.
+    Raises:
+        CheckpointError: every checkpoint is invalid, or the named file is missing or invalid.
     """
     refused: list[str] = []
     try:
         if path.is_file():
             return FoundCheckpoint(path, read(path, progress), _newer(path))
         candidates = checkpoints(path)
-        if not candidates and path.suffix == NAMED and not path.is_dir():
-            raise FileNotFoundError(None, "there is no such file; name a folder where there may be none yet")
+        if not candidates and path.suffix == SUFFIX and not path.is_dir():
+            raise FileNotFoundError(None, "there is no such file; pass a folder if there may be no checkpoint yet")
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {reason(error)}") from error
     for number, candidate in enumerate(candidates):
@@ -91,20 +102,19 @@ def read_newest(path: Path, progress: ReadProgress) -> FoundCheckpoint | None:
         except CheckpointError as error:
             refused.append(str(error))
     if refused:
-        raise CheckpointError(f"no checkpoint in {path} is good: {'; '.join(refused)}")
+        raise CheckpointError(f"no checkpoint in {path} is valid: {'; '.join(refused)}")
     return None
 
 
 def _newer(path: Path) -> tuple[Path, ...]:
-    """The checkpoints of its folder that are newer than this one."""
     siblings = checkpoints(path.parent) if PATTERN.fullmatch(path.name) else []
     return tuple(each for each in siblings if number_of(each) > number_of(path))
 
 
-def read(path: Path, progress: ReadProgress) -> dict[str, Any]:
-    """What the file holds; CheckpointError where it is not as it was written, and no code of it is run."""
+def read(path: Path, progress: FileProgress) -> dict[str, Any]:
+    """Read and verify a file without running code from it; CheckpointError if it is not as it was written."""
     try:
-        with io.BufferedReader(_Counted(path, progress)) as opened:
+        with io.BufferedReader(_CountingFile(path, progress)) as opened:
             file = cast(IO[bytes], opened)
             _require_seal(path, file)
             _require_archive(path, file)
@@ -114,19 +124,19 @@ def read(path: Path, progress: ReadProgress) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     except CheckpointError:
         raise
-    except Exception as error:  # whatever torch makes of a file that a stranger has sealed
+    except Exception as error:  # whatever torch raises for a file with a valid seal and foreign content
         raise CheckpointError(f"{path} is refused by torch.load(weights_only=True): {_load_error(error)}") from error
-    about, extra = (content.get(METADATA), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
-    if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(extra, dict):
+    metadata, extra = (content.get(METADATA), content.get(EXTRA)) if isinstance(content, dict) else (None, None)
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT or not isinstance(extra, dict):
         raise CheckpointError(f"{path} is no checkpoint of this version of dualdist: expected format {FORMAT} in it")
     return cast(dict[str, Any], content)
 
 
-class _Counted(io.FileIO):
-    """A file, of which whatever the disk gives is counted, to whoever reads."""
+class _CountingFile(io.FileIO):
+    """A file that adds the bytes read to a FileProgress."""
 
-    def __init__(self, path: Path, progress: ReadProgress) -> None:
-        super().__init__(path, opener=_opened)
+    def __init__(self, path: Path, progress: FileProgress) -> None:
+        super().__init__(path, opener=_open_regular)
         self._progress = progress
 
     def readinto(self, buffer: Any) -> int | None:
@@ -135,23 +145,23 @@ class _Counted(io.FileIO):
         return count
 
 
-def _opened(path: str, flags: int) -> int:
-    """The file, open; OSError for what is none: a pipe would be waited for until somebody writes to it."""
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file; OSError for a pipe, whose open would block until there is a writer."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise FileNotFoundError(None, "it is no file")
+    raise FileNotFoundError(None, "it is not a regular file")
 
 
 def seal(digest: str) -> bytes:
-    """What ends a file of this SHA-256, from the length of the archive's comment on: Note [seal]."""
+    """Return the last bytes of a file of this SHA-256, from the comment's length on: Note [seal]."""
     comment = MARK + digest.encode()
     return len(comment).to_bytes(2, "little") + comment
 
 
 def _require_seal(path: Path, file: IO[bytes]) -> None:
-    """CheckpointError unless the file is as it was written: Note [seal]."""
+    """Raise CheckpointError unless the checksum matches: Note [seal]."""
     left = os.fstat(file.fileno()).st_size - SEAL_BYTES
     digest = hashlib.sha256()
     while left > 0 and (piece := file.read(min(left, CHUNK_BYTES))):
@@ -163,13 +173,13 @@ def _require_seal(path: Path, file: IO[bytes]) -> None:
         return
     if not end[2:].startswith(MARK):
         raise CheckpointError(f"{path} is truncated, or no checkpoint: it does not end in a checksum")
-    raise CheckpointError(f"{path} has been altered: its content does not fit its checksum")
+    raise CheckpointError(f"{path} has been altered: its content does not match its checksum")
 
 
 def _require_archive(path: Path, file: IO[bytes]) -> None:
-    """CheckpointError unless it is a zip archive of tensors.
+    """Raise CheckpointError unless it is a zip archive of tensors.
 
-    torch before 2.6 runs TorchScript's archives, weights_only=True or not.
+    torch before 2.6 runs the code of TorchScript archives even with weights_only=True.
     """
     file.seek(0)
     if file.read(len(ARCHIVE)) == ARCHIVE:
@@ -180,13 +190,171 @@ def _require_archive(path: Path, file: IO[bytes]) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Why the disk failed, in its words."""
+    """Return the message of an OSError without errno and path."""
     return error.strerror or str(error)
 
 
 def _load_error(error: Exception) -> str:
-    """What torch says, without its advice to load the file as code."""
+    """Return torch's message without its advice to load the file with weights_only=False."""
     lines = [
         line.strip() for line in str(error).splitlines() if "global" in line.lower() and "weights_only" not in line
     ]
     return (lines or str(error).splitlines() or [type(error).__name__])[0]
+
+
+def write(
+    folder: Path, content: dict[str, Any], keep: int | None, progress: FileProgress, uncounted: Collection[Path] = ()
+) -> Path:
+    """Write a new checkpoint, flush it to disk, remove all but the last `keep`, and return its path.
+
+    `uncounted` are resolved paths of newer files that the program went back behind: they do not count towards `keep`.
+
+    Raises:
+        CheckpointError: the write failed; the earlier checkpoints are as they were.
+    """
+    try:
+        _make_folder(folder)
+        _remove_stale_drafts(folder)
+        path = folder / NAME.format(max(map(number_of, checkpoints(folder)), default=0) + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot save to {folder}: {reason(error)}") from error
+    draft = folder / f".{path.stem}.{secrets.token_hex(4)}.draft"
+    try:
+        _write_draft(draft, content, progress)
+        path = _publish(draft, path, progress)
+        _sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {reason(error)}, after {progress.nbytes / 1e6:.1f} MB; {_describe_newest(folder)}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    try:
+        for old in _outdated(folder, keep, set(uncounted) - {path.resolve()}) if keep else ():
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"saved {path}, but cannot remove older ones: {reason(error)}") from error
+    return path
+
+
+def _outdated(folder: Path, keep: int, uncounted: Collection[Path]) -> Iterator[Path]:
+    """Yield the regular files that are older than `keep` others."""
+    newer = 0
+    for path in checkpoints(folder):
+        if not path.is_file():
+            continue
+        if newer >= keep:
+            yield path
+        newer += path.resolve() not in uncounted
+
+
+def _describe_newest(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        for newest in checkpoints(folder):
+            return f"{newest.name} is still there"
+    return "there is no earlier one"
+
+
+def _make_folder(folder: Path) -> None:
+    """Create the folder; its parent must exist, so that a disk that is not mounted is noticed."""
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise NotADirectoryError(None, "it is a file; name a folder")
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(None, f"there is no folder {folder.parent}; create it, or mount its file system")
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _write_draft(draft: Path, content: dict[str, Any], progress: FileProgress) -> None:
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", CHUNK_BYTES) as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hashing = _HashingWriter(file, progress)
+        try:
+            torch.save(content, cast(IO[bytes], hashing))
+        except RuntimeError:
+            if hashing.error is not None:  # torch's own error does not name it
+                raise hashing.error from None
+            raise
+        progress.require_awaited()
+        file.seek(-2, os.SEEK_END)
+        file.write(seal(hashing.digest()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(draft: Path, path: Path, progress: FileProgress) -> Path:
+    """Link the draft to `path`, or to the next free number; never overwrite a file."""
+    while True:
+        progress.require_awaited()
+        try:
+            os.link(draft, path)
+            return path
+        except FileExistsError:
+            if path.samefile(draft):  # NFS may report this for its own retry
+                return path
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if not path.exists():
+                os.rename(draft, path)
+                return path
+        path = path.with_name(NAME.format(number_of(path) + 1))
+
+
+class _HashingWriter:
+    """Forward torch's writes to a file, hash and count them, and keep the error that stopped them."""
+
+    def __init__(self, file: IO[bytes], progress: FileProgress) -> None:
+        self.error: OSError | None = None
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._progress = progress
+        self._unsynced = 0
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        try:
+            for start in range(0, len(view), CHUNK_BYTES):
+                self._write_chunk(view[start : start + CHUNK_BYTES])
+        except OSError as error:
+            self.error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: torch's writers call it."""
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        self._progress.require_awaited()
+        self._file.write(chunk)
+        self._hash.update(chunk)
+        self._progress.nbytes += len(chunk)
+        self._unsynced += len(chunk)
+        if self._unsynced >= SYNC_BYTES:
+            self._unsynced = 0
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def _remove_stale_drafts(folder: Path) -> None:
+    """Delete the drafts of processes that were killed; a live writer holds a lock on its draft."""
+    for draft in folder.glob(DRAFTS):
+        with contextlib.suppress(OSError), draft.open("r+b") as file:  # NFS locks only files open for writing
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,10 +1,9 @@
-"""Save a job's state: every rank takes part, rank 0 alone touches the disk, and all learn what goes wrong there.
+"""Save a job's state: all ranks take part, rank 0 writes in a thread, and every rank gets its result or error.
 
-Note [patience]: a large file takes longer than ranks may wait for each other. So rank 0 writes and reads in a thread,
-and tells the others every BEAT_S seconds that it moves on: the disk takes or gives something, or the thread computes,
-as torch does in between. When it has done neither for as long as a wait may take, that is the error. The thread may
-hang for ever, or go on when the disk is back, and the program's tensors are others by then, and newer checkpoints
-there: a file that nobody waits for any more is given up, and never appears.
+Note [disk progress]: writing a large file takes longer than a collective may wait. So rank 0 reads and writes in a
+thread, and broadcasts every BEAT_S seconds that it makes progress: bytes went to or from the disk, or the thread used
+the CPU. Without either for the length of a timeout, the file is abandoned: a thread that hangs may resume when the
+disk is back, when the program's tensors and the newer checkpoints are different, so its file must never appear.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import unpickle
-from dualdist.checkpoint import writer as checkpoint_writing
-from dualdist.checkpoint.files import FORMAT, METADATA, ReadProgress
+from dualdist.checkpoint import files as checkpoint_files
+from dualdist.checkpoint.files import FORMAT, METADATA, FileProgress
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, shapes_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
@@ -37,63 +36,63 @@ from dualdist.errors import CheckpointError, DualdistError, MismatchError, Usage
 from dualdist.utils import random_state
 from dualdist.utils.random_state import RandomState
 
-Places = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.places
+Positions = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.possible_positions
 BEAT_S = 10.0
 ROOT = 0
 
 
 @dataclass(frozen=True)
 class DiskOutcome:
-    """How something ended on rank 0, as all ranks are told."""
+    """The result or error of a DiskTask, as broadcast to all ranks."""
 
     value: Any = None
     error: str = ""
 
 
 class DiskTask:
-    """Something that rank 0 does with the disk, in a thread of its own."""
+    """A read or write that rank 0 runs in a thread."""
 
-    def __init__(self, call: Callable[[ReadProgress], Any], limit_s: float) -> None:
+    def __init__(self, call: Callable[[FileProgress], Any], limit_s: float) -> None:
         self.beat_s = min(BEAT_S, limit_s / 4)
-        self.progress = ReadProgress()
+        self.progress = FileProgress()
         self.value: Any = None
         self.error: Exception | None = None
         self._limit_s = limit_s
         self._thread = threading.Thread(target=self._run, args=(call,), name="dualdist-checkpoint", daemon=True)
         self._clock: int | None = None
         self._thread.start()
-        self._seen = (0, 0.0), time.monotonic()
-        atexit.register(self._finish)  # a program that ends does not cut a checkpoint short
+        self._last_progress = (0, 0.0), time.monotonic()
+        atexit.register(self._finish)  # a program that ends does not truncate a checkpoint
 
-    def _run(self, call: Callable[[ReadProgress], Any]) -> None:
+    def _run(self, call: Callable[[FileProgress], Any]) -> None:
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self.value = call(self.progress)
-        except Exception as error:  # reported to all ranks
+        except Exception as error:  # raised on all ranks
             self.error = error
 
     def outcome(self) -> DiskOutcome | None:
-        """How it ended; None where it has not within a beat, but moves on."""
+        """Wait for one beat; return the outcome, or None while the task makes progress."""
         self._thread.join(self.beat_s)
         if not self._thread.is_alive():
             atexit.unregister(self._finish)
             return DiskOutcome(self.value) if self.error is None else DiskOutcome(error=error_message(self.error))
-        if (moved := (self.progress.nbytes, self._computed_s())) != self._seen[0]:
-            self._seen = moved, time.monotonic()
-        if time.monotonic() - self._seen[1] > self._limit_s:
-            self.give_up()
-            return DiskOutcome(error=f"the disk has taken or given nothing for {self._limit_s:g} s: is it still there?")
+        if (progress := (self.progress.nbytes, self._cpu_s())) != self._last_progress[0]:
+            self._last_progress = progress, time.monotonic()
+        if time.monotonic() - self._last_progress[1] > self._limit_s:
+            self.abandon()
+            return DiskOutcome(error=f"no byte went to or from the disk for {self._limit_s:g} s: is it still there?")
         return None
 
-    def _computed_s(self) -> float:
-        """What the thread has used of a processor, in tenths of a second: nothing while it waits for the disk."""
+    def _cpu_s(self) -> float:
+        """Return the thread's CPU time, rounded to 0.1 s."""
         with contextlib.suppress(OSError):  # it has just ended
             return 0.0 if self._clock is None else round(time.clock_gettime(self._clock), 1)
         return -1.0
 
-    def give_up(self) -> None:
-        """What is not on the disk yet never will be: Note [patience]."""
+    def abandon(self) -> None:
+        """Keep the file from ever appearing: Note [disk progress]."""
         self.progress.is_abandoned = True
         atexit.unregister(self._finish)
 
@@ -105,28 +104,35 @@ class DiskTask:
 
 
 class PendingSave:
-    """A checkpoint under way."""
+    """A checkpoint that is being written, as returned by save_checkpoint(async_op=True)."""
 
     def __init__(self, group: Group, name: str, task: DiskTask | None, *, is_copy: bool) -> None:
         self._group = group
-        self._is_copy = is_copy  # what is written is not what the program goes on to change
+        self._is_copy = is_copy  # the data are a copy, which the program does not modify
         self._name = name
         self._task = task  # on rank 0
         self._outcome: DiskOutcome | None = None
 
     def wait(self) -> str:
-        """The path of the checkpoint, which is on the disk now; every rank calls this. CheckpointError on all ranks."""
+        """Wait until the checkpoint is on disk; every rank calls this.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: the write failed; raised on every rank.
+        """
         if self._outcome is None:
             try:
                 self._outcome = await_outcome(self._group, self._name, self._task)
             except BaseException:
                 if not self._is_copy:
-                    self._give_up()
+                    self._abandon()
                 raise
         return str(unwrap_outcome(self._outcome, self._task))
 
-    def settle(self) -> None:
-        """wait(), also where the ranks cannot talk to each other any more; once, nothing afterwards."""
+    def finish(self) -> None:
+        """Call wait() once, or where collectives no longer work wait on rank 0 alone."""
         if self._outcome is not None:
             return
         if self._group.is_usable:
@@ -136,125 +142,123 @@ class PendingSave:
                 self._outcome = self._task.outcome()
             unwrap_outcome(self._outcome, self._task)
 
-    def _give_up(self) -> None:
-        self._outcome = DiskOutcome(error="the checkpoint was given up: the wait for it was cut short")
+    def _abandon(self) -> None:
+        self._outcome = DiskOutcome(error="the checkpoint was abandoned: the wait for it was interrupted")
         if self._task is not None:
-            self._task.give_up()
+            self._task.abandon()
 
 
 class CheckpointSaver:
-    """The checkpoints of a session, one at a time."""
+    """Write a session's checkpoints, one at a time."""
 
     def __init__(self, group: Group, device: torch.device, timeout_s: float) -> None:
         self._group = group
         self._device = device
         self._timeout_s = timeout_s
         self._last: PendingSave | None = None
-        self._passed_over: set[Path] = set()  # on rank 0: files that a load has not taken, for an older one
+        self._uncounted: set[Path] = set()  # on rank 0: files that a load skipped for an older one
 
-    def settle(self) -> None:
-        """What was begun is on the disk; raises once what went wrong there."""
+    def finish(self) -> None:
+        """Wait for the last save, and raise its error once."""
         last, self._last = self._last, None
         if last is not None:
-            last.settle()
+            last.finish()
 
-    def pass_over(self, newer: Sequence[Path]) -> None:
-        """The files do not count among those to keep: the program went back behind them, or they are damaged."""
-        self._passed_over.update(path.resolve() for path in newer)
+    def skip(self, newer: Sequence[Path]) -> None:
+        """Do not count these files towards `keep`: the program went back behind them, or they are damaged."""
+        self._uncounted.update(path.resolve() for path in newer)
 
     def save(self, path: Path, parts: Mapping[str, Any], keep: int | None, *, async_op: bool) -> PendingSave:
-        """See dualdist.api.save_checkpoint; the caller waits, unless async_op."""
+        """Begin a checkpoint; see dualdist.api.save_checkpoint. The caller waits, unless async_op."""
         group = self._group
         group.require_usable()
-        self.settle()
+        self.finish()
         name = group.next_name("save_checkpoint")
         content: dict[str, Any] = {}
         cause: Exception | None = None
         try:
-            _check(parts, keep)
+            _check_arguments(parts, keep)
             if group.rank == ROOT:
                 content = collect_state(parts, copy=async_op)
-        except Exception as error:  # of the program's own objects, too: the others must not wait for this rank
+        except Exception as error:  # from the program's own objects, too: the other ranks must not wait for this one
             cause = error
         terms = {"parts": sorted(parts), "async_op": async_op}
-        places = {name: sorted(part.places) for name, part in parts.items() if isinstance(part, Sampler)}
+        positions = {name: sorted(part.possible_positions) for name, part in parts.items() if isinstance(part, Sampler)}
         problem = "" if cause is None else error_message(cause)
         try:
-            states = _gathered_states(group, name, terms, (problem, places), self._device)
+            states = _gather_random_states(group, name, terms, (problem, positions), self._device)
         except UsageError as error:
             raise error from cause
         task = None
         if group.rank == ROOT:
             optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-            orders = {name: order for name, part in optimizers.items() if (order := get_reduction_order(part))}
-            dtypes = {name: dtypes_of(part) for name, part in optimizers.items()}
-            shapes = {name: shapes_of(part) for name, part in optimizers.items()}
             content[METADATA] = {
                 "format": FORMAT,
                 "random": states,
-                "orders": orders,
-                "dtypes": dtypes,
-                "shapes": shapes,
+                "orders": {name: order for name, part in optimizers.items() if (order := get_reduction_order(part))},
+                "dtypes": {name: dtypes_of(part) for name, part in optimizers.items()},
+                "shapes": {name: shapes_of(part) for name, part in optimizers.items()},
             }
-            passed_over = frozenset(self._passed_over)
+            uncounted = frozenset(self._uncounted)
             task = DiskTask(
-                lambda progress: str(checkpoint_writing.write(path, content, keep, progress, passed_over)),
+                lambda progress: str(checkpoint_files.write(path, content, keep, progress, uncounted)),
                 self._timeout_s,
             )
         self._last = PendingSave(group, name, task, is_copy=async_op)
         return self._last
 
 
-def _check(parts: Mapping[str, Any], keep: int | None) -> None:
-    """UsageError where the arguments cannot be saved, whatever they hold."""
+def _check_arguments(parts: Mapping[str, Any], keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise UsageError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
     check_part_names(parts)
 
 
-def _gathered_states(
-    group: Group, name: str, terms: dict[str, Any], report: tuple[str, Places], device: torch.device
+def _gather_random_states(
+    group: Group, name: str, terms: dict[str, Any], report: tuple[str, Positions], device: torch.device
 ) -> list[RandomState]:
-    """Everybody's random state on rank 0, once all ranks are there without a problem; UsageError on all otherwise.
+    """Gather all random states to rank 0 if no rank reports a problem; `report` is (problem, sampler positions).
 
-    MismatchError on all where their samplers stand at different places.
+    Raises:
+        UsageError: a rank reports a problem; raised on every rank.
+        MismatchError: the ranks' samplers are at different positions; raised on every rank.
     """
-    mine = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
+    state = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
 
-    def perform(line: Backend, own: Sequence[Any]) -> list[RandomState]:
-        raise_problems([problem for _, (problem, _) in own], line.ranks, UsageError)
-        _require_same_places([places for _, (_, places) in own], line.ranks)
-        sent = [len(mine) if rank == ROOT else 0 for rank in range(line.size)]
-        sizes = [nbytes if line.rank == ROOT else 0 for nbytes, _ in own]
-        came = line.alltoall(mine, sent, sizes, f"op.{name}").wait()
-        return [unpickle(piece) for piece in came.split(sizes)] if line.rank == ROOT else []
+    def perform(channel: Backend, own: Sequence[Any]) -> list[RandomState]:
+        raise_problems([problem for _, (problem, _) in own], channel.ranks, UsageError)
+        _require_same_positions([positions for _, (_, positions) in own], channel.ranks)
+        sent = [len(state) if rank == ROOT else 0 for rank in range(channel.size)]
+        sizes = [nbytes if channel.rank == ROOT else 0 for nbytes, _ in own]
+        received = channel.alltoall(state, sent, sizes, f"op.{name}").wait()
+        return [unpickle(piece) for piece in received.split(sizes)] if channel.rank == ROOT else []
 
     return group.submit(
-        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(mine), report)), perform)
+        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(state), report)), perform)
     ).wait()
 
 
-def _require_same_places(found: Sequence[Places], ranks: Sequence[int]) -> None:
-    """MismatchError unless there is a place for each sampler at which all ranks may be; rank 0's is what is saved."""
+def _require_same_positions(found: Sequence[Positions], ranks: Sequence[int]) -> None:
+    """Raise MismatchError unless each sampler has a position that all ranks may be at; rank 0's is saved."""
     for name in sorted(found[ROOT]):
-        if not set.intersection(*({(epoch, position) for epoch, position in places[name]} for places in found)):
-            words = (
-                "rank {}: epoch {}, position {}".format(rank, *min(map(tuple, places[name])))
-                for rank, places in zip(ranks, found, strict=True)
+        if not set.intersection(*({(epoch, position) for epoch, position in each[name]} for each in found)):
+            descriptions = (
+                "rank {}: epoch {}, position {}".format(rank, *min(map(tuple, each[name])))
+                for rank, each in zip(ranks, found, strict=True)
             )
             raise MismatchError(
-                f"{name}: the ranks are at different places of the data, {'; '.join(words)}: call save_checkpoint "
-                "between two steps, and give all ranks batches of the same size"
+                f"{name}: the ranks are at different positions of the data, {'; '.join(descriptions)}: call "
+                "save_checkpoint between two steps, and give all ranks batches of the same size"
             )
 
 
 def error_message(error: Exception) -> str:
-    """An error as the other ranks are told of it; what is not ours comes with its name."""
+    """Return an error's text for the other ranks; foreign errors with the name of their class."""
     return str(error) if isinstance(error, DualdistError) else f"{type(error).__name__}: {error}"
 
 
 def raise_problems(problems: Sequence[str], ranks: Sequence[int], kind: type[DualdistError]) -> None:
-    """An error of this kind where a rank has a problem, with the rank unless all have the same."""
+    """Raise an error of this kind if a rank has a problem; the message names ranks unless all have the same."""
     if not any(problems):
         return
     if len(set(problems)) == 1:
@@ -263,18 +267,18 @@ def raise_problems(problems: Sequence[str], ranks: Sequence[int], kind: type[Dua
 
 
 def await_outcome(group: Group, name: str, task: DiskTask | None) -> DiskOutcome:
-    """How rank 0's task ended, on every rank: Note [patience]."""
+    """Wait for rank 0's task and return its outcome on every rank: Note [disk progress]."""
     beat = 0
     while True:
         beat += 1
-        mine = None if task is None else task.outcome()
-        outcome = broadcast_object(group, mine, group.ranks[ROOT], f"{name}.{beat}")
+        local = None if task is None else task.outcome()
+        outcome = broadcast_object(group, local, group.ranks[ROOT], f"{name}.{beat}")
         if outcome is not None:
             return outcome
 
 
 def unwrap_outcome(outcome: DiskOutcome, task: DiskTask | None) -> Any:
-    """What the task returned; CheckpointError where it failed."""
+    """Return the task's result, or raise CheckpointError if it failed."""
     if outcome.error:
         raise CheckpointError(outcome.error) from (None if task is None else task.error)
     return outcome.value

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the states of a program's objects as plain data, and whether they fit other objects."""
+"""The content of a checkpoint: collect the state of objects as plain data, compare it and load it."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from dualdist.errors import CheckpointError, UsageError
 from dualdist.utils.nested_tensors import map_nested
 
 SHARDED = "FullyShardedDataParallel"
-USE_DCP = "torch.distributed.checkpoint saves all parts"
+USE_DCP = "save it with torch.distributed.checkpoint"
 SHOWN = 5  # names, at most, in an error
 
 
 def has_state(part: object) -> bool:
-    """Whether it is an object with a state, rather than plain data."""
+    """Return True for an object with a state_dict(), False for plain data."""
     return callable(getattr(part, "state_dict", None))
 
 
 def check_part_names(names: Iterable[str]) -> None:
-    """UsageError where a part has a name that is not to be had."""
+    """Raise UsageError for a reserved name."""
     for name in names:
         if name in (METADATA, EXTRA):
-            raise UsageError(f"{name}= is a name that a checkpoint needs itself: choose another one")
+            raise UsageError(f"{name}= is reserved in a checkpoint: choose another name")
         if name in OPTIONS:
-            raise UsageError(f"{name}= says how to save or load a checkpoint: choose another name for a part of it")
+            raise UsageError(f"{name}= is an option of save_checkpoint or load_checkpoint: rename the part")
 
 
 def collect_state(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
-    """The states and the plain data, on the CPU, as torch loads them with weights_only=True.
+    """Return states and plain data on the CPU, loadable with weights_only=True; `copy`: share no memory.
 
-    With `copy` nothing in it shares memory with the program.
+    Raises:
+        UsageError: a part is sharded, or cannot be loaded without running code.
     """
     for name, part in parts.items():
-        # Their state_dict() waits for the other ranks, which are not asked for theirs.
+        # Its state_dict() is collective, and only rank 0 would call it.
         if isinstance(part, nn.Module) and SHARDED in {type(module).__name__ for module in part.modules()}:
-            raise UsageError(f"{name} is sharded between ranks, of which {USE_DCP}")
+            raise UsageError(f"{name} is sharded between ranks: {USE_DCP}")
     states = {name: unwrap_module(part).state_dict() for name, part in parts.items() if has_state(part)}
     extra = {name: part for name, part in parts.items() if not has_state(part)}
     found: dict[str, Any] = _on_cpu({**states, EXTRA: extra}, copy=copy)
@@ -53,7 +54,7 @@ def collect_state(parts: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
 
 
 def unwrap_module(part: Any) -> Any:
-    """The module within DistributedDataParallel, DataParallel or a compiled module, so that names are the model's."""
+    """Return the module inside DistributedDataParallel, DataParallel or torch.compile, whose names are the model's."""
     while True:
         if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             part = part.module
@@ -64,9 +65,9 @@ def unwrap_module(part: Any) -> Any:
 
 
 def find_mismatch(parts: Mapping[str, Any], found: Mapping[str, Any], names: Sequence[str]) -> str:
-    """What of the states does not fit the objects, in words, or nothing; of tensors the shapes count.
+    """Describe which state does not fit its object, or return ""; tensors are compared by shape.
 
-    `names` are those of all that the file holds.
+    `names` are all parts in the file.
     """
     missing = [name for name in parts if name not in found]
     if missing:
@@ -74,33 +75,33 @@ def find_mismatch(parts: Mapping[str, Any], found: Mapping[str, Any], names: Seq
         return f"it holds no {' and no '.join(missing)}, only {', '.join(there) or 'plain data'}"
     for name, part in parts.items():
         part, state = unwrap_module(part), found[name]
-        words = ""
+        problem = ""
         if not isinstance(state, dict):
-            words = f"a {type(state).__name__} stands for its state"
+            problem = f"its state is a {type(state).__name__}, not a dict"
         elif isinstance(part, nn.Module):
-            words = _misfit_of_module(part, state)
+            problem = _module_mismatch(part, state)
         elif isinstance(part, torch.optim.Optimizer):
-            words = _misfit_of_optimizer(part, state, found[METADATA].get("shapes", {}).get(name))
+            problem = _optimizer_mismatch(part, state, found[METADATA].get("shapes", {}).get(name))
         elif isinstance(part, Sampler):
-            words = part.misfit(state)
-        if words:
-            return f"{name}: {words}"
+            problem = part.find_mismatch(state)
+        if problem:
+            return f"{name}: {problem}"
     return ""
 
 
 def dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Those of its parameters, by which load_state() tells what was kept more precisely."""
+    """Return the dtypes of its parameters, by which load_state() recognises state in a wider dtype."""
     return [str(param.dtype) for group in optimizer.param_groups for param in group["params"]]
 
 
 def shapes_of(optimizer: torch.optim.Optimizer) -> list[list[int] | None]:
-    """Those of its parameters; None of those that have none yet."""
+    """Return the shapes of its parameters; None for uninitialized ones."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [None if nn.parameter.is_lazy(param) else list(param.shape) for param in params]
 
 
 def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """The objects have the states."""
+    """Load the states into the objects."""
     dtypes = found[METADATA].get("dtypes", {})
     for name, part in parts.items():
         part = unwrap_module(part)
@@ -113,62 +114,62 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:
-    """The structure with its tensors on the CPU; what shared memory shares it still."""
+    """Move the structure's tensors to the CPU; tensors that share memory still share it."""
     map_nested(value, (set, frozenset), _require_no_tensor)
     if copy:
         value = map_nested(value, (set, bytearray), lambda found: found.copy())
     copies: dict[object, torch.Tensor] = {}
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UsageError(
-                f"a {type(tensor).__name__} cannot be saved here: where it is a part of what ranks share, {USE_DCP}"
+                f"a {type(tensor).__name__} cannot be saved here: if it is sharded between ranks, {USE_DCP}"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError("a sparse or quantized tensor cannot be saved here: convert it to a dense one")
-        # What is resolved may be gone again, and its memory another one's.
+        # The resolved tensor may be freed and its address reused, so the key is the original's.
         start, flags = tensor.data_ptr(), (tensor.is_conj(), tensor.is_neg())
-        place = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags
-        if place not in copies:
+        key = tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), flags
+        if key not in copies:
             tensor = tensor.detach().resolve_conj().resolve_neg()
-            # Of a view torch.save would write all the memory that it looks at.
+            # torch.save would write the whole storage of a view.
             is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-            copies[place] = tensor.to("cpu", copy=copy or is_view)
-        return copies[place]
+            copies[key] = tensor.to("cpu", copy=copy or is_view)
+        return copies[key]
 
-    return map_nested(value, torch.Tensor, moved)
+    return map_nested(value, torch.Tensor, move)
 
 
 def _require_no_tensor(found: AbstractSet[Any]) -> None:
-    """UsageError where the set holds tensors, which would neither be copied nor found again."""
+    """Raise UsageError for a set of tensors, which would be neither copied nor restored."""
     if any(isinstance(item, torch.Tensor) for item in found):
         raise UsageError("a tensor in a set cannot be saved here: put it in a list")
 
 
 def _require_plain(name: str, value: Any) -> None:
-    """UsageError unless torch itself can load it with weights_only=True; tried without the tensors' values."""
-    tried = io.BytesIO()
+    """Raise UsageError unless torch.load(weights_only=True) reads it; tried with empty tensors."""
+    buffer = io.BytesIO()
     try:
-        torch.save(map_nested(value, torch.Tensor, lambda tensor: torch.empty(0)), tried)
-        tried.seek(0)
-        torch.load(tried, weights_only=True)
+        torch.save(map_nested(value, torch.Tensor, lambda tensor: torch.empty(0)), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except Exception as error:  # pickling and loading run the objects' own code
-        told = next(filter(None, re.findall(r"(?:Unsupported|Trying).*?GLOBAL [\w.]+", str(error))), str(error))
+        detail = next(filter(None, re.findall(r"(?:Unsupported|Trying).*?GLOBAL [\w.]+", str(error))), str(error))
         raise UsageError(
-            f"{name} cannot be saved: what it holds is not to be read without running code: pass numbers, texts, "
-            f"tensors, and dicts and lists of them ({told})"
+            f"{name} cannot be saved: it could not be loaded without running code: pass numbers, strings, "
+            f"tensors, and dicts and lists of them ({detail})"
         ) from error
 
 
-def _misfit_of_module(module: nn.Module, state: Mapping[str, Any]) -> str:
+def _module_mismatch(module: nn.Module, state: Mapping[str, Any]) -> str:
     own = module.state_dict()
     differing = [
-        f"{name} is {tuple(state[name].shape)} in the file, {tuple(mine.shape)} in the program"
-        for name, mine in own.items()
-        if isinstance(mine, torch.Tensor)
+        f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the program"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor)
         and isinstance(state.get(name), torch.Tensor)
-        and not nn.parameter.is_lazy(mine)
-        and mine.shape != state[name].shape
+        and not nn.parameter.is_lazy(value)
+        and value.shape != state[name].shape
     ]
     return "; ".join(
         [
@@ -179,15 +180,15 @@ def _misfit_of_module(module: nn.Module, state: Mapping[str, Any]) -> str:
     )
 
 
-def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Any) -> str:
-    """`shapes` are those of the parameters when they were saved, which older files do not tell."""
-    mine = [len(group["params"]) for group in optimizer.param_groups]
+def _optimizer_mismatch(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Any) -> str:
+    """`shapes` are those of the saved parameters; None in older files."""
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        theirs = [len(group["params"]) for group in state["param_groups"]]
+        saved_sizes = [len(group["params"]) for group in state["param_groups"]]
     except (KeyError, TypeError):
-        return "this is no optimizer's state"
-    if mine != theirs:
-        return f"groups of {theirs} parameters in the file, of {mine} in the program"
+        return "this is not an optimizer's state"
+    if own_sizes != saved_sizes:
+        return f"groups of {saved_sizes} parameters in the file, of {own_sizes} in the program"
     own = shapes_of(optimizer)
     differing = [
         f"parameter {number} is {tuple(then)} in the file, {tuple(now)} in the program"
@@ -205,16 +206,16 @@ def _listed(what: str, names: list[str]) -> list[str]:
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: list[str] | None) -> None:
-    """load_state_dict() casts state to the dtype of its parameter: what was kept in another one is so again.
+    """Undo load_state_dict()'s cast to the parameter's dtype where the saved state had another one.
 
-    `dtypes` are those of the parameters when they were saved, which older files do not tell.
+    `dtypes` are those of the saved parameters; None in older files.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, param, dtype in zip(numbers, params, dtypes or [""] * len(params), strict=True):
         for key, value in saved["state"].get(number, {}).items():
-            mine = optimizer.state[param].get(key)
-            if not isinstance(value, torch.Tensor) or not isinstance(mine, torch.Tensor):
+            loaded = optimizer.state[param].get(key)
+            if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
                 continue
-            if mine.dtype != value.dtype and str(value.dtype) != dtype:
-                optimizer.state[param][key] = value.to(mine.device, copy=True)
+            if loaded.dtype != value.dtype and str(value.dtype) != dtype:
+                optimizer.state[param][key] = value.to(loaded.device, copy=True)

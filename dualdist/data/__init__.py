@@ -1,1 +1,1 @@
-"""Sampling and loading of data sets on several ranks."""
+"""Sample and load data sets on several ranks."""

@@ -1,8 +1,8 @@
-"""What a rank sees of a data set: its share of each epoch, and how far all ranks together have got.
+"""Sampler: this rank's share of each epoch, resumable in the middle on any number of ranks.
 
-Note [position]: the samples of an epoch stand in one order, which depends on the seed and the epoch alone. Of those
-that are left, the ranks take one each in turn, so that every step of all ranks takes the next piece of that order, and
-how far they have got is one number, whatever the number of ranks was or will be.
+Note [position]: the order of an epoch depends on the seed and the epoch only. The ranks take the remaining samples in
+turn, one each, so that every step of all ranks takes the next piece of the order, and the progress of all ranks is one
+number, whatever the number of ranks was or will be.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Remainder = Literal["drop", "pad", "uneven"]
 
 @dataclass(frozen=True)
 class EpochShare:
-    """One rank's samples of an epoch whose first `start` are done: each size-th of those that are left."""
+    """One rank's samples of an epoch whose first `start` are done: every size-th of the remaining ones."""
 
-    count: int | None  # the samples of an epoch; None where nobody knows
+    count: int | None  # the samples of an epoch; None if unknown
     start: int
     rank: int
     size: int
@@ -33,7 +33,7 @@ class EpochShare:
 
     @property
     def end(self) -> int | None:
-        """The position at which the epoch is over."""
+        """The position at which the epoch ends; None if unknown."""
         if self.count is None or self.remainder != "drop":
             return self.count
         return self.start + (self.count - self.start) // self.size * self.size
@@ -46,43 +46,52 @@ class EpochShare:
         return each + extra
 
     def position(self, done: int) -> int:
-        """How many samples all ranks have done when each has done so many of its share; with its last one all."""
+        """Return the samples done by all ranks when each has done `done` of its share; all of them after its last."""
         if self.end is not None and 0 < done == len(self):
-            return self.end  # not every rank's share is as long
+            return self.end  # shares may differ in length
         position = self.start + done * self.size
         return position if self.count is None else min(position, self.count)
 
-    def of(self, order: torch.Tensor) -> list[int]:
-        """This rank's part of the order; it is filled up, where that is wanted, from the beginning of the epoch."""
-        mine: list[int] = order[self.start :][self.rank :: self.size][: len(self)].tolist()
-        if len(mine) < len(self):
+    def indices(self, order: torch.Tensor) -> list[int]:
+        """Return this rank's part of the order, padded from the beginning of the epoch if so configured."""
+        indices: list[int] = order[self.start :][self.rank :: self.size][: len(self)].tolist()
+        if len(indices) < len(self):
             missing = self.rank - (len(order) - self.start) % self.size
-            mine.append(int(order[missing % len(order)]))
-        return mine
+            indices.append(int(order[missing % len(order)]))
+        return indices
 
 
 class Sampler(torch.utils.data.Sampler[int]):
-    """This rank's share of each epoch of `dataset`, which can be left in the middle and gone on with on other ranks.
+    """Yield this rank's share of each epoch of a data set; resumable in the middle of an epoch on other ranks.
 
-    Every rank makes one, with the same arguments. `remainder` says what happens where the samples do not divide evenly
-    between the ranks: "drop" leaves the last ones of the order out, "pad" repeats the first ones, "uneven" gives some
-    ranks one sample more, which may mean one batch more: call dd.join() behind the loop. From the beginning of an
-    epoch it gives what torch's DistributedSampler gives for the same seed, shuffle and epoch. dd.elastic.State passes
-    over the commit after a batch that not every rank has, and so takes no "uneven" sampler without a length.
+    Every rank creates one with the same arguments. Iterating yields the indices that are left of `epoch`. From the
+    beginning of an epoch they are those of torch.utils.data.DistributedSampler for the same seed, shuffle and epoch.
 
-    Iterating yields what is left of `epoch`. Give it to dd.loader, which counts what the program gets; with a loader of
-    your own, call record() after each step. Where an iteration ends the epoch is over, and the next one comes, without
-    set_epoch() too; left by `break`, it goes on there. A loader of your own with drop_last=True hides the end: call
-    finish() behind its loop.
+    When an iteration ends so does the epoch, and the next iteration is the next epoch, with or without set_epoch();
+    an iteration left by `break` is continued. Use it with dd.loader, which counts the batches that the program gets.
+    With another loader call record() after each step, and if it has drop_last=True, finish() after the loop.
 
-    `dataset` needs a length only. An iterable data set without one is read in its own order: pass shuffle=False.
+    Args:
+        dataset: anything with a length. An IterableDataset without one is read in its own order (shuffle=False).
+        remainder: what to do if the samples do not divide evenly between the ranks. "drop" leaves the last ones of the
+            order out, "pad" repeats the first ones, "uneven" gives some ranks one sample more, which may mean one more
+            batch: call dd.join() after the loop.
+        shuffle: permute each epoch, by `seed` + epoch.
+        seed: the same on every rank.
+
+    Note:
+        dd.elastic.State skips the commit after a batch that not every rank has, and therefore accepts no "uneven"
+        sampler of a data set without a length.
+
+    Raises:
+        UsageError: an argument is invalid, or the data set has neither a length nor an iterator.
 
     >>> sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
     >>> list(sampler)
     [0, 1, 2, 3, 4]
     """
 
-    _is_prepared: bool  # begin() was called, and __iter__() was not yet
+    _is_begun: bool  # begin() was called and __iter__() not yet
 
     def __init__(
         self,
@@ -102,168 +111,180 @@ class Sampler(torch.utils.data.Sampler[int]):
         self.remainder: Remainder = remainder
         self.shuffle = shuffle
         (self.seed,) = as_ints([seed], "seed")
-        self.turn = 0  # iterations that have begun: those before the last one are over
-        self._drawn = 0  # the last of them of which all indices were drawn
-        self._in_vain = 0  # iterations, one after the other, of which nothing was recorded
-        self._go_to(epoch=0, position=0)
+        self.iteration = 0  # the number of the current iteration; earlier ones are over
+        self._exhausted = 0  # the last iteration of which all indices were drawn
+        self._unrecorded = 0  # consecutive iterations of which no sample was recorded
+        self._seek(epoch=0, position=0)
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, or the one that comes next."""
+        """The current epoch, or the next one between two epochs."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch all ranks together have done; the same number on every rank."""
+        """The samples of the epoch that all ranks together have done; the same on every rank."""
         return self._share.position(self._done)
 
     @property
-    def places(self) -> set[tuple[int, int]]:
-        """The epochs and positions at which all ranks may be, for all that this rank knows."""
-        if self.left != 0:
+    def possible_positions(self) -> set[tuple[int, int]]:
+        """The (epoch, position) pairs that all ranks may be at, as far as this rank knows."""
+        if self.remaining != 0:
             return {(self._epoch, self.position)}
-        # The next sample may be another rank's, whose share is longer.
+        # Another rank's share may be longer.
         before = min(self._share.start + self._done * self._share.size, cast(int, self.count))
         return {(self._epoch, before), (self._epoch, cast(int, self._share.end)), (self._epoch + 1, 0)}
 
     @property
     def share(self) -> EpochShare:
-        """What the iteration under way is about."""
+        """The share of the current iteration."""
         return self._share
 
     @property
-    def left(self) -> int | None:
-        """The samples that this rank has still to do of its share; None where nobody knows."""
+    def remaining(self) -> int | None:
+        """The samples left in this rank's share; None if unknown."""
         return None if self.count is None else len(self._share) - self._done
 
     @property
-    def was_everybodys(self) -> bool:
-        """Whether all ranks had a batch when this one had the one recorded last; with "uneven" a rank may have more."""
+    def all_ranks_had_batch(self) -> bool:
+        """True unless some ranks had no batch in the last recorded step (remainder="uneven" only)."""
         if self.count is None or self.remainder != "uneven":
             return True
         shortest = (self.count - self._share.start) // self._share.size
         return self._done <= shortest if self._drops_last else self._done_before < shortest
 
     def __len__(self) -> int:
-        """The samples of this rank in the iteration under way, or else, also with its last one, in the next one."""
+        """Return this rank's samples in the current iteration, or after its last sample in the next one."""
         if self._is_over():
             return len(self._share_from(0))
-        return len(self._share if self._is_under_way else self._share_from(self.position))
+        return len(self._share if self._is_iterating else self._share_from(self.position))
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices of what is left of the epoch."""
-        if not self._is_prepared:
-            self._require_use()
+        """Yield this rank's indices of the rest of the epoch."""
+        if not self._is_begun:
+            self._require_recorded()
             self.begin()
-            self._is_counted = False  # until somebody calls record()
-        self._is_prepared = False
-        return self._indices(self._share.of(self._order()), self.turn)
+            self._is_counted = False  # until record() is called
+        self._is_begun = False
+        return self._indices(self._share.indices(self._order()), self.iteration)
 
     def begin(self, *, drops_last: bool = False) -> int:
-        """A new iteration begins where the last one was left; for loaders, which get its number. Ends all others."""
+        """Begin an iteration at the current position, ending all others, and return its number; for loaders."""
         if self._is_over():
             self.finish()
-        self._go_to(self._epoch, self.position)
-        self._is_under_way = self._is_prepared = True
+        self._seek(self._epoch, self.position)
+        self._is_iterating = self._is_begun = True
         self._drops_last = drops_last
-        return self.turn
+        return self.iteration
 
     def record(self, count: int) -> None:
-        """This rank has trained on the next `count` samples of its share."""
-        if self.left is not None and count > self.left:
+        """Record that this rank has trained on the next `count` samples of its share; after each step.
+
+        Raises:
+            UsageError: fewer samples are left.
+        """
+        if self.remaining is not None and count > self.remaining:
             raise UsageError(
-                f"{count} more samples recorded of epoch {self._epoch}, of which this rank has {self.left} left: "
+                f"{count} more samples recorded of epoch {self._epoch}, of which this rank has {self.remaining} left: "
                 "record each batch once"
             )
         self._done_before = self._done
         self._done += count
         self._is_counted = True
 
-    def spend(self) -> None:
-        """What this rank has left of its share does not make a batch. For loaders that drop it."""
-        self._is_spent = True
+    def drop_rest(self) -> None:
+        """End this rank's share: the rest is less than a batch; for loaders with drop_last=True."""
+        self._is_rest_dropped = True
 
     def finish(self) -> None:
-        """The epoch is over; the next one comes. For loaders, at the end of an iteration that left samples out."""
-        self._go_to(self._epoch + 1, 0)
+        """End the epoch; call it after a loop whose loader leaves samples out (drop_last=True)."""
+        self._seek(self._epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, unless it is the one under way, which goes on from its position."""
+        """Go to the beginning of this epoch, or continue it if it is the current one."""
         (epoch,) = as_ints([epoch], "epoch")
         if epoch != self._epoch or self._is_over():
-            self._go_to(epoch, 0)
+            self._seek(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks are; alike on all of them, between two steps."""
+        """Return the position of all ranks; the same on every rank between two steps.
+
+        Raises:
+            UsageError: indices were drawn but not recorded.
+        """
         if not self._is_counted:
             raise UsageError(
-                "the sampler's indices have been drawn, but nobody recorded what was trained on: use dd.loader, or "
+                "the sampler's indices have been drawn, but no samples were recorded as trained on: use dd.loader, or "
                 "call sampler.record(samples) after each step"
             )
         return {"epoch": self._epoch, "position": self.position, **self._order_terms()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, on however many ranks there are now; UsageError where it does not fit."""
-        words = self.misfit(state)
-        if words:
-            raise UsageError(f"the state does not fit this sampler: {words}")
-        self._go_to(state["epoch"], state["position"] if self.count is None else min(state["position"], self.count))
+        """Continue where the state was taken, on any number of ranks.
 
-    def misfit(self, state: Mapping[str, Any]) -> str:
-        """Why the state is not one of this sampler, or nothing."""
+        Raises:
+            UsageError: the state is of another order (count, shuffle or seed), or malformed.
+        """
+        mismatch = self.find_mismatch(state)
+        if mismatch:
+            raise UsageError(f"the state does not fit this sampler: {mismatch}")
+        self._seek(state["epoch"], state["position"] if self.count is None else min(state["position"], self.count))
+
+    def find_mismatch(self, state: Mapping[str, Any]) -> str:
+        """Describe why the state does not fit this sampler, or return an empty string."""
         terms = self._order_terms()
         expected = {"epoch": int, "position": int, **{name: type(value) for name, value in terms.items()}}
         missing = [name for name in expected if name not in state]
         if missing:
             return f"it has no {' and no '.join(missing)}"
-        differing = [name for name, mine in terms.items() if state[name] != mine]
+        differing = [name for name, value in terms.items() if state[name] != value]
         if differing:
-            then = ", ".join(f"{name} {state[name]}" for name in differing)
+            saved = ", ".join(f"{name} {state[name]}" for name in differing)
             now = ", ".join(f"{name} {terms[name]}" for name in differing)
-            return (
-                f"{then} then, {now} now, which is another order: make the sampler as it was, or begin the epoch anew"
-            )
+            return f"{saved} in the state, {now} now, which is another order: create the sampler as it was, or begin a new epoch"
         wrong = [name for name, kind in expected.items() if not isinstance(state[name], kind)]
         wrong += [name for name in ("epoch", "position") if name not in wrong and state[name] < 0]
         return f"{', '.join(f'{name} is {state[name]!r}' for name in wrong)}" if wrong else ""
 
-    def _indices(self, mine: list[int], turn: int) -> Iterator[int]:
-        yield from mine
-        self._drawn = turn
+    def _indices(self, indices: list[int], iteration: int) -> Iterator[int]:
+        yield from indices
+        self._exhausted = iteration
 
-    def _require_use(self) -> None:
-        """UsageError where what is left of an epoch was drawn twice in vain, as it makes no batch of a loader's.
+    def _require_recorded(self) -> None:
+        """Raise UsageError if the rest of an epoch was drawn twice without record(): it is less than a loader's batch.
 
-        Once may have been a look at the first batch, beyond which workers draw all there is.
+        Once may be a look at the first batch, as workers prefetch all indices.
         """
-        was_in_vain = self._drawn == self.turn and not self._done and self._share.start > 0 and bool(self.left)
-        self._in_vain = self._in_vain + 1 if was_in_vain else 0
-        if self._in_vain > 1:
+        was_unrecorded = (
+            self._exhausted == self.iteration and not self._done and self._share.start > 0 and bool(self.remaining)
+        )
+        self._unrecorded = self._unrecorded + 1 if was_unrecorded else 0
+        if self._unrecorded > 1:
             raise UsageError(
-                f"the last {self.left} samples that this rank has of epoch {self._epoch} were drawn {self._in_vain} "
-                "times, and never recorded: a loader with drop_last=True makes no batch of them; call "
-                "sampler.finish() behind its loop, or use dd.loader"
+                f"the last {self.remaining} samples that this rank has of epoch {self._epoch} were drawn {self._unrecorded} "
+                "times, and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
+                "after its loop, or use dd.loader"
             )
 
     def _order_terms(self) -> dict[str, Any]:
-        """What the order of an epoch depends on."""
+        """Return the values that determine the order of an epoch."""
         return {"count": self.count, "shuffle": self.shuffle, "seed": self.seed}
 
     def _order(self) -> torch.Tensor:
-        assert self.count is not None, "iterable data sets have their own order"
+        assert self.count is not None, "an IterableDataset has its own order"
         if not self.shuffle:
             return torch.arange(self.count, device="cpu")
         generator = torch.Generator().manual_seed(self.seed + self._epoch)  # as torch's DistributedSampler
         return torch.randperm(self.count, generator=generator, device="cpu")
 
-    def _go_to(self, epoch: int, position: int) -> None:
-        """What is left from here on is shared out anew."""
-        self.turn += 1
+    def _seek(self, epoch: int, position: int) -> None:
+        """Split the samples from this position on among the current ranks."""
+        self.iteration += 1
         self._epoch = epoch
         self._share = self._share_from(position)
         self._done = 0  # of the share
-        self._done_before = 0  # what was recorded last
-        self._is_under_way = self._is_prepared = self._is_spent = self._drops_last = False
+        self._done_before = 0  # before the last record()
+        self._is_iterating = self._is_begun = self._is_rest_dropped = self._drops_last = False
         self._is_counted = True
 
     def _share_from(self, position: int) -> EpochShare:
@@ -271,12 +292,12 @@ class Sampler(torch.utils.data.Sampler[int]):
         return EpochShare(self.count, position, topology.rank, topology.size, self.remainder)
 
     def _is_over(self) -> bool:
-        """Whether this rank has done its share in this iteration; one that is over at its start has yet to begin."""
-        return self._is_spent or (self.left == 0 and (self._done > 0 or self._is_under_way))
+        """Return True if this rank has done its share of an iteration that has begun."""
+        return self._is_rest_dropped or (self.remaining == 0 and (self._done > 0 or self._is_iterating))
 
 
 def _length(dataset: Sized | IterableDataset[Any]) -> int | None:
-    """None for an iterable data set that has no length; UsageError where one is needed."""
+    """Return the number of samples; None for an IterableDataset without a length."""
     try:
         return len(cast(Sized, dataset))
     except TypeError as error:

@@ -1,5 +1,7 @@
-"""Elastic training: state, checkpoints, and ranks that come and go."""
+"""Elastic training: commit and restore state, stop on preemption, and continue when ranks come and go."""
 
-from dualdist.elastic.training_state import REQUEUE, State, Stopped, request_stop, run, should_stop
+from dualdist.elastic.run_loop import run
+from dualdist.elastic.training_state import State, Stopped, request_stop, should_stop
+from dualdist.utils.exit_codes import REQUEUE
 
 __all__ = ["REQUEUE", "State", "Stopped", "request_stop", "run", "should_stop"]

@@ -1,81 +1,98 @@
-"""Training that goes on: a state that a restarted job takes up by itself, and a stop that all ranks make together."""
+"""The state of an elastic training: committed, restored, synchronized, and saved when the job must stop."""
 
 from __future__ import annotations
 
-import functools
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dualdist import api, session
-from dualdist.backends.horovod.driver import is_elastic
-from dualdist.checkpoint.state import check_part_names, has_state
+from dualdist.checkpoint.files import EXTRA, METADATA
+from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, has_state, load_state
+from dualdist.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.group import Group
+from dualdist.collectives.objects import allgather_object, broadcast_object
 from dualdist.data.sampler import Sampler
-from dualdist.elastic import recovery
-from dualdist.elastic.state_copy import StateCopy, broadcast_state
-from dualdist.errors import CheckpointError, CollectiveError, MismatchError, UsageError
+from dualdist.ddp.optimizer import move_to_group
+from dualdist.errors import CheckpointError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
+from dualdist.utils import random_state
 from dualdist.utils.exit_codes import NOTICE, REQUEUE
+from dualdist.utils.random_state import RandomState
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-LAST_STEP = "last-step"  # of a session's extras
-OWN_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
-
-__all__ = ["REQUEUE", "State", "Stopped", "request_stop", "run", "should_stop"]
+LAST_STEP = "last-step"  # key in a session's extras
+KNOWN_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
+ROOT = 0
 
 
 class Stopped(SystemExit):
-    """The job was told to stop, and has saved its state; ends the program with the exit code REQUEUE, 75."""
+    """The job was asked to stop and has saved its state; exits with code REQUEUE (75)."""
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(REQUEUE)
-        self.words = words
+        self.reason = reason
 
     def __str__(self) -> str:
-        return self.words
+        return self.reason
 
 
 class RanksChanged(Exception):
-    """Ranks come or go: run() has those that are there meet anew."""
+    """Ranks were added or removed; handled by dd.elastic.run."""
 
 
 @disable_compile
 def should_stop() -> bool:
-    """Whether the job was told to stop, which it does after this step; the same answer on every rank.
+    """Return True if the job was asked to stop after this step; the same answer on every rank.
 
-    Every rank calls this after every step. From the first call on SIGTERM and SIGUSR1, to any rank, no longer end the
-    process, but tell the job to stop; so does the file that DUALDIST_NOTICE names, when it appears where rank 0 runs.
-    Where it is True save a checkpoint, and end by sys.exit(dd.elastic.REQUEUE): State.commit() does all that.
+    Every rank calls this after every step. From the first call on SIGTERM and SIGUSR1, sent to any rank, no longer end
+    the process but request a stop; so does the file that DUALDIST_NOTICE names, when it appears on rank 0's host. When
+    this returns True, save a checkpoint and call ``sys.exit(dd.elastic.REQUEUE)``; State.commit() does all of that.
     """
-    last = _last_step()
+    last = last_step()
     last.notice.install_handlers()
     return last.after_step()[0] == STOP
 
 
 def request_stop() -> None:
-    """Tell the job to stop after a step soon, as SIGTERM does; for any rank and any thread, between init and shutdown.
+    """Request a stop after one of the next steps, as SIGTERM does.
 
-    For programs that know by other means that their time is up.
+    For programs that learn in another way that their time is up. Any rank and any thread may call this, between init()
+    and shutdown().
     """
-    _last_step().notice.request(STOP, "dd.elastic.request_stop()")
+    last_step().notice.request(STOP, "dd.elastic.request_stop()")
 
 
 class State:
-    """What a training is made of, and goes on from: attributes of the names that are given here.
+    """The state of a training: everything it needs to continue, as attributes with the names given here.
 
-    Every rank makes one, after init(). `model`, `optimizer`, `scheduler`, `scaler`, `sampler` and further objects with
-    a state_dict() are handled by that; anything else is plain data: numbers, texts, tensors, dicts and lists of them.
+    Every rank creates one, after init(). Objects with a state_dict() are saved and loaded by it; everything else is
+    plain data: numbers, strings, tensors, and dicts and lists of them.
 
-    With a `path` commits are checkpoints in that folder, of which the last `keep` stay; only rank 0 touches the disk.
-    Without one they are copies in every rank's memory, which outlive a lost rank where the launcher keeps the others,
-    but no restart of the job. Of `every` so many commits one is kept: the others cost nothing.
+    Args:
+        path: a folder; commits are checkpoints in it, written by rank 0. If None, commits are copies in every rank's
+            memory, which survive the loss of a rank where the launcher keeps the others, but no restart of the job.
+        every: save on every `every`-th commit; the other commits cost nothing.
+        keep: the number of checkpoints to keep, or None for all.
+        model: a torch.nn.Module.
+        optimizer: a torch optimizer, wrapped or not.
+        scheduler: a learning rate scheduler, or any object with a state_dict().
+        scaler: a GradScaler.
+        sampler: a dd.Sampler.
+        **values: further objects with a state_dict(), or plain data such as ``epoch=0``.
+
+    Raises:
+        UsageError: an argument is out of range, or a name is reserved.
+
+    Example::
+
+        state = dd.elastic.State("checkpoints", every=100, model=model, optimizer=optimizer, sampler=sampler, epoch=0)
     """
 
     def __init__(
@@ -92,18 +109,18 @@ class State:
         **values: Any,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise UsageError(f"every={every!r}: expected the number of commits of which one is kept, 1 or more")
-        given = dict(zip(OWN_PARTS, (model, optimizer, scheduler, scaler, sampler), strict=True))
+            raise UsageError(f"every={every!r}: expected the number of commits per save, 1 or more")
+        given = dict(zip(KNOWN_PARTS, (model, optimizer, scheduler, scaler, sampler), strict=True))
         parts = {name: part for name, part in given.items() if part is not None} | values
         taken = [name for name in parts if hasattr(type(self), name) or name.startswith("_")]
         if taken:
-            raise UsageError(f"{', '.join(taken)}: a State has attributes of its own of that name; choose another one")
+            raise UsageError(f"{', '.join(taken)}: reserved for a State's own attributes; choose another name")
         check_part_names([*parts])
         samplers = [part for part in parts.values() if isinstance(part, Sampler)]
         if any(each.count is None and each.remainder == "uneven" for each in samplers):
             raise UsageError(
-                'of an iterable data set without a length, shared out by remainder="uneven", no rank knows whether '
-                'all have the batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
+                'for an iterable data set without a length and remainder="uneven" no rank knows whether all have the '
+                'batch after which it commits: give it a __len__(), or pass remainder="drop" or "pad"'
             )
         self._path = path
         self._every = every
@@ -121,85 +138,91 @@ class State:
         def __getattr__(self, name: str) -> Any: ...
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """These are called, in order, when the ranks have met anew: their number may be another then."""
+        """Register functions that are called, in order, after the set of ranks has changed."""
         self._callbacks.extend(callbacks)
 
     @disable_compile
     def commit(self) -> None:
-        """A step is done. Every rank calls this after every step; it saves what is due, and stops where that is due.
+        """Mark the end of a step: save if due, and stop if requested; every rank calls this after every step.
 
-        Where the job was told to stop (see should_stop) all ranks save, and raise Stopped, after the same step. That
-        is a SystemExit, which ends the program with the exit code 75: the job can go on from there.
+        If the job was asked to stop (see should_stop), all ranks save after the same step and raise Stopped, a
+        SystemExit with code 75, and a later job can resume. While some ranks have no batch left (Sampler with
+        remainder="uneven"), this does nothing.
+
+        Raises:
+            Stopped: the job was asked to stop, and the state has been saved.
+            CheckpointError: saving failed; raised on every rank.
         """
-        if any(isinstance(part, Sampler) and not part.was_everybodys for part in self._parts().values()):
-            return  # the ranks that have no batch here wait in join() for the others
+        if any(isinstance(part, Sampler) and not part.all_ranks_had_batch for part in self._parts().values()):
+            return  # the ranks without a batch wait in join()
         self._commits += 1
-        kind, words = _last_step().after_step()
+        kind, reason = last_step().after_step()
         must_save = self._path is not None and kind in (STOP, CHANGE)
         if must_save or self._commits % self._every == 0:
             self.save()
         if kind == STOP and self._path is not None:
-            _stop(words, self._path)
+            _stop(reason, self._path)
         if kind == CHANGE:
-            raise RanksChanged(words)
+            raise RanksChanged(reason)
 
     def save(self) -> None:
         """Save now; every rank calls this."""
         if self._path is not None:
             api.save_checkpoint(self._path, keep=self._keep, **self._parts())
         else:
-            self._copy = StateCopy.of(self._parts(), session.current().device)
+            self._copy = StateCopy.create(self._parts(), session.current().device)
 
     def restore(self) -> None:
-        """Go back to what was saved last; every rank calls this. CheckpointError where nothing was."""
+        """Load what was saved last; every rank calls this.
+
+        Raises:
+            CheckpointError: nothing was saved.
+        """
         if self._path is not None:
-            self._take(api.load_checkpoint(self._path, required=True, **self._objects()) or {})
+            self._set_values(api.load_checkpoint(self._path, required=True, **self._objects()) or {})
         elif self._copy is not None:
-            self._take(self._copy.put_back(self._objects(), session.current().device))
+            self._set_values(self._copy.load(self._objects(), session.current().device))
         else:
-            raise CheckpointError("nothing was committed yet to which the state could go back")
+            raise CheckpointError("nothing to restore: nothing was committed yet")
 
     def sync(self) -> None:
-        """All ranks have one state: that of the newest good checkpoint, or else rank 0's; every rank calls this."""
-        self._commits = 0  # as of a rank that was started just now
-        found = None if self._path is None else api.load_checkpoint(self._path, **self._objects())
-        if found is None:
-            found = broadcast_state(session.current().world, self._parts())
-        self._take(found)
+        """Load the newest valid checkpoint on all ranks, or else broadcast rank 0's state; every rank calls this."""
+        self._commits = 0  # as on a rank that has just started
+        values = None if self._path is None else api.load_checkpoint(self._path, **self._objects())
+        if values is None:
+            values = broadcast_state(session.current().world, self._parts())
+        self._set_values(values)
         if self._path is None:
             self.save()
 
     def on_reset(self) -> None:
-        """The ranks have met anew: call the callbacks."""
+        """Call the reset callbacks."""
         for callback in self._callbacks:
             callback()
 
-    def _go_back(self) -> None:
-        """A rank was lost: this one's own state is that of the last commit; sync() makes all alike."""
+    def _roll_back(self) -> None:
+        """Return to this rank's last in-memory commit after a rank was lost; sync() follows."""
         if self._path is None:
             self.restore()
 
-    def _follow(self) -> None:
-        """The wrapped optimizers reduce between the ranks that there are now."""
-        from dualdist.ddp.optimizer import move_to_group
-
+    def _rebind_optimizers(self) -> None:
+        """Let the wrapped optimizers reduce in the new world group."""
         optimizers = [part for part in self._objects().values() if isinstance(part, torch.optim.Optimizer)]
         move_to_group(optimizers, session.current().world)
 
     def _listen(self) -> None:
-        """A notice tells the job to stop, where it can go on from what is saved."""
+        """Handle stop signals if a later job can resume."""
         if self._path is not None:
-            _last_step().notice.install_handlers()
+            last_step().notice.install_handlers()
 
     def _parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
     def _objects(self) -> dict[str, Any]:
-        """Those with a state of their own."""
         return {name: part for name, part in self._parts().items() if has_state(part)}
 
-    def _take(self, found: Mapping[str, Any]) -> None:
-        """The plain data are those that were found."""
+    def _set_values(self, found: Mapping[str, Any]) -> None:
+        """Set the attributes that are plain data."""
         plain = set(self._names) - set(self._objects())
         missing = [name for name in sorted(plain) if name not in found]
         if missing:
@@ -210,64 +233,67 @@ class State:
             setattr(self, name, found[name])
 
 
-def run(func: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
-    """A decorator: func(state, ...) begins with state.sync(), from the newest checkpoint or else rank 0's state.
+@dataclass(frozen=True)
+class StateCopy:
+    """A copy, in CPU memory, of objects' states, plain data and random state."""
 
-    Every rank calls the function, and before it does nothing with the others but init() and wrap_optimizer(). Where it
-    raises Stopped, this leaves the job before the program ends.
+    content: Mapping[str, Any]
+    random: RandomState
 
-    Where the launcher keeps ranks when another one is lost (horovodrun with --min-np), func begins anew, in the same
-    process, when a rank was lost, from what was committed last, and when ranks came. The state's optimizers reduce
-    between the new ranks, and the reset callbacks are called. Everywhere else the error ends the program, and the
-    launcher starts all ranks anew.
-    """
+    @staticmethod
+    def create(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
+        content = collect_state(parts, copy=True)
+        optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+        content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
+        return StateCopy(content, random_state.get_random_state(device))
 
-    @functools.wraps(func)
-    def wrapper(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        pending: list[str] = []  # what the launcher has told of its hosts
-        with recovery.notify_host_changes(os.environ, pending.append):
-            while True:
-                _last_step().notice.launcher_requests = pending
-                state._listen()
-                try:
-                    state.sync()
-                    return func(state, *args, **kwargs)
-                except Stopped:
-                    session.shutdown()
-                    raise
-                except RanksChanged as change:
-                    why = str(change)
-                except CollectiveError as error:
-                    if isinstance(error, MismatchError) or not is_elastic(os.environ):
-                        raise
-                    why = str(error)
-                    state._go_back()
-                pending.clear()  # what comes from here on may not be known where the ranks meet
-                recovery.reinitialize(why)
-                state._follow()
-                state.on_reset()
-
-    return wrapper
+    def load(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Load the states and the random state, and return a copy of the plain data."""
+        content = copy.deepcopy(dict(self.content))  # the objects will modify what they load
+        load_state(objects, content)
+        random_state.set_random_state(self.random, device)
+        plain: dict[str, Any] = content[EXTRA]
+        return plain
 
 
-def _stop(words: str, path: str | PathLike[str] | None) -> NoReturn:
-    here = session.current()
-    told = f"stopped after a step, as told by {words}; what is saved in {path} goes on from there"
-    if here.topology.rank == 0:
-        _last_step().notice.acknowledge()
-        print(f"dualdist: {told} (exit code {REQUEUE})", file=sys.stderr, flush=True)
-    raise Stopped(told)
+def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Broadcast rank 0's state into all ranks' objects, and return its plain data; every rank calls this."""
+    kinds = allgather_object(
+        group, {name: type(part).__name__ if has_state(part) else "plain data" for name, part in parts.items()}
+    )
+    if any(each != kinds[ROOT] for each in kinds):
+        raise UsageError(f"the ranks' states have different parts: {'; '.join(map(str, kinds))}")
+    for name in sorted(parts):
+        part = parts[name]
+        if isinstance(part, torch.nn.Module):
+            broadcast_parameters(group, part, ROOT)
+        elif isinstance(part, torch.optim.Optimizer):
+            broadcast_optimizer_state(group, part, ROOT)
+        elif has_state(part):
+            state = broadcast_object(group, part.state_dict() if group.rank == ROOT else None, ROOT)
+            if group.rank != ROOT or isinstance(part, Sampler):  # a sampler splits the rest among the new ranks
+                part.load_state_dict(state)
+    plain = {name: part for name, part in parts.items() if not has_state(part)}
+    return broadcast_object(group, plain, ROOT)
 
 
-def _last_step() -> LastStep:
-    """That of the open session."""
+def _stop(reason: str, path: str | PathLike[str] | None) -> NoReturn:
+    message = f"stopped after a step, as requested by {reason}; a job that loads {path} resumes from there"
+    if session.current().topology.rank == 0:
+        last_step().notice.acknowledge()
+        print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr, flush=True)
+    raise Stopped(message)
+
+
+def last_step() -> LastStep:
+    """Return the open session's LastStep, started on first use."""
     here = session.current()
     found: LastStep | None = here.extras.get(LAST_STEP)
     if found is None:
         rank = here.topology.rank
         notice = PreemptionNotice(parse_notice_file(os.environ.get(NOTICE)) if rank == 0 else None)
         made = LastStep(notice, here.store, here.key, here.world.ranks, rank)
-        found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have come first
+        found = here.extras.setdefault(LAST_STEP, made)  # another thread, or a signal handler, may have been first
         if found is made:
             made.start()
             here.close_callbacks.extend([made.close, notice.close])

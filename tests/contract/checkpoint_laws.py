@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dualdist as dd
-from dualdist.checkpoint.files import METADATA, ReadProgress, read
-from dualdist.checkpoint.writer import write
+from dualdist.checkpoint.files import METADATA, FileProgress, read, write
 from dualdist.data.sampler import Remainder
 from dualdist.errors import CheckpointError, MismatchError, UsageError
 
@@ -151,9 +150,9 @@ def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_r
         backward()
         dd.save_checkpoint(path, model=layers, optimizer=optimizer)
         if dd.rank() == 0:
-            content = read(path / "checkpoint-00000001.pt", ReadProgress())
+            content = read(path / "checkpoint-00000001.pt", FileProgress())
             content[METADATA]["orders"]["optimizer"].reverse()
-            write(path, content, None, ReadProgress())
+            write(path, content, None, FileProgress())
         raises(ZeroDivisionError, lambda: backward(1 + dd.rank() % 2))
         dd.load_checkpoint(path, model=layers, optimizer=optimizer)
         for _ in range(2):

@@ -14,8 +14,7 @@ from typing import NoReturn
 import torch
 
 import dualdist as dd
-from dualdist.checkpoint.files import ReadProgress, read_newest
-from dualdist.checkpoint.writer import DRAFTS
+from dualdist.checkpoint.files import DRAFTS, FileProgress, read_newest
 
 COUNT = 1 << 17  # floats, as many as take some milliseconds to write
 LIFE_S = 0.04  # at most, of a child that writes
@@ -60,7 +59,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         acknowledged = max(life(folder, draws.uniform(0, LIFE_S)), steps)
         drafts = list(folder.glob(DRAFTS))
         cut_short += bool(drafts)
-        found = read_newest(folder, ReadProgress())
+        found = read_newest(folder, FileProgress())
         if found is not None:
             steps = found.content["extra"]["step"]
             assert found.content["extra"]["weight"].unique().tolist() == [steps]

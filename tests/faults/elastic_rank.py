@@ -77,7 +77,7 @@ def is_told(folder: Path, signals: str) -> None:
 def waits(folder: Path, _: str) -> None:
     """Until it is told to stop, by the test or by another rank."""
     if once(folder, f"waiting-{dd.rank()}"):
-        last = training_state._last_step()
+        last = training_state.last_step()
         while not (last.notice.kind or last._has_answered):
             time.sleep(0.01)
 

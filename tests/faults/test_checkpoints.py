@@ -13,7 +13,7 @@ import pytest
 from faults import checkpoint_rank, checkpoint_writer
 from harness.jobs import Launch
 
-from dualdist.checkpoint.files import ReadProgress, read_newest
+from dualdist.checkpoint.files import FileProgress, read_newest
 
 KILLS = 60
 DISK = "size=1m"  # three checkpoints, and not four
@@ -41,7 +41,7 @@ dd.save_checkpoint("run" if child else "no/run", async_op=True, weight=torch.one
 
 def test_a_program_that_ends_finishes_its_last_checkpoint_or_says_why_not(launch: Launch) -> None:
     outcome = launch([sys.executable, "-c", ENDS])
-    found = read_newest(launch.directory / "run", ReadProgress())
+    found = read_newest(launch.directory / "run", FileProgress())
     assert found is not None
     assert found.content["extra"]["weight"].min() == 1
     assert "dualdist: cannot save to no/run: there is no folder no" in outcome.stderr

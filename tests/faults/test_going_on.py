@@ -119,7 +119,7 @@ def test_a_launcher_that_is_told_to_stop_leaves_one_checkpoint_and_the_job_goes_
         outcome = job.wait(40)
     assert outcome.rc == code, str(outcome)
     assert not outcome.left, str(outcome)
-    assert outcome.stderr.count("dualdist: stopped after a step, as told by") == 1, str(outcome)
+    assert outcome.stderr.count("dualdist: stopped after a step, as requested by") == 1, str(outcome)
     checkpoints = sorted((tmp_path / "run").glob("*.pt"))
     reports = launch.reports(line, SIZE, env=env)
     (begun,) = {report["begun"][0] for report in reports}

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from dualdist.bench.compare import launches
 from dualdist.bench.compare import runner as comparison
-from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, ReadProgress, read_newest
-from dualdist.checkpoint.writer import write
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read_newest, write
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
 from dualdist.horovod_build.record import BuildRecord, from_json
@@ -273,10 +272,10 @@ def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: P
 @pytest.mark.smoke
 def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, effort: Effort) -> None:
     def save(step: int) -> Path:
-        return write(tmp_path, {METADATA: {"format": FORMAT}, EXTRA: {"step": step}}, None, ReadProgress())
+        return write(tmp_path, {METADATA: {"format": FORMAT}, EXTRA: {"step": step}}, None, FileProgress())
 
     def step_found() -> int:
-        found = read_newest(tmp_path, ReadProgress())
+        found = read_newest(tmp_path, FileProgress())
         assert found is not None
         return int(found.content[EXTRA]["step"])
 

@@ -26,9 +26,8 @@ import pytest
 import torch
 from harness.effort import Effort
 
-from dualdist.checkpoint import writer as checkpoint_writing
-from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, ReadProgress, read, read_newest, seal
-from dualdist.checkpoint.writer import write
+from dualdist.checkpoint import files as checkpoint_files
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read, read_newest, seal, write
 from dualdist.errors import CheckpointError
 
 pytestmark = pytest.mark.smoke
@@ -41,7 +40,7 @@ def content(step: int) -> dict[str, Any]:
 
 def step_found(folder: Path) -> int:
     """That of the newest good checkpoint, of which all is there; nothing was refused."""
-    found = read_newest(folder, ReadProgress())
+    found = read_newest(folder, FileProgress())
     assert found is not None
     assert not found.refused
     step = int(found.content[EXTRA]["step"])
@@ -67,7 +66,7 @@ def killed_at_line(number: int, work: Callable[[], object]) -> None:
     lines = iter(range(1, number))
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != checkpoint_writing.__file__:
+        if frame.f_code.co_filename != checkpoint_files.__file__:
             return None
         if event == "line" and next(lines, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,31 +85,31 @@ def killed_at_byte(number: int, work: Callable[[], object]) -> None:
 
 
 def test_a_writer_killed_at_any_byte_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
-    size = write(tmp_path, content(0), None, ReadProgress()).stat().st_size
+    size = write(tmp_path, content(0), None, FileProgress()).stat().st_size
     times = effort(60, 1500)
     for step in range(1, times + 1):
         before, nbytes = step_found(tmp_path), DRAWS.randrange(size)
-        dying = partial(killed_at_byte, nbytes, partial(write, tmp_path, content(step), 2, ReadProgress()))
+        dying = partial(killed_at_byte, nbytes, partial(write, tmp_path, content(step), 2, FileProgress()))
         assert in_a_child(dying) == -signal.SIGXFSZ
-        (draft,) = tmp_path.glob(checkpoint_writing.DRAFTS)
+        (draft,) = tmp_path.glob(checkpoint_files.DRAFTS)
         assert draft.stat().st_size == nbytes
         assert step_found(tmp_path) == before
         if step % 10 == 0:
-            write(tmp_path, content(step), 2, ReadProgress())
+            write(tmp_path, content(step), 2, FileProgress())
             assert step_found(tmp_path) == step
-            assert not list(tmp_path.glob(checkpoint_writing.DRAFTS))
+            assert not list(tmp_path.glob(checkpoint_files.DRAFTS))
     effort.count("writers killed at a random byte", times)
 
 
 def test_a_writer_killed_at_any_line_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
     """Between the bytes, the rename and the removal of old files, too."""
     for step in (1, 2, 3):
-        write(tmp_path, content(step), None, ReadProgress())
+        write(tmp_path, content(step), None, FileProgress())
     line, step, codes = 0, 3, set()
     while 0 not in codes:
         line += effort(7, 1)
         before = step_found(tmp_path)
-        work = partial(write, tmp_path, content(step + 1), 2, ReadProgress())
+        work = partial(write, tmp_path, content(step + 1), 2, FileProgress())
         codes.add(in_a_child(partial(killed_at_line, line, work)))
         now = step_found(tmp_path)
         assert now in (before, step + 1), line
@@ -145,7 +144,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(small_disk: Path, effort: Effort) -> None:
     """Of its bytes, or of the number of its files."""
     folder, ballast = small_disk / "run", small_disk / "ballast"
-    write(folder, content(0), None, ReadProgress())
+    write(folder, content(0), None, FileProgress())
     refused, times = 0, effort(60, 600)
     for step in range(1, times + 1):
         before = step_found(folder)
@@ -158,7 +157,7 @@ def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(small_disk: Path, e
             others = [ballast]
             with contextlib.suppress(OSError), ballast.open("wb", 0) as file:
                 file.write(bytes(DRAWS.randrange(1 << 18)))
-        error = error_of(partial(write, folder, content(step), 2, ReadProgress()))
+        error = error_of(partial(write, folder, content(step), 2, FileProgress()))
         assert not error or "No space left on device" in error
         refused += bool(error)
         assert step_found(folder) == (before if error else step)
@@ -248,9 +247,9 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> 
     digest = hashlib.sha256(forged[:-2] + b"\0\0").hexdigest()
     for data in (forged, forged[:-2] + seal(digest)):
         path.write_bytes(data)
-        error = error_of(partial(read, path, ReadProgress()))
+        error = error_of(partial(read, path, FileProgress()))
         assert "add_safe_globals" not in error, "torch's advice to run it all the same"
-        assert path.name in error or set(read(path, ReadProgress())) == {METADATA, EXTRA, "model"}
+        assert path.name in error or set(read(path, FileProgress())) == {METADATA, EXTRA, "model"}
         assert not trap.exists()
         effort.count("files with code in them")
     pickle.loads(pickle.dumps(Malicious(trap)))
@@ -273,7 +272,7 @@ def test_whatever_stranger_seals_is_read_or_refused(tmp_path: Path, effort: Effo
             path.write_bytes(altered[:-2] + seal(digest))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                error_of(partial(read, path, ReadProgress()))
+                error_of(partial(read, path, FileProgress()))
 
     assert in_a_child(work) == 0
     effort.count("files altered and sealed anew", times)

@@ -68,7 +68,7 @@ def test_slurm_queues_a_job_again_that_it_told_to_stop(hasty: slurm.Slurm, launc
     assert not list(launch.directory.glob(".dualdist-stop*"))
     assert eventually(lambda: not hasty.queue(), within_s=WITHIN_S), output()
     assert record(hasty, job)["JobState"] == "COMPLETED", f"{record(hasty, job)}\n{output()}"
-    assert output().count("dualdist: stopped after a step, as told by the file") == 1, output()
+    assert output().count("dualdist: stopped after a step, as requested by the file") == 1, output()
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(SIZE)]
     assert reports[0]["parameters"] == reports[1]["parameters"]
     assert {report["begun"][0] >= 8 for report in reports} == {True}

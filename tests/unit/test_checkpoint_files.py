@@ -23,15 +23,15 @@ from dualdist.checkpoint.files import (
     FORMAT,
     METADATA,
     SEAL_BYTES,
-    ReadProgress,
+    FileProgress,
     checkpoints,
     number_of,
     read,
     read_newest,
     seal,
+    write,
 )
 from dualdist.checkpoint.save import DiskOutcome, DiskTask
-from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError
 
 RANDOM = random.Random(5)
@@ -42,11 +42,11 @@ def content(step: int = 0, count: int = 1000) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int, keep: int | None = 3, count: int = 1000) -> Path:
-    return write(folder, content(step, count), keep, ReadProgress())
+    return write(folder, content(step, count), keep, FileProgress())
 
 
 def found_step(folder: Path) -> int:
-    found = read_newest(folder, ReadProgress())
+    found = read_newest(folder, FileProgress())
     assert found is not None
     step = int(found.content[EXTRA]["step"])
     assert found.content["model"]["weight"].unique().tolist() == [step]
@@ -55,7 +55,7 @@ def found_step(folder: Path) -> int:
 
 def test_the_last_ones_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert read_newest(folder, ReadProgress()) is None
+    assert read_newest(folder, FileProgress()) is None
     for step in range(5):
         save(folder, step)
         assert found_step(folder) == step
@@ -72,14 +72,14 @@ def test_what_was_loaded_stays_until_there_are_others_to_keep(tmp_path: Path) ->
         save(tmp_path, step, keep=None)
     for name in ("checkpoint-00000002.pt", "checkpoint-00000003.pt"):
         (tmp_path / name).write_bytes(b"damaged")
-    found = read_newest(tmp_path, ReadProgress())
+    found = read_newest(tmp_path, FileProgress())
     assert found is not None
     passed_over = {path.resolve() for path in found.newer}
     assert (found.path.name, len(passed_over)) == ("checkpoint-00000001.pt", 2)
     for step, left in ((4, [4, 3, 2, 1]), (5, [5, 4])):
-        write(tmp_path, content(step), 2, ReadProgress(), passed_over)
+        write(tmp_path, content(step), 2, FileProgress(), passed_over)
         assert [number_of(path) for path in checkpoints(tmp_path)] == left
-    back = read_newest(tmp_path / "checkpoint-00000004.pt", ReadProgress())
+    back = read_newest(tmp_path / "checkpoint-00000004.pt", FileProgress())
     assert back is not None
     assert [path.name for path in back.newer] == ["checkpoint-00000005.pt"]
 
@@ -90,7 +90,7 @@ def test_what_is_no_file_is_passed_over_and_no_disk_is_waited_for(tmp_path: Path
     (tmp_path / "checkpoint-00000003.pt").mkdir()
     (tmp_path / "checkpoint-00000004.pt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "checkpoint-00000005.pt").symlink_to("/dev/zero")
-    found = read_newest(tmp_path, ReadProgress())
+    found = read_newest(tmp_path, FileProgress())
     assert found is not None
     assert (number_of(found.path), len(found.refused)) == (1, 4)
     assert [number_of(save(tmp_path, step, keep=1)) for step in (6, 7)] == [6, 7]
@@ -121,7 +121,7 @@ def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path, effo
         altered = bytearray(whole)
         altered[place] ^= 1 << RANDOM.randrange(8)
         newest.write_bytes(altered)
-        found = read_newest(tmp_path, ReadProgress())
+        found = read_newest(tmp_path, FileProgress())
         assert found is not None
         assert found.content[EXTRA] == {"step": 1}, place
         assert newest.name in found.refused[0]
@@ -140,7 +140,7 @@ def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path, effort
     for data in (*(whole[:length] for length in lengths), whole + b"\0", whole + whole):
         newest.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"00000002\.pt (is truncated|has been altered)"):
-            read(newest, ReadProgress())
+            read(newest, FileProgress())
         effort.count("files cut short or with more behind")
     assert found_step(tmp_path) == 1
 
@@ -164,7 +164,7 @@ def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Pat
     torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
     sealed(path, path.read_bytes())
     with pytest.raises(CheckpointError, match=r"00000001\.pt is refused: .*one of code"):
-        read(path, ReadProgress())
+        read(path, FileProgress())
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,10 @@ def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Pat
 def test_what_another_program_has_saved_is_refused(tmp_path: Path, strange: Any) -> None:
     torch.save(strange, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="does not end in a checksum"):
-        read_newest(tmp_path / "x.pt", ReadProgress())
+        read_newest(tmp_path / "x.pt", FileProgress())
     sealed(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes())
     with pytest.raises(CheckpointError, match="no checkpoint of this version"):
-        read_newest(tmp_path / "x.pt", ReadProgress())
+        read_newest(tmp_path / "x.pt", FileProgress())
 
 
 @contextmanager
@@ -213,10 +213,10 @@ def test_a_large_tensor_that_does_not_fit_is_an_error_too(tmp_path: Path) -> Non
         assert os.listdir(tmp_path) == []
 
 
-class Interrupting(ReadProgress):
+class Interrupting(FileProgress):
     """Something happens once so many bytes are written."""
 
-    def __init__(self, nbytes: int, call: Callable[[ReadProgress], Any]) -> None:
+    def __init__(self, nbytes: int, call: Callable[[FileProgress], Any]) -> None:
         self._limit, self._call = nbytes, call
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -226,7 +226,7 @@ class Interrupting(ReadProgress):
             self._call(self)
 
 
-def give_up(progress: ReadProgress) -> None:
+def give_up(progress: FileProgress) -> None:
     progress.is_abandoned = True
 
 
@@ -248,7 +248,7 @@ def test_no_file_is_written_over_by_one_of_its_number(
         monkeypatch.setattr(os, "link", refuse)
     path = write(tmp_path, content(1), None, Interrupting(1, lambda progress: save(tmp_path, 2)))
     assert path.name == "checkpoint-00000002.pt"
-    steps = [read(path, ReadProgress())[EXTRA]["step"] for path in checkpoints(tmp_path)]
+    steps = [read(path, FileProgress())[EXTRA]["step"] for path in checkpoints(tmp_path)]
     assert steps == [1, 2]
     assert len(os.listdir(tmp_path)) == 2
 
@@ -267,18 +267,18 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -
         with pytest.raises(CheckpointError, match=words):
             save(folder, 1)
     with pytest.raises(CheckpointError, match="file is truncated, or no checkpoint"):
-        read_newest(tmp_path / "file", ReadProgress())
+        read_newest(tmp_path / "file", FileProgress())
     with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
-        read_newest(tmp_path / "file" / "below", ReadProgress())
+        read_newest(tmp_path / "file" / "below", FileProgress())
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for name in ("checkpoint-00000002.pt", "best.pt"):
         with pytest.raises(CheckpointError, match=f"{name}: there is no such file"):
-            read_newest(tmp_path / name, ReadProgress())
+            read_newest(tmp_path / name, FileProgress())
     (tmp_path / "run.pt").mkdir()
-    assert read_newest(tmp_path / "run.pt", ReadProgress()) is None
+    assert read_newest(tmp_path / "run.pt", FileProgress()) is None
 
 
 def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: P
 def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -> None:
     end, limit_s = threading.Event(), 0.3
 
-    def work(progress: ReadProgress, moves: int) -> str:
+    def work(progress: FileProgress, moves: int) -> str:
         for _ in range(moves):
             progress.nbytes += 1
             end.wait(limit_s / 6)
@@ -316,9 +316,9 @@ def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -
 def test_a_disk_is_not_blamed_for_what_torch_computes(tmp_path: Path, way: str) -> None:
     """Thousands of small tensors; the disk itself takes and gives little, and at once."""
     big = content() | {"model": {str(number): torch.zeros(1) for number in range(10_000)}}
-    path = write(tmp_path, big, None, ReadProgress())
+    path = write(tmp_path, big, None, FileProgress())
 
-    def work(progress: ReadProgress) -> Any:
+    def work(progress: FileProgress) -> Any:
         return read(path, progress) if way == "loads" else write(tmp_path, big, None, progress)
 
     task = DiskTask(work, limit_s=0.3)
@@ -329,7 +329,7 @@ def test_a_disk_is_not_blamed_for_what_torch_computes(tmp_path: Path, way: str) 
 
 def test_whatever_a_disk_gives_is_counted(tmp_path: Path) -> None:
     """Once by the checksum, and once by torch."""
-    progress = ReadProgress()
+    progress = FileProgress()
     path = save(tmp_path, 1, count=100_000)
     read(path, progress)
     assert progress.nbytes > 1.9 * path.stat().st_size

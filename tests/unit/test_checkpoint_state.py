@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, ReadProgress
+from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, write
 from dualdist.checkpoint.state import collect_state
-from dualdist.checkpoint.writer import write
 from dualdist.errors import CheckpointError, UsageError
 
 
@@ -174,7 +173,7 @@ STRANGE: tuple[Any, ...] = (5, None, [], {}, {"param_groups": 5}, {"state": 1, "
 @pytest.mark.parametrize("random", [5, [], [{}], [{"torch": 1, "python": 2, "numpy": 3}]], ids=str)
 def test_a_stranger_file_that_makes_no_sense_is_an_error_of_ours(tmp_path: Path, state: Any, random: Any) -> None:
     content = {METADATA: {"format": FORMAT, "random": random, "orders": state}, EXTRA: {}, "thing": state}
-    write(tmp_path, content, None, ReadProgress())
+    write(tmp_path, content, None, FileProgress())
     model = nn.Linear(1, 1)
     for thing in (
         model,
@@ -192,7 +191,7 @@ def test_a_checkpoint_of_another_number_of_ranks_gives_new_random_states(tmp_pat
     path = Path(dd.save_checkpoint(tmp_path))
     content = torch.load(path, weights_only=True)
     content[METADATA]["random"] *= 2
-    write(tmp_path, content, None, ReadProgress())
+    write(tmp_path, content, None, FileProgress())
     draws = []
     for file in (path, path, tmp_path, tmp_path):
         dd.load_checkpoint(file)

@@ -125,7 +125,7 @@ def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
     for _ in range(10):
         dd.init()
         with ThreadPoolExecutor(8, initializer=threading.Barrier(8).wait) as pool:
-            found = [pool.submit(training_state._last_step) for _ in range(8)]
+            found = [pool.submit(training_state.last_step) for _ in range(8)]
         assert len({each.result() for each in found}) == 1
         assert [thread.name for thread in threading.enumerate()].count("dualdist-last-step") == 1
         dd.elastic.request_stop()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.progress_bar import _ProgressBar
+from dualdist.logging import _ProgressBar
 
 SAYS = """
 import logging, sys

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from dualdist import session
 from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is_elastic, watch_hosts
-from dualdist.elastic import recovery
+from dualdist.elastic import run_loop
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -211,7 +211,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     why = "hosts were lost" if update.skip_sync else "hosts came or went"
                     in_sync = update.skip_sync
                 if session.is_open():
-                    recovery.print_on_rank_0(f"{why}; the ranks that are left meet anew")
+                    run_loop.print_on_rank_0(f"{why}; the ranks that are left meet anew")
                 state._forget_host_updates()
                 reset()
                 state.on_reset()
