@@ -235,7 +235,7 @@ def test_a_file_that_was_given_up_never_appears(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     size = path.stat().st_size - SEAL_BYTES
     for nbytes in (*range(1, size, 97), size):
-        with pytest.raises(CheckpointError, match=r"00000002\.pt: it was given up.*00000001\.pt is still there"):
+        with pytest.raises(CheckpointError, match=r"00000002\.pt: it was abandoned.*00000001\.pt is still there"):
             write(tmp_path, content(2), 1, Interrupting(nbytes, give_up))
         assert os.listdir(tmp_path) == [path.name]
 
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -
     (tmp_path / "file").touch()
     for folder, words in (
         (tmp_path / "file", "it is a file; name a folder"),
-        (tmp_path / "no" / "where", f"there is no folder {tmp_path / 'no'}; make it, or mount"),
+        (tmp_path / "no" / "where", f"there is no folder {tmp_path / 'no'}; create it, or mount"),
         (Path("/proc/run"), "cannot save to /proc/run"),
     ):
         with pytest.raises(CheckpointError, match=words):
@@ -305,7 +305,7 @@ def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -
     while not outcomes or outcomes[-1] is None:
         outcomes.append(task.outcome())
     assert len(outcomes) > 8, "as long as it moved, which was twice the limit"
-    assert outcomes[-1] == DiskOutcome(error="the disk has taken or given nothing for 0.3 s: is it still there?")
+    assert outcomes[-1] == DiskOutcome(error="no byte went to or from the disk for 0.3 s: is it still there?")
     assert task.progress.is_abandoned
     end.set()
     while task.outcome() != DiskOutcome("done"):

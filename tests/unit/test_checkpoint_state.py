@@ -146,7 +146,7 @@ def test_what_cannot_be_read_without_running_code_is_refused_when_it_is_saved(
     with pytest.raises(UsageError, match=words):
         dd.save_checkpoint(tmp_path / "run", value=value)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UsageError, match="dualdist= is a name"):
+    with pytest.raises(UsageError, match="dualdist= is reserved"):
         dd.save_checkpoint(tmp_path / "run", dualdist=1)
 
 

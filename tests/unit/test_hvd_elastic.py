@@ -358,7 +358,7 @@ def test_a_function_begins_anew_after_failures_and_changed_hosts(
     assert run(held, word="done") == "done"
     assert held.calls == ["sync", "train", *calls, "train"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"dualdist: (a rank is gone|hosts .*); the ranks that are left meet anew", line)
+    assert re.fullmatch(r"dualdist: (a rank is gone|hosts .*); the remaining ranks initialize again", line)
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:

@@ -211,7 +211,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     why = "hosts were lost" if update.skip_sync else "hosts came or went"
                     in_sync = update.skip_sync
                 if session.is_open():
-                    run_loop.print_on_rank_0(f"{why}; the ranks that are left meet anew")
+                    run_loop.print_on_rank_0(f"{why}; the remaining ranks initialize again")
                 state._forget_host_updates()
                 reset()
                 state.on_reset()
