@@ -1,4 +1,4 @@
-"""The loader of a sampler: torch's DataLoader, which also counts what the program gets, and seeds its workers."""
+"""loader: a torch DataLoader that records progress in a Sampler and seeds its workers reproducibly."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dualdist.monitoring import preemption
 from dualdist.utils import random_state
 from dualdist.utils.random_state import RandomState
 
-# Arguments of DataLoader that the sampler stands for, or whose count it would spoil.
-NOT_HERE = {
-    "shuffle": "say it to dd.Sampler",
-    "batch_sampler": "the sampler could not tell how far the ranks have got",
-    "generator": "the seed of dd.Sampler counts",
-    "in_order": "the sampler could not tell which batches the program has got",
+# Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
+REFUSED_OPTIONS = {
+    "shuffle": "pass it to dd.Sampler",
+    "batch_sampler": "the sampler could not record the ranks' progress",
+    "generator": "the seed of dd.Sampler is used",
+    "in_order": "the sampler could not record which batches the program got",
 }
 
 
@@ -37,26 +37,33 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A torch DataLoader of this rank's batches, which lets `sampler` know what the program has got.
+    """Return a torch DataLoader of this rank's batches, which records in `sampler` what the program gets.
 
-    `batch_size` is that of this rank, `options` go to torch.utils.data.DataLoader. A batch counts as done from the
-    moment the program gets it, however many more the workers have fetched: save checkpoints after the step.
+    A batch counts as done once the program gets it, however many more the workers have prefetched: save checkpoints
+    after the step. Workers draw the augmentation of a batch from the sampler's seed, the epoch and the batch, so that a
+    run resumed in the middle of an epoch sees the same data with any number of workers. Iterating does not use the
+    program's own random generators.
 
-    Workers draw the augmentations of a batch from the sampler's seed, the epoch and the batch: a run that is resumed in
-    the middle of an epoch sees what the uninterrupted one saw, however many workers it has. Iterating draws nothing
-    from the program's own random generators.
+    An IterableDataset yields all samples of an epoch in every process, and each rank and worker selects its own. It
+    must not shard itself by rank, and does not see that it runs in a worker. It may have a method set_epoch(epoch); its
+    random generators are seeded by the epoch, alike everywhere. Resuming reads it again up to the position.
 
-    An iterable data set yields all samples of an epoch to whoever iterates it; each rank and worker then takes its own.
-    It must not shard itself by rank; that it runs in a worker is hidden from it. It may have set_epoch(epoch), and
-    draws from generators that are seeded by the epoch alike everywhere. To go on in the middle, it is read again up to
-    there.
+    Args:
+        dataset: the data set of the sampler.
+        batch_size: samples per batch on this rank, or None for single samples.
+        sampler: this rank's dd.Sampler.
+        drop_last: drop the last batch of an epoch if it is smaller.
+        **options: passed to torch.utils.data.DataLoader.
+
+    Raises:
+        UsageError: an option conflicts with the sampler, or the sampler is of another data set.
 
     >>> data = torch.arange(6)
     >>> sampler = dd.Sampler(data, remainder="drop", shuffle=False)
     >>> [batch.tolist() for batch in dd.loader(data, batch_size=4, sampler=sampler)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    wrong = [f"{name}: {why}" for name, why in NOT_HERE.items() if name in options]
+    wrong = [f"{name}: {why}" for name, why in REFUSED_OPTIONS.items() if name in options]
     if wrong:
         raise UsageError(f"dd.loader takes no {'; no '.join(wrong)}")
     if not isinstance(sampler, Sampler):
@@ -70,7 +77,7 @@ def loader(
 
 
 class _Loader(DataLoader[Any]):
-    """See loader()."""
+    """The DataLoader that loader() returns."""
 
     def __init__(
         self,
@@ -80,133 +87,137 @@ class _Loader(DataLoader[Any]):
         drop_last: bool,
         options: dict[str, Any],
     ) -> None:
-        self._counted = sampler
-        # Epoch, position at which it is begun, rank and size, for workers that live on while those change.
-        self._place = torch.zeros(4, dtype=torch.int64, device="cpu")
+        self._progress = sampler
+        # Epoch, its start position, rank and size, shared with persistent workers.
+        self._position = torch.zeros(4, dtype=torch.int64, device="cpu")
         if options.get("num_workers"):
-            self._place.share_memory_()
+            self._position.share_memory_()
         if isinstance(dataset, IterableDataset):
-            dataset = _Stream(dataset, sampler, self._place, batch_size or 1)
+            dataset = _ShardedStream(dataset, sampler, self._position, batch_size or 1)
         else:
             options = {**options, "sampler": sampler}
             if options.get("num_workers"):
-                dataset = _Seeded(dataset, sampler.seed, self._place)
+                dataset = _SeededDataset(dataset, sampler.seed, self._position)
         super().__init__(dataset, batch_size, drop_last=drop_last, generator=torch.Generator(), **options)
 
     def __iter__(self) -> Any:
-        """Batches of what is left of the sampler's epoch."""
-        turn = self._counted.begin(drops_last=self.drop_last)
-        share = self._counted.share
-        self._place.copy_(torch.tensor([self._counted.epoch, share.start, share.rank, share.size], device="cpu"))
-        self.generator.manual_seed(random_state.derive_seed(self._counted.seed, self._counted.epoch, share))
-        return _Batches(self._fetched(), self._counted, turn, self.batch_size or 1, self.drop_last)
+        """Yield the batches of the rest of the sampler's epoch."""
+        iteration = self._progress.begin(drops_last=self.drop_last)
+        share = self._progress.share
+        self._position.copy_(torch.tensor([self._progress.epoch, share.start, share.rank, share.size], device="cpu"))
+        self.generator.manual_seed(random_state.derive_seed(self._progress.seed, self._progress.epoch, share))
+        return _RecordedBatches(self._start_workers(), self._progress, iteration, self.batch_size or 1, self.drop_last)
 
-    def _fetched(self) -> Iterator[Any]:
-        """The DataLoader's own; workers outlive what tells their rank to stop after the step."""
+    def _start_workers(self) -> Iterator[Any]:
+        """Return the DataLoader's own iterator, whose workers ignore the stop signals of preemption."""
         if not self.num_workers:
             return super().__iter__()
         method = (self.multiprocessing_context or torch.multiprocessing).get_start_method()
         if method != "fork":
-            resource_tracker.ensure_running()  # when it starts by itself it lets the signals through again
+            resource_tracker.ensure_running()  # if torch starts it, it unblocks the signals
         if method == "forkserver":
-            forkserver.ensure_running()  # which serves the program, too: its workers outlive signals a moment later
-        notices, programs_own = preemption.unhandled_signals(), self.worker_init_fn
-        self.worker_init_fn = _Beginning(notices, programs_own)
+            forkserver.ensure_running()  # shared with the program; its workers ignore signals slightly later
+        signals, worker_init_fn = preemption.unhandled_signals(), self.worker_init_fn
+        self.worker_init_fn = _WorkerInit(signals, worker_init_fn)
         try:
-            with preemption.block_signals(notices):
+            with preemption.block_signals(signals):
                 return super().__iter__()
         finally:
-            self.worker_init_fn = programs_own
+            self.worker_init_fn = worker_init_fn
 
 
 @dataclass(frozen=True)
-class _Beginning:
-    """What a worker does first: launchers tell it to end, too, when they tell its rank to stop after the step."""
+class _WorkerInit:
+    """Make a worker ignore stop signals, which launchers send to it as well as to its rank."""
 
-    outlived: tuple[signal.Signals, ...]
-    programs_own: Callable[[int], None] | None
+    ignored: tuple[signal.Signals, ...]
+    worker_init_fn: Callable[[int], None] | None
 
     def __call__(self, number: int) -> None:
-        preemption.exit_with_parent(self.outlived)
-        if self.programs_own is not None:
-            self.programs_own(number)
+        preemption.exit_with_parent(self.ignored)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(number)
 
 
-class _Batches(Iterator[Any]):
-    """Batches that are recorded as they are handed out."""
+class _RecordedBatches(Iterator[Any]):
+    """Record each batch in the sampler as the program gets it."""
 
-    def __init__(self, batches: Iterator[Any], sampler: Sampler, turn: int, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, batches: Iterator[Any], sampler: Sampler, iteration: int, batch_size: int, drop_last: bool
+    ) -> None:
         self._batches = batches
         self._sampler = sampler
-        self._turn = turn
+        self._iteration = iteration
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._has_ended = False
-        self._look_ahead()
+        self._drop_incomplete_batch()
 
     def __next__(self) -> Any:
         if self._has_ended:
             raise StopIteration
-        if self._sampler.turn != self._turn:
-            raise UsageError("the sampler has begun another iteration, or was set to another place: this one is over")
+        if self._sampler.iteration != self._iteration:
+            raise UsageError("the sampler has begun another iteration or was set to another position: this one is over")
         try:
             batch = next(self._batches)
         except StopIteration:
             self._has_ended = True
             self._sampler.finish()
             raise
-        left = self._sampler.left
-        self._sampler.record(self._batch_size if left is None else min(self._batch_size, left))
-        self._look_ahead()
+        remaining = self._sampler.remaining
+        self._sampler.record(self._batch_size if remaining is None else min(self._batch_size, remaining))
+        self._drop_incomplete_batch()
         return batch
 
-    def _look_ahead(self) -> None:
-        """A program that counts batches does not ask for one more, and so does not see the end."""
-        left = self._sampler.left
-        if self._drop_last and left is not None and left < self._batch_size:
-            self._sampler.spend()
+    def _drop_incomplete_batch(self) -> None:
+        """End the share with the last full batch, as a program that counts batches never requests one more."""
+        remaining = self._sampler.remaining
+        if self._drop_last and remaining is not None and remaining < self._batch_size:
+            self._sampler.drop_rest()
 
 
-class _Seeded(Dataset[Any]):
-    """A data set in a worker, whose randomness depends on the epoch and the batch alone."""
+class _SeededDataset(Dataset[Any]):
+    """Seed the generators of a worker by epoch and batch."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, place: torch.Tensor) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, position: torch.Tensor) -> None:
         self.dataset = dataset
         self._seed = seed
-        self._place = place
+        self._position = position
 
     def __getitem__(self, index: int) -> Any:
-        self._begin(index)
+        self._seed_generators(index)
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        self._begin(indices[0])
-        together = getattr(self.dataset, "__getitems__", None)
-        return together(indices) if together else [self.dataset[index] for index in indices]
+        self._seed_generators(indices[0])
+        get_batch = getattr(self.dataset, "__getitems__", None)
+        return get_batch(indices) if get_batch else [self.dataset[index] for index in indices]
 
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
     def __getattr__(self, name: str) -> Any:
-        """What programs ask of the data set itself."""
+        """Return an attribute of the data set itself."""
         if name.startswith("__") or "dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def _begin(self, index: int) -> None:
-        random_state.seed_generators(random_state.derive_seed(self._seed, self._place[0].item(), index))
+    def _seed_generators(self, index: int) -> None:
+        random_state.seed_generators(random_state.derive_seed(self._seed, self._position[0].item(), index))
 
 
-class _Stream(IterableDataset[Any]):
-    """An iterable data set, of which each worker of each rank reads all and yields its own batches' samples.
+class _ShardedStream(IterableDataset[Any]):
+    """An IterableDataset that every worker of every rank reads in full, yielding the samples of its own batches.
 
-    The k-th batch of a rank is read by worker k modulo their number: that is how the DataLoader puts them in order.
+    Worker k of n yields the batches k, k + n, ... of its rank, which is the order in which DataLoader takes them.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], sampler: Sampler, place: torch.Tensor, batch_size: int) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], sampler: Sampler, position: torch.Tensor, batch_size: int
+    ) -> None:
         self.dataset = dataset
         self._sampler = sampler
-        self._place = place
+        self._position = position
         self._batch_size = batch_size
 
     def __len__(self) -> int:
@@ -215,7 +226,7 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        epoch, start, rank, size = self._place.tolist()
+        epoch, start, rank, size = self._position.tolist()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         share = EpochShare(None, start, rank, size, self._sampler.remainder)
@@ -225,8 +236,8 @@ class _Stream(IterableDataset[Any]):
 
     def _samples(self, share: EpochShare, state: RandomState, number: int, workers: int) -> Iterator[Any]:
         rank, size = share.rank, share.size
-        first: list[Any] = []  # of the epoch, which fill up the last group
-        with _alone(state):
+        first: list[Any] = []  # of the epoch, for padding
+        with _isolated(state):
             samples = iter(self.dataset)
             if share.remainder == "pad":
                 first = list(islice(samples, size))
@@ -234,28 +245,28 @@ class _Stream(IterableDataset[Any]):
             for _ in islice(samples, share.start):
                 pass
         for batch in count():
-            is_mine = batch % workers == number
-            mine, seen = [], 0
-            with _alone(state):
+            is_own = batch % workers == number
+            own, seen = [], 0
+            with _isolated(state):
                 for sample in islice(samples, self._batch_size * size):
-                    if is_mine and seen % size == rank:
-                        mine.append(sample)
+                    if is_own and seen % size == rank:
+                        own.append(sample)
                     seen += 1
             groups, more = divmod(seen, size)
             if share.remainder == "drop":
-                mine = mine[:groups]
-            elif share.remainder == "pad" and is_mine and more and rank >= more:
-                mine.append(first[(rank - more) % len(first)])
-            yield from mine
+                own = own[:groups]
+            elif share.remainder == "pad" and is_own and more and rank >= more:
+                own.append(first[(rank - more) % len(first)])
+            yield from own
             if seen < self._batch_size * size:
                 return
 
 
 @contextlib.contextmanager
-def _alone(state: RandomState) -> Iterator[None]:
-    """A block in a random state of its own, in which a data set does not know that it runs in a worker.
+def _isolated(state: RandomState) -> Iterator[None]:
+    """Run a block with this random state, hiding from the data set that it is in a worker.
 
-    A data set that shards itself by worker, as torch's documentation shows, thus yields all samples.
+    A data set that shards itself by worker, as torch's documentation shows, then yields all samples.
     """
     worker = torch_worker._worker_info
     torch_worker._worker_info = None

@@ -241,7 +241,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         if differing:
             saved = ", ".join(f"{name} {state[name]}" for name in differing)
             now = ", ".join(f"{name} {terms[name]}" for name in differing)
-            return f"{saved} in the state, {now} now, which is another order: create the sampler as it was, or begin a new epoch"
+            return f"{saved} in the state, {now} now: create the sampler with the saved values, or begin a new epoch"
         wrong = [name for name, kind in expected.items() if not isinstance(state[name], kind)]
         wrong += [name for name in ("epoch", "position") if name not in wrong and state[name] < 0]
         return f"{', '.join(f'{name} is {state[name]!r}' for name in wrong)}" if wrong else ""
@@ -261,8 +261,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._unrecorded = self._unrecorded + 1 if was_unrecorded else 0
         if self._unrecorded > 1:
             raise UsageError(
-                f"the last {self.remaining} samples that this rank has of epoch {self._epoch} were drawn {self._unrecorded} "
-                "times, and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
+                f"this rank's last {self.remaining} samples of epoch {self._epoch} were drawn {self._unrecorded} times, "
+                "and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
                 "after its loop, or use dd.loader"
             )
 

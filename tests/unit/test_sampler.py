@@ -39,8 +39,8 @@ def test_an_epoch_is_shared_out_as_torch_does(count: int, size: int, epoch: int,
     for rank, share in enumerate(shares(count, 0, size, "drop" if drop else "pad")):
         oracle = DistributedSampler(range(count), size, rank, shuffle, 3, drop)  # type: ignore[arg-type]
         oracle.set_epoch(epoch)
-        assert share.of(order) == list(oracle)
-        assert len(share) == len(share.of(order))
+        assert share.indices(order) == list(oracle)
+        assert len(share) == len(share.indices(order))
 
 
 @settings(deadline=None)
@@ -62,7 +62,7 @@ def test_whatever_ranks_come_and_go_each_sample_is_seen_once(
             done = len(ranks[0])
         # Step by step all ranks together take the next piece of the order, whatever their number.
         for step in range(0, done, batch):
-            taken = [sample for share in ranks for sample in share.of(order)[step : step + batch]]
+            taken = [sample for share in ranks for sample in share.indices(order)[step : step + batch]]
             piece = order[position + step * size :][: min(batch, done - step) * size].tolist()
             repeated = len(taken) - len(piece)
             assert repeated == 0 or (remainder == "pad" and step + batch >= len(ranks[0]))
@@ -267,8 +267,8 @@ def test_a_loader_of_ones_own_has_to_count() -> None:
         ({}, "no epoch and no position"),
         ({"epoch": "1"}, "epoch is '1'"),
         ({"position": -1}, "position is -1"),
-        ({"count": 19}, "count 19 then, count 20 now"),
-        ({"seed": 2, "shuffle": False}, "shuffle False, seed 2 then, shuffle True, seed 1 now"),
+        ({"count": 19}, "count 19 in the state, count 20 now"),
+        ({"seed": 2, "shuffle": False}, "shuffle False, seed 2 in the state, shuffle True, seed 1 now"),
     ],
 )
 def test_a_state_of_another_order_is_refused(state: dict[str, Any], words: str) -> None:
@@ -284,7 +284,7 @@ def test_wrong_arguments_are_refused_with_the_right_ones() -> None:
         dd.Sampler(Stream(5), remainder="drop")
     with pytest.raises(UsageError, match="with a length, not a generator"):
         dd.Sampler((number for number in range(3)), remainder="drop")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"shuffle: say it to dd\.Sampler"):
+    with pytest.raises(UsageError, match=r"shuffle: pass it to dd\.Sampler"):
         loader_of(sampler_of(), shuffle=True)
     with pytest.raises(UsageError, match="has 3 samples, that of the sampler 20"):
         dd.loader(range(3), sampler=sampler_of())  # type: ignore[arg-type]
