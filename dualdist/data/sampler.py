@@ -261,8 +261,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._unrecorded = self._unrecorded + 1 if was_unrecorded else 0
         if self._unrecorded > 1:
             raise UsageError(
-                f"this rank's last {self.remaining} samples of epoch {self._epoch} were drawn {self._unrecorded} times, "
-                "and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
+                f"the last {self.remaining} samples of epoch {self._epoch} on this rank were drawn {self._unrecorded} "
+                "times and never recorded: a loader with drop_last=True drops them; call sampler.finish() "
                 "after its loop, or use dd.loader"
             )
 
