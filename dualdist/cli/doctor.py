@@ -1,4 +1,4 @@
-"""`dualdist doctor`: the options, and what they ask for: findings, an explanation, jobs, hosts, mending."""
+"""`dualdist doctor`: print findings, explain the topology, run smoke tests, probe hosts, apply fixes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from typing import Any, TextIO
 
 from dualdist.backends.availability import Availability
 from dualdist.cli.help_formatter import set_completions
-from dualdist.doctor.diagnosis import LEAST_RANKS, Diagnosis, diagnose, installed_backends, place, place_json, to_json
+from dualdist.doctor.context import Level
+from dualdist.doctor.diagnosis import (
+    DEFAULT_RANKS,
+    Diagnosis,
+    apply_fixes,
+    collect_fixes,
+    detect_topology,
+    diagnose,
+    installed_backends,
+    to_json,
+    topology_to_json,
+)
 from dualdist.doctor.explain import TopologyExplanation, explain
-from dualdist.doctor.findings import Level
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
 from dualdist.launch.job import BACKEND_TRANSPORTS
@@ -25,95 +35,10 @@ from dualdist.topology import Topology
 from dualdist.utils.redaction import make_redactor, redact_json
 
 STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}
-VERDICTS = {0: "nothing is wrong here", 1: "something may fail", 2: "something will fail"}
-
-
-def lines(diagnosis: Diagnosis, paint: Painter) -> Iterator[str]:
-    """Where this process is and what it can use, in three lines; the findings, the worst first; what they amount to."""
-    topology = diagnosis.topology
-    yield f"{'place':<10}{'unknown: the variables are broken, see below' if topology is None else _place(topology)}"
-    usable = [f"{name}{_built(backend)}" for name, backend in diagnosis.backends.items() if backend.available]
-    lacking = [f"{name}: {backend.reason}" for name, backend in diagnosis.backends.items() if not backend.available]
-    yield f"{'backends':<10}{', '.join(usable) or 'none'}{''.join(f'; not {each}' for each in lacking)}"
-    versions = ", ".join(f"{name} {version or 'none'}" for name, version in diagnosis.versions.items())
-    yield f"{'versions':<10}{versions}"
-    for finding in diagnosis.findings:
-        yield ""
-        yield f"{paint(finding.level, *STYLES[finding.level])}: {finding.seen}  {paint(f'[{finding.name}]', 'dim')}"
-        yield f"  why: {finding.why}"
-        yield f"  do:  {finding.do}"
-    counts = Counter(finding.level for finding in diagnosis.findings)
-    told = ", ".join(f"{counts[level]} {level}{'s' if counts[level] > 1 else ''}" for level in STYLES if counts[level])
-    yield ""
-    yield f"{VERDICTS[diagnosis.exit_code]}{f' ({told})' if told else ''}"
-
-
-def tried_lines(cells: Mapping[str, Any] | None, paint: Painter) -> Iterator[str]:
-    """Which cells were started, and which were not."""
-    if cells is None:
-        return
-    failed = sum(bool(each["problem"]) for each in cells["tried"])
-    yield f"{len(cells['tried'])} ways to run were tried, {failed} failed"
-    for each in cells["tried"]:
-        state = paint("FAILED", "red", "bold") if each["problem"] else paint("works", "green")
-        yield f"  {state:<6}  {each['launcher']}, {each['backend']} over {each['transport']}, {each['seconds']:.1f} s"
-    reasons = Counter(each["reason"] for each in cells["left_out"])
-    if reasons:
-        yield f"{len(cells['left_out'])} were left out:"
-        yield from (f"  {count:>2} as {reason}" for reason, count in reasons.most_common())
-
-
-def explained(explanation: TopologyExplanation, paint: Painter) -> Iterator[str]:
-    """Every part of the place with its source, and what did not count."""
-    if explanation.error:
-        yield f"{paint('error', *STYLES['error'])}: {explanation.error}"
-    width = max((len(part.value) for part in explanation.parts), default=0)
-    for part in explanation.parts:
-        yield f"{part.name.replace('_', ' '):<12}{part.value:<{width}}  {paint(part.source, 'dim')}"
-    if explanation.ignored:
-        yield "ignored:" if explanation.parts else "set, too:"
-        yield from (f"  {each.name}={each.value}  {paint(each.why, 'dim')}" for each in explanation.ignored)
-
-
-def _place(topology: Topology) -> str:
-    def told(name: str) -> str:
-        return f"{getattr(topology, name)}{' (inferred)' if name in topology.inferred else ''}"
-
-    if topology.launcher == "none":
-        return "no launcher started this process: a job of one rank"
-    return (
-        f"rank {topology.rank} of {topology.size}, local rank {told('local_rank')} of {told('local_size')}, "
-        f"node {told('node_rank')} of {told('num_nodes')}, by {topology.launcher} ({topology.source})"
-    )
-
-
-def _built(backend: Availability) -> str:
-    built = [word for word, has in (("gloo", backend.gloo), ("mpi", backend.mpi), ("nccl", backend.nccl)) if has]
-    return f" (built with {', '.join(built)})" if built else ""
-
-
-NO_COLOR = "NO_COLOR"
-TERMINAL = "TERM"
+VERDICTS = {0: "no problems found", 1: "something may fail", 2: "something will fail"}
+NO_COLOR, TERMINAL = "NO_COLOR", "TERM"
 CODES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "bold": 1, "dim": 2}
-
-
-def is_coloured(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether what is written there may have colours."""
-    return stream.isatty() and not environ.get(NO_COLOR) and environ.get(TERMINAL, "dumb") != "dumb"
-
-
-class Painter:
-    """Colours words for a stream, or leaves them as they are."""
-
-    def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        self._is_on = is_coloured(stream, environ)
-
-    def __call__(self, text: str, *styles: str) -> str:
-        codes = ";".join(str(CODES[style]) for style in styles)
-        return f"\x1b[{codes}m{text}\x1b[0m" if self._is_on and codes else text
-
-
-# Of an error: 1 says that there are warnings.
+# Of an error, as 1 means warnings.
 ERROR_CODE = 2
 EXAMPLES = (
     "dualdist doctor",
@@ -122,50 +47,130 @@ EXAMPLES = (
     "srun -n 4 dualdist doctor --explain-env",
 )
 COMMON = {
-    "explain_env": "which variable told what, and which were ignored",
-    "ranks": "look whether so many ranks fit here (default: 2)",
-    "run": "start every usable way, and run one collective",
-    "hosts": "ask these hosts by ssh, and have them call each other",
-    "fix": "install and build what is missing, each after asking",
-    "json": "write JSON to FILE as well, or - for stdout alone",
+    "explain_env": "show the variable behind each topology field",
+    "ranks": "check whether N ranks fit here (default: 2)",
+    "run": "run one collective on every usable configuration",
+    "hosts": "probe these hosts over ssh and their connections",
+    "fix": "install and build what is missing, with confirmation",
+    "json": "also write JSON to FILE; - for JSON alone on stdout",
 }
 
 
+def format_diagnosis(diagnosis: Diagnosis, paint: Painter) -> Iterator[str]:
+    """Yield the topology, the backends and the versions, then the findings, worst first, and the verdict."""
+    location = _topology(diagnosis.topology) if diagnosis.topology else "unknown: the variables are invalid, see below"
+    yield f"{'topology':<10}{location}"
+    usable = [f"{name}{_build(backend)}" for name, backend in diagnosis.backends.items() if backend.available]
+    missing = [f"; not {name}: {backend.reason}" for name, backend in diagnosis.backends.items() if backend.reason]
+    yield f"{'backends':<10}{', '.join(usable) or 'none'}{''.join(missing)}"
+    versions = (f"{name} {version or 'none'}" for name, version in diagnosis.versions.items())
+    yield f"{'versions':<10}{', '.join(versions)}"
+    for finding in diagnosis.findings:
+        yield ""
+        yield f"{paint(finding.level, *STYLES[finding.level])}: {finding.message}  {paint(f'[{finding.name}]', 'dim')}"
+        yield f"  why: {finding.why}"
+        yield f"  fix: {finding.fix}"
+    counts = Counter(finding.level for finding in diagnosis.findings)
+    summary = ", ".join(f"{counts[level]} {level}{'s' * (counts[level] > 1)}" for level in STYLES if counts[level])
+    yield ""
+    yield f"{VERDICTS[diagnosis.exit_code]}{f' ({summary})' if summary else ''}"
+
+
+def format_smoke_tests(cells: Mapping[str, Any] | None, paint: Painter) -> Iterator[str]:
+    """Yield the configurations that were tested and those that were skipped."""
+    if cells is None:
+        return
+    failed = sum(bool(each["problem"]) for each in cells["tested"])
+    yield f"{len(cells['tested'])} configurations tested, {failed} failed"
+    for each in cells["tested"]:
+        state = paint("FAILED", "red", "bold") if each["problem"] else paint("works", "green")
+        yield f"  {state:<6}  {each['launcher']}, {each['backend']} over {each['transport']}, {each['seconds']:.1f} s"
+    reasons = Counter(each["reason"] for each in cells["skipped"])
+    if reasons:
+        yield f"{len(cells['skipped'])} skipped:"
+        yield from (f"  {count:>2}: {reason}" for reason, count in reasons.most_common())
+
+
+def format_explanation(explanation: TopologyExplanation, paint: Painter) -> Iterator[str]:
+    """Yield every topology field with its source, and the ignored variables with reasons."""
+    if explanation.error:
+        yield f"{paint('error', *STYLES['error'])}: {explanation.error}"
+    width = max((len(each.value) for each in explanation.fields), default=0)
+    for each in explanation.fields:
+        yield f"{each.name.replace('_', ' '):<12}{each.value:<{width}}  {paint(each.source, 'dim')}"
+    if explanation.ignored:
+        yield "ignored:" if explanation.fields else "also set:"
+        yield from (f"  {each.name}={each.value}  {paint(each.why, 'dim')}" for each in explanation.ignored)
+
+
+def _topology(topology: Topology) -> str:
+    def value(name: str) -> str:
+        return f"{getattr(topology, name)}{' (inferred)' if name in topology.inferred else ''}"
+
+    if topology.launcher == "none":
+        return "no launcher started this process: a 1-rank job"
+    return (
+        f"rank {topology.rank} of {topology.size}, local rank {value('local_rank')} of {value('local_size')}, "
+        f"node {value('node_rank')} of {value('num_nodes')}, started by {topology.launcher} ({topology.source})"
+    )
+
+
+def _build(backend: Availability) -> str:
+    built = [word for word, has in (("gloo", backend.gloo), ("mpi", backend.mpi), ("nccl", backend.nccl)) if has]
+    return f" (built with {', '.join(built)})" if built else ""
+
+
+def is_color_enabled(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Return True for a terminal without NO_COLOR."""
+    return stream.isatty() and not environ.get(NO_COLOR) and environ.get(TERMINAL, "dumb") != "dumb"
+
+
+class Painter:
+    """Adds colors to text if the stream supports them."""
+
+    def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
+        self._is_enabled = is_color_enabled(stream, environ)
+
+    def __call__(self, text: str, *styles: str) -> str:
+        codes = ";".join(str(CODES[style]) for style in styles)
+        return f"\x1b[{codes}m{text}\x1b[0m" if self._is_enabled and codes else text
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of this sub-command."""
+    """Add the options of this sub-command."""
     add = parser.add_argument
-    add("--explain-env", action="store_true", help="say from which variable each part of the topology came, and why")
-    add("-np", "--ranks", type=int, metavar="N", help="look whether so many ranks fit on this host (default: 2)")
-    add("--run", action="store_true", help="start ranks by every usable launcher, backend and transport")
-    add("--launchers", metavar="A,B", help="only these, with --run")
-    add("--backends", metavar="A,B", help="only these, with --run")
-    add("--hosts", metavar="A:2,B:2", help="ask these hosts by ssh, and have them call each other")
-    add("--hostfile", metavar="FILE", help="the same from a file, as dualdist run has it")
-    add("--fix", action="store_true", help="install and build what is missing, each after asking")
-    add("--yes", action="store_true", help="do not ask, with --fix")
-    add("--json", metavar="FILE", help="write JSON to FILE as well, or to standard output alone for -")
+    add("--explain-env", action="store_true", help="show the variable behind each topology field, and the ignored ones")
+    add("-np", "--ranks", type=int, metavar="N", help="check whether N ranks fit on this host (default: 2)")
+    add("--run", action="store_true", help="run one collective on every usable launcher, backend and transport")
+    add("--launchers", metavar="A,B", help="launchers to test with --run")
+    add("--backends", metavar="A,B", help="backends to test with --run")
+    add("--hosts", metavar="A:2,B:2", help="probe these hosts over ssh, and the connections between them")
+    add("--hostfile", metavar="FILE", help="like --hosts, from a file as for dualdist run")
+    add("--fix", action="store_true", help="install and build what is missing, with confirmation")
+    add("--yes", action="store_true", help="with --fix, do not ask for confirmation")
+    add("--json", metavar="FILE", help="also write JSON to FILE, or only JSON to standard output for -")
     set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": tuple(BACKEND_TRANSPORTS)})
-    parser.epilog = "Exit code: 0 if nothing is wrong, 1 if something may fail, 2 if something will."
+    parser.epilog = "Exit code: 0 without problems, 1 if something may fail, 2 if something will."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; its exit code says how bad it is."""
+    """Print the diagnosis and return its exit code."""
     _check(args)
     redact = make_redactor(os.environ)
     if args.explain_env:
         return _explain(args, redact)
     diagnosis = diagnose(os.environ, args.ranks)
     if args.fix:
-        diagnosis = _fixed(args, diagnosis)
+        diagnosis = _apply_fixes(args, diagnosis)
     more: dict[str, Any] = {}
     if args.hosts is not None or args.hostfile is not None:
-        diagnosis, more["hosts"] = _with_hosts(args, diagnosis)
+        diagnosis, more["hosts"] = _probe_hosts(args, diagnosis)
     if args.run:
-        diagnosis, more["cells"] = _with_cells(args, diagnosis)
-    _put_out(args, redact_json({**to_json(diagnosis), **more}, redact))
+        diagnosis, more["cells"] = _run_smoke_tests(args, diagnosis)
+    _write_json(args, redact_json({**to_json(diagnosis), **more}, redact))
     if args.json != "-":
         paint = Painter(sys.stdout, os.environ)
-        _print([*lines(diagnosis, paint), *tried_lines(more.get("cells"), paint)], redact)
+        _print([*format_diagnosis(diagnosis, paint), *format_smoke_tests(more.get("cells"), paint)], redact)
     return diagnosis.exit_code
 
 
@@ -174,114 +179,103 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"-np {args.ranks}: expected 1 or more")
     for name, needed in (("launchers", "run"), ("backends", "run"), ("yes", "fix")):
         if getattr(args, name) and not getattr(args, needed):
-            raise UsageError(f"--{name} goes with --{needed}")
+            raise UsageError(f"--{name} requires --{needed}")
     if args.hosts is not None and args.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts: give one of them")
-    if args.run:
-        _check_run(args)
     if args.json not in (None, "-") and not Path(args.json).resolve().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {Path(args.json).resolve().parent}")
+    if args.run:  # checked before the diagnosis, which takes seconds
+        from dualdist.bench.compare.matrix import expand_configs
 
-
-def _check_run(args: argparse.Namespace) -> None:
-    """Before a diagnosis, which takes seconds."""
-    from dualdist.bench.compare.matrix import expand_configs
-
-    found = place(os.environ)
-    if not isinstance(found, Topology) or found.launcher != "none":
-        raise UsageError("--run starts ranks itself: type it where no launcher has started this process")
-    expand_configs(
-        _words(args.launchers) or MULTI_RANK_LAUNCHERS,
-        _words(args.backends) or list(BACKEND_TRANSPORTS),
-        None,
-        os.environ,
-    )
+        topology = detect_topology(os.environ)
+        if not isinstance(topology, Topology) or topology.launcher != "none":
+            raise UsageError("--run starts ranks itself: run it in a process that no launcher has started")
+        launchers, backends = _split(args.launchers), _split(args.backends)
+        expand_configs(launchers or MULTI_RANK_LAUNCHERS, backends or list(BACKEND_TRANSPORTS), None, os.environ)
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
-    found = place(os.environ)
-    explanation = explain(os.environ, found, installed_backends(), has_gpu=may_use_gpus(os.environ))
-    known = {"topology": place_json(found) if isinstance(found, Topology) else None, **explanation.to_json()}
-    _put_out(args, redact_json(known, redact))
+    detected = detect_topology(os.environ)
+    explanation = explain(os.environ, detected, installed_backends(), has_gpu=may_use_gpus(os.environ))
+    topology = topology_to_json(detected) if isinstance(detected, Topology) else None
+    _write_json(args, redact_json({"topology": topology, **explanation.to_json()}, redact))
     if args.json != "-":
-        _print(explained(explanation, Painter(sys.stdout, os.environ)), redact)
-    return 2 if explanation.error else 0
+        _print(format_explanation(explanation, Painter(sys.stdout, os.environ)), redact)
+    return ERROR_CODE if explanation.error else 0
 
 
-def _fixed(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
-    """The diagnosis after what the user agreed to."""
-    from dualdist.doctor.findings import apply, fixes
-
-    todo = fixes(diagnosis.findings)
-    if not todo:
-        _say("there is nothing here that --fix could mend")
+def _apply_fixes(args: argparse.Namespace, diagnosis: Diagnosis) -> Diagnosis:
+    """Apply the fixes that the user confirms, and return a new diagnosis."""
+    fixes = collect_fixes(diagnosis.findings)
+    if not fixes:
+        _log("there is nothing that --fix can fix")
         return diagnosis
-    done = apply(todo, os.environ, (lambda _: True) if args.yes else _ask, _say)
-    return diagnose(os.environ, args.ranks) if done else diagnosis
+    succeeded = apply_fixes(fixes, os.environ, (lambda _: True) if args.yes else _confirm, _log)
+    return diagnose(os.environ, args.ranks) if succeeded else diagnosis
 
 
-def _ask(question: str) -> bool:
-    """The user's yes; nobody there says no."""
+def _confirm(question: str) -> bool:
+    """Return the user's answer; no, if stdin is not a terminal."""
     if not sys.stdin.isatty():
-        _say(f"{question} [not asked: this is no terminal; --yes means yes]")
+        _log(f"{question} [skipped: stdin is not a terminal; pass --yes to confirm]")
         return False
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _with_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
+def _probe_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
     from dualdist.doctor import hosts
-    from dualdist.doctor.checks import hosts as of_hosts
-    from dualdist.launch import hosts as host_lists
+    from dualdist.doctor.checks import hosts as checks
     from dualdist.launch.env_defaults import rank_variables
     from dualdist.launch.execute import find_site
+    from dualdist.launch.hosts import parse_hosts, read_hostfile
 
-    named = (
-        host_lists.parse_hosts(args.hosts) if args.hosts is not None else host_lists.read_hostfile(Path(args.hostfile))
-    )
+    named = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
     forwarded = rank_variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
-    reported = hosts.ask(named, find_site(), forwarded)
-    told = [
-        {**asdict(each), "reached": {name: [[*at, why] for at, why in to.items()] for name, to in each.reached.items()}}
-        for each in reported
-    ]
-    return diagnosis.with_more(list(of_hosts.find(reported))), told
+    reports = hosts.probe_hosts(named, find_site(), forwarded)
+    return diagnosis.with_findings(checks.find(reports)), [_report_to_json(report) for report in reports]
 
 
-def _with_cells(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
-    from dualdist.doctor import smoke_test as cells
+def _report_to_json(report: Any) -> dict[str, Any]:
+    connections = {name: [[*target, error] for target, error in to.items()] for name, to in report.connections.items()}
+    return {**asdict(report), "connections": connections}
+
+
+def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
+    from dualdist.doctor import smoke_test
     from dualdist.launch.execute import find_site
     from dualdist.launch.processes import termination_raises
 
-    site, ranks = find_site(), args.ranks or LEAST_RANKS
-    can, cannot = cells.usable(
-        ranks, os.environ, site, diagnosis.backends, diagnosis.gpus, _words(args.launchers), _words(args.backends)
+    site, ranks = find_site(), args.ranks or DEFAULT_RANKS
+    launchers, backends = _split(args.launchers), _split(args.backends)
+    cells, refused = smoke_test.select_cells(
+        ranks, os.environ, site, diagnosis.backends, diagnosis.visible_gpus, launchers, backends
     )
     with termination_raises():
-        tried = cells.try_all(can, ranks, site, _say)
-    known = {
-        "tried": [asdict(each) for each in tried],
-        "left_out": [{**asdict(refused.cell.config), "reason": refused.reason} for refused in cannot],
+        results = smoke_test.run_cells(cells, ranks, site, _log)
+    report = {
+        "tested": [asdict(result) for result in results],
+        "skipped": [{**asdict(each.cell.config), "reason": each.reason} for each in refused],
     }
-    return diagnosis.with_more(list(cells.find(tried))), known
+    return diagnosis.with_findings(smoke_test.find(results)), report
 
 
-def _words(text: str | None) -> list[str] | None:
+def _split(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(make_redactor(os.environ)(line), file=sys.stderr, flush=True)
 
 
-def _print(said: Iterable[str], redact: Callable[[str], str]) -> None:
-    sys.stdout.write("".join(f"{redact(line)}\n" for line in said))
+def _print(lines: Iterable[str], redact: Callable[[str], str]) -> None:
+    sys.stdout.write("".join(f"{redact(line)}\n" for line in lines))
     sys.stdout.flush()
 
 
-def _put_out(args: argparse.Namespace, known: Mapping[str, Any]) -> None:
-    text = json.dumps(known, indent=1)
+def _write_json(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
+    text = json.dumps(report, indent=1)
     if args.json == "-":
         sys.stdout.write(f"{text}\n")
     elif args.json is not None:

@@ -1,12 +1,12 @@
-"""`dualdist info`: which backend this process would get, in one line; nothing is started."""
+"""`dualdist info`: print the backend that this process would use, in one line; nothing is started."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-from dualdist.doctor.diagnosis import installed_backends
-from dualdist.doctor.explain import backend_of, wrong_choices
+from dualdist.doctor import installed_backends
+from dualdist.doctor.explain import invalid_choices, select_backend
 from dualdist.doctor.host import may_use_gpus
 from dualdist.environments import detect
 from dualdist.errors import UsageError
@@ -16,14 +16,14 @@ COMMON: dict[str, str] = {}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of this sub-command."""
+    """Add no options."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the line; an error where the variables are broken, or name no backend."""
+    """Print the line; raise TopologyError or UsageError where the variables are invalid."""
     topology = detect(os.environ)
-    if wrong := wrong_choices(os.environ):
-        raise UsageError("; ".join(wrong))
-    name, why = backend_of(os.environ, topology, installed_backends(), has_gpu=may_use_gpus(os.environ))
+    if invalid := invalid_choices(os.environ):
+        raise UsageError("; ".join(invalid))
+    name, why = select_backend(os.environ, topology, installed_backends(), has_gpu=may_use_gpus(os.environ))
     print(f"backend {name}, rank {topology.rank} of {topology.size}, started by {topology.launcher} ({why})")
     return 0

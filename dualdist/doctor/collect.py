@@ -1,4 +1,4 @@
-"""The edge: looks at this Python, at the MPIs on the path and at this host, and starts no job."""
+"""Facts about this Python installation, the MPIs on PATH and this host; no job is started."""
 
 from __future__ import annotations
 
@@ -11,141 +11,194 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualdist.diagnostics.trace_format import TIMELINE, find_write_problem
-from dualdist.doctor import host
-from dualdist.doctor.facts import InstallationFacts, MpiStarter
+from dualdist.doctor.host import HostFacts, collect_host_facts, installed_versions, resolve
 from dualdist.environments.env_values import get_value
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
+from dualdist.launch.job import Mpi
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe, probe_horovod, probe_mpi4py, probe_torch
 
-ANSWER_S = 15.0
-STARTERS = ("mpirun", "mpiexec")
-VERSION = re.compile(r"(?:\(Open ?MPI\)|\(OpenRTE\)|Version:|Version)\s*v?(\d+(?:\.\d+)+)")
-# Above the kinds, one a line; newer Slurms say "plugin", and tell the versions of PMIx after them.
-MPI_HEADING = re.compile(r"(MPI (?:plugin )?types are\.\.\.)")
-# Of torchvision's metadata: "torch (==2.13.0)" or "torch==2.13.0".
-NEEDS_TORCH = re.compile(r"torch\s*\(?==\s*([0-9][^\s;)]*)")
+TIMEOUT_S = 15.0
+MPI_PROGRAMS = ("mpirun", "mpiexec")
+MPI_VERSION = re.compile(r"(?:\(Open ?MPI\)|\(OpenRTE\)|Version:|Version)\s*v?(\d+(?:\.\d+)+)")
+# The heading of `srun --mpi=list`; newer Slurms say "plugin", and list the PMIx versions after the types.
+SRUN_HEADING = re.compile(r"(MPI (?:plugin )?types are\.\.\.)")
+# In torchvision's metadata: "torch (==2.13.0)" or "torch==2.13.0".
+REQUIRED_TORCH = re.compile(r"torch\s*\(?==\s*([0-9][^\s;)]*)")
 
 
-def look(environ: Mapping[str, str], topology: Topology | None) -> InstallationFacts:
-    """All facts; takes as long as `import torch`, in other processes."""
-    installed = host.versions()
+@dataclass(frozen=True)
+class MpiProgram:
+    """An mpirun or mpiexec on PATH, with its MPI family and version."""
+
+    program: str
+    path: str
+    family: Mpi
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({mpi_name(self.family)} {self.version})".replace(" )", ")")
+
+
+@dataclass(frozen=True)
+class InstallationFacts:
+    """The input of all checks; None for what was not probed or could not be.
+
+    Attributes:
+        abi_tag: this Python's tag for compiled modules.
+        python_on_path: the program `python` on PATH if it is not this Python, "" if there is none.
+        torch, mpi4py: the probe's result, or the last line of the error if the package cannot be imported.
+        torchvision_requires: the torch version that the installed torchvision pins.
+        srun_mpi_types: the types that `srun --mpi=list` prints.
+        is_master_unresolved: True if the host name of rank 0 does not resolve.
+        timeline_error: why DUALDIST_TIMELINE cannot be written.
+    """
+
+    versions: Mapping[str, str | None]
+    host: HostFacts
+    python: str = "python"
+    abi_tag: str = ""
+    python_on_path: str | None = None
+    torch: TorchProbe | str | None = None
+    torchvision_requires: str | None = None
+    horovod: BuildRecord | None = None
+    mpi4py: Mpi4pyProbe | str | None = None
+    mpi_programs: tuple[MpiProgram, ...] = ()
+    srun_mpi_types: tuple[str, ...] | None = None
+    is_master_unresolved: bool = False
+    timeline_error: str = ""
+
+    def mpi_program(self, name: str = "mpirun") -> MpiProgram | None:
+        """Return the first program of this name on PATH."""
+        return next((each for each in self.mpi_programs if each.program == name), None)
+
+
+def mpi_name(family: Mpi) -> str:
+    return {"openmpi4": "Open MPI", "openmpi5": "Open MPI", "mpich": "MPICH"}.get(family, "an unknown MPI")
+
+
+def mpi_family(library: str) -> Mpi:
+    """Return the family of an MPI from MPI_Get_library_version() or a Horovod build record."""
+    if "Open MPI" in library:
+        words = library.partition("Open MPI")[2].split()
+        major = words[0].lstrip("v").partition(".")[0] if words else ""
+        return "openmpi5" if major.isdecimal() and int(major) >= 5 else "openmpi4"
+    is_mpich = any(name in library for name in ("MPICH", "Intel(R) MPI", "Intel MPI", "MVAPICH"))
+    return "mpich" if is_mpich else "unknown"
+
+
+def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> InstallationFacts:
+    """Return all facts; takes as long as `import torch`, which runs in a subprocess."""
+    versions = installed_versions()
     with ThreadPoolExecutor() as pool:
-        torch = pool.submit(lambda: probe_torch(environ) if installed["torch"] else None)
-        mpi4py = pool.submit(lambda: probe_mpi4py(environ) if installed["mpi4py"] else None)
-        horovod = pool.submit(_horovod, environ)
-        here = pool.submit(host.look)
-        srun = pool.submit(_srun_mpi, environ)
-        master = pool.submit(_master_problem, topology)
-        programs = _programs(environ.get("PATH", os.defpath))
-        found = list(pool.map(lambda pair: _starter(pair[0], pair[1], environ), programs))
-        said_torch: TorchProbe | str | None = torch.result()
-        said_mpi4py: Mpi4pyProbe | str | None = mpi4py.result()
-    return InstallationFacts(
-        versions=installed,
-        host=here.result(),
-        python=sys.executable,
-        abi=str(sysconfig.get_config_var("SOABI") or ""),
-        python_on_path=_python_on_path(environ),
-        torch=said_torch,
-        vision_needs=_vision_needs(),
-        horovod=horovod.result(),
-        mpi4py=said_mpi4py,
-        starters=tuple(found),
-        srun_mpi=srun.result(),
-        master_problem=master.result(),
-        timeline_problem=find_write_problem(Path(timeline).absolute())
-        if (timeline := get_value(environ, TIMELINE))
-        else "",
-    )
+        torch = pool.submit(lambda: probe_torch(environ) if versions["torch"] else None)
+        mpi4py = pool.submit(lambda: probe_mpi4py(environ) if versions["mpi4py"] else None)
+        horovod = pool.submit(_probe_horovod, environ)
+        host = pool.submit(collect_host_facts)
+        srun = pool.submit(_srun_mpi_types, environ)
+        master = pool.submit(_is_master_unresolved, topology)
+        programs = _find_mpi_programs(environ.get("PATH", os.defpath))
+        mpi_programs = tuple(pool.map(lambda found: _mpi_program(found[0], found[1], environ), programs))
+        timeline = get_value(environ, TIMELINE)
+        return InstallationFacts(
+            versions=versions,
+            host=host.result(),
+            python=sys.executable,
+            abi_tag=str(sysconfig.get_config_var("SOABI") or ""),
+            python_on_path=_python_on_path(environ),
+            torch=torch.result(),
+            torchvision_requires=_torchvision_requires(),
+            horovod=horovod.result(),
+            mpi4py=mpi4py.result(),
+            mpi_programs=mpi_programs,
+            srun_mpi_types=srun.result(),
+            is_master_unresolved=master.result(),
+            timeline_error=find_write_problem(Path(timeline).absolute()) if timeline else "",
+        )
 
 
-def _horovod(environ: Mapping[str, str]) -> BuildRecord | None:
-    """Its record; one that dualdist did not build has none, and is asked, as long as it can be imported."""
+def _probe_horovod(environ: Mapping[str, str]) -> BuildRecord | None:
+    """Return the build record, completed by importing Horovod where dualdist did not build it."""
     record = read_record()
     if record is None or record.gloo is not None:
         return record
-    said = probe_horovod(environ)
-    return record if isinstance(said, str) else replace(record, gloo=said.gloo, mpi=said.mpi, nccl=said.nccl or None)
+    probe = probe_horovod(environ)
+    return (
+        record if isinstance(probe, str) else replace(record, gloo=probe.gloo, mpi=probe.mpi, nccl=probe.nccl or None)
+    )
 
 
-def _programs(path: str) -> Iterator[tuple[str, str]]:
-    """Each mpirun and mpiexec, by name and path, in the order of PATH; a folder that is on it twice counts once."""
-    for program in STARTERS:
+def _find_mpi_programs(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and path of each mpirun and mpiexec, in the order of PATH and without duplicates."""
+    for program in MPI_PROGRAMS:
         seen = set()
         for folder in dict.fromkeys(path.split(os.pathsep)):
-            found = shutil.which(program, path=folder) if folder else None
-            if found is not None and (real := os.path.realpath(found)) not in seen:
+            file = shutil.which(program, path=folder) if folder else None
+            if file is not None and (real := os.path.realpath(file)) not in seen:
                 seen.add(real)
-                yield program, found
+                yield program, file
 
 
-def _starter(program: str, path: str, environ: Mapping[str, str]) -> MpiStarter:
-    said = _output([path, "--version"], environ)
-    version = VERSION.search(said)
-    return MpiStarter(program, path, parse_mpi_version(said), version[1] if version else "")
+def _mpi_program(program: str, path: str, environ: Mapping[str, str]) -> MpiProgram:
+    output = _output([path, "--version"], environ)
+    version = MPI_VERSION.search(output)
+    return MpiProgram(program, path, parse_mpi_version(output), version[1] if version else "")
 
 
-def _srun_mpi(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The kinds of MPI that srun knows; None without a Slurm."""
+def _srun_mpi_types(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     srun = shutil.which("srun", path=environ.get("PATH", os.defpath))
-    return None if srun is None else kinds_of_mpi(_output([srun, "--mpi=list"], environ))
+    return None if srun is None else parse_srun_mpi_types(_output([srun, "--mpi=list"], environ))
 
 
-def kinds_of_mpi(said: str) -> tuple[str, ...] | None:
-    """The kinds in what `srun --mpi=list` prints: a heading, then one a line, or all of a plug-in in one."""
-    heading, *lines = MPI_HEADING.split(said)[1:] or [""]
+def parse_srun_mpi_types(output: str) -> tuple[str, ...] | None:
+    """Return the types that `srun --mpi=list` prints: one a line, or all versions of a plugin in one line."""
+    heading, *rest = SRUN_HEADING.split(output)[1:] or [""]
     if not heading:
         return None
-    told = [line.partition("available:")[2] or line for line in lines[0].replace("srun:", "").splitlines()]
-    return tuple(word for line in told for word in line.replace(",", " ").split())
+    lines = [line.partition("available:")[2] or line for line in rest[0].replace("srun:", "").splitlines()]
+    return tuple(word for line in lines for word in line.replace(",", " ").split())
 
 
-def _master_problem(topology: Topology | None) -> str:
-    if topology is None or topology.address is None or host.resolved(topology.address):
-        return ""
-    return "this name does not resolve"
+def _is_master_unresolved(topology: Topology | None) -> bool:
+    return topology is not None and topology.address is not None and not resolve(topology.address)
 
 
 def _python_on_path(environ: Mapping[str, str]) -> str | None:
-    """What `python` means in a shell, "" for nothing; None where it means this Python.
+    """Return the `python` on PATH, "" for none, None for this Python.
 
-    Two environments may share one interpreter: it is the folder that tells them apart.
+    Folders are compared, since virtual environments may share one interpreter.
     """
-    found = shutil.which("python", path=environ.get("PATH", os.defpath)) or ""
-    own = {Path(folder) for folder in (Path(sys.executable).parent, sysconfig.get_path("scripts"))}
-    is_own = bool(found) and any(Path(found).parent.resolve() == folder.resolve() for folder in own)
-    return None if is_own else found
+    python = shutil.which("python", path=environ.get("PATH", os.defpath)) or ""
+    own = {Path(folder).resolve() for folder in (Path(sys.executable).parent, sysconfig.get_path("scripts"))}
+    return None if python and Path(python).parent.resolve() in own else python
 
 
-def _vision_needs() -> str | None:
-    """The torch that the installed torchvision names."""
+def _torchvision_requires() -> str | None:
     try:
-        needed = importlib.metadata.requires("torchvision") or []
+        requirements = importlib.metadata.requires("torchvision") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next((found[1] for line in needed if (found := NEEDS_TORCH.match(line))), None)
+    return next((match[1] for line in requirements if (match := REQUIRED_TORCH.match(line))), None)
 
 
 def _output(argv: list[str], environ: Mapping[str, str]) -> str:
-    """What a program prints; nothing where it cannot be started, or does not end."""
+    """Return a program's output, or "" if it cannot be started or times out."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv,
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=ANSWER_S,
+            timeout=TIMEOUT_S,
             text=True,
             errors="replace",
             check=False,
-        )
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout

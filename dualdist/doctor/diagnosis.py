@@ -1,56 +1,59 @@
-"""All findings about a process, its installation, its host and its job."""
+"""All findings about a process, its installation, its host and its job, and the commands that fix them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualdist.backends.availability import Availability, available
-from dualdist.doctor import collect, host
-from dualdist.doctor.checks import choices, horovod, mpi, network, slurm, torch
-from dualdist.doctor.checks import gpus as of_gpus
-from dualdist.doctor.checks import host as of_host
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.facts import InstallationFacts
-from dualdist.doctor.findings import Finding, by_weight, exit_code
+from dualdist.doctor.checks import horovod, host, launch, mpi, network, torch
+from dualdist.doctor.collect import InstallationFacts, collect_facts
+from dualdist.doctor.context import EXIT_CODES, DoctorContext, Finding, exit_code
+from dualdist.doctor.host import installed_versions
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.horovod_build.record import read_record
 from dualdist.topology import Topology
-from dualdist.utils.package_probe import TorchProbe
 
-FAMILIES = (choices, torch, horovod, mpi, slurm, of_gpus, of_host, network)
-# Where nobody has said how many ranks there shall be.
-LEAST_RANKS = 2
+CHECKS = (launch, torch, horovod, mpi, host, network)
+DEFAULT_RANKS = 2  # planned ranks without -np
+STDERR = 2
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `dualdist doctor` shows; no topology where the variables are broken."""
+    """The result of `dualdist doctor`; `topology` is None where the launcher's variables are invalid."""
 
     topology: Topology | None
     backends: Mapping[str, Availability]
     findings: tuple[Finding, ...]
     versions: Mapping[str, str | None]
-    gpus: int = 0  # that torch sees
+    visible_gpus: int = 0
 
     @property
     def exit_code(self) -> int:
         return exit_code(self.findings)
 
-    def with_more(self, findings: Sequence[Finding]) -> Diagnosis:
-        """The same, with what else was found."""
-        return replace(self, findings=by_weight([*self.findings, *findings]))
+    def with_findings(self, findings: Iterable[Finding]) -> Diagnosis:
+        """Return a copy with more findings."""
+        return replace(self, findings=sort_findings([*self.findings, *findings]))
+
+
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort by severity, worst first, keeping the order within a level."""
+    return tuple(sorted(findings, key=lambda finding: -EXIT_CODES[finding.level]))
 
 
 def installed_backends() -> dict[str, Availability]:
-    """Which backends can be chosen here, from what pip has installed; quick."""
-    return available(host.versions(), read_record())
+    """Return the availability of every backend, from the installed packages; fast."""
+    return available(installed_versions(), read_record())
 
 
-def place(environ: Mapping[str, str]) -> Topology | TopologyError:
-    """This process's place in its job, or why it has none."""
+def detect_topology(environ: Mapping[str, str]) -> Topology | TopologyError:
+    """Return the topology, or the error that dd.init() would raise."""
     try:
         return detect(environ)
     except TopologyError as error:
@@ -58,33 +61,31 @@ def place(environ: Mapping[str, str]) -> Topology | TopologyError:
 
 
 def diagnose(environ: Mapping[str, str], ranks: int | None = None) -> Diagnosis:
-    """What is wrong here for this process, or for so many ranks that somebody means to start on this host."""
-    found = place(environ)
-    topology = found if isinstance(found, Topology) else None
-    return judge(found, environ, collect.look(environ, topology), ranks)
+    """Check this process, or `ranks` processes that the user plans to start on this host."""
+    detected = detect_topology(environ)
+    topology = detected if isinstance(detected, Topology) else None
+    return evaluate(detected, environ, collect_facts(environ, topology), ranks)
 
 
-def judge(
-    found: Topology | TopologyError, environ: Mapping[str, str], facts: InstallationFacts, ranks: int | None = None
+def evaluate(
+    detected: Topology | TopologyError, environ: Mapping[str, str], facts: InstallationFacts, ranks: int | None = None
 ) -> Diagnosis:
-    """The diagnosis for a place or its error, and the facts."""
-    topology = found if isinstance(found, Topology) else None
+    """Run all checks on the given facts."""
+    topology = detected if isinstance(detected, Topology) else None
     backends = available(facts.versions, facts.horovod)
-    on_host = LEAST_RANKS if topology is None or topology.size == 1 else topology.local_size
-    case = DoctorContext(facts, environ, topology, backends, ranks or on_host, is_asked=ranks is not None)
-    findings = [finding for family in FAMILIES for finding in family.find(case)]
-    if isinstance(found, TopologyError):
-        why = "dd.init() raises this on every rank that sees these variables"
-        findings.insert(0, Finding("place-unknown", "error", str(found), why, "type what the sentence says"))
-    gpus = facts.torch.gpus if isinstance(facts.torch, TorchProbe) else 0
-    return Diagnosis(topology, backends, by_weight(findings), facts.versions, gpus)
+    local_ranks = DEFAULT_RANKS if topology is None or topology.size == 1 else topology.local_size
+    context = DoctorContext(facts, environ, topology, backends, ranks or local_ranks, is_planned=ranks is not None)
+    findings = [finding for check in CHECKS for finding in check.find(context)]
+    if isinstance(detected, TopologyError):
+        why = "dd.init() raises this error on every rank with these variables"
+        findings.insert(0, Finding("topology-unknown", "error", str(detected), why, "set the variables as it says"))
+    return Diagnosis(topology, backends, sort_findings(findings), facts.versions, context.visible_gpus)
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as JSON has it; `inferred` in alphabetical order."""
     topology = diagnosis.topology
     return {
-        "topology": None if topology is None else place_json(topology),
+        "topology": None if topology is None else topology_to_json(topology),
         "backends": {name: asdict(backend) for name, backend in diagnosis.backends.items()},
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "versions": dict(diagnosis.versions),
@@ -92,5 +93,43 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def place_json(topology: Topology) -> dict[str, Any]:
+def topology_to_json(topology: Topology) -> dict[str, Any]:
     return {**asdict(topology), "inferred": sorted(topology.inferred)}
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A command line and the findings that it fixes."""
+
+    argv: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def line(self) -> str:
+        return shlex.join(self.argv)
+
+
+def collect_fixes(findings: Iterable[Finding]) -> list[Fix]:
+    """Return each command once, in the order of the findings."""
+    by_argv: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        if finding.command:
+            by_argv.setdefault(finding.command, []).append(finding)
+    return [Fix(argv, tuple(fixed)) for argv, fixed in by_argv.items()]
+
+
+def apply_fixes(
+    fixes: Sequence[Fix], environ: Mapping[str, str], confirm: Callable[[str], bool], log: Callable[[str], None]
+) -> int:
+    """Run the fixes that `confirm` accepts, with their output on stderr, and return how many succeeded."""
+    succeeded = 0
+    for fix in fixes:
+        for finding in fix.findings:
+            log(f"{finding.level}: {finding.message}")
+        if not confirm(f"run {fix.line} ?"):
+            log("  skipped")
+            continue
+        code = subprocess.run(fix.argv, env=dict(environ), stdout=STDERR, check=False).returncode
+        succeeded += code == 0
+        log(f"  {'done' if code == 0 else f'failed (exit code {code})'}: {fix.line}")
+    return succeeded

@@ -1,4 +1,4 @@
-"""From which variable each part of the topology came, which were ignored and why, and which backend follows from it."""
+"""The variable behind each topology field, the ignored variables with reasons, and the resulting backend."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from dualdist.rendezvous.backend_selection import (
 from dualdist.rendezvous.saved_choice import choices_path, is_applicable
 from dualdist.topology import Topology
 
-MEETINGS = {
-    "none": "there is nobody to meet",
+RENDEZVOUS_METHODS = {
+    "none": "a single rank needs no rendezvous",
     "address": "rank 0 listens there",
     "agent": "the launcher's agent serves a store there",
-    "horovod": "at the store of horovodrun",
-    "mpi": "by one MPI broadcast",
+    "horovod": "in horovodrun's store",
+    "mpi": "by an MPI broadcast",
     "slurm": "by a file in the folder from which the job was submitted",
 }
 
 
 @dataclass(frozen=True)
 class ExplainedField:
-    """One part of the place, and where its value came from."""
+    """A topology field, its value, and where the value came from."""
 
     name: str
     value: str
@@ -45,9 +45,9 @@ class ExplainedField:
 
 @dataclass(frozen=True)
 class TopologyExplanation:
-    """All parts and what did not count. `error` where the variables are broken: without a place there are no parts."""
+    """All fields and the ignored variables; `fields` is empty where the variables are invalid."""
 
-    parts: tuple[ExplainedField, ...]
+    fields: tuple[ExplainedField, ...]
     ignored: tuple[UnusedVariable, ...]
     error: str = ""
 
@@ -57,101 +57,96 @@ class TopologyExplanation:
 
 def explain(
     environ: Mapping[str, str],
-    found: Topology | TopologyError,
+    detected: Topology | TopologyError,
     backends: Mapping[str, Availability],
     *,
     has_gpu: bool,
 ) -> TopologyExplanation:
-    """What the variables said, and what follows from it."""
-    if isinstance(found, TopologyError):
-        seen = tuple(
-            UnusedVariable(name, get_value(environ, name) or "", "see the error") for name in find_all_set(environ)
-        )
-        return TopologyExplanation((), seen, str(found))
-    parts = [
-        ExplainedField("launcher", found.launcher, found.source),
-        *_numbers(environ, found),
-        _meeting(environ, found),
+    """Return the source of each topology field, and of the backend that follows from them."""
+    if isinstance(detected, TopologyError):
+        names = find_all_set(environ)
+        ignored = (UnusedVariable(name, get_value(environ, name) or "", "see the error") for name in names)
+        return TopologyExplanation((), tuple(ignored), str(detected))
+    fields = [
+        ExplainedField("launcher", detected.launcher, detected.source),
+        *_explain_ranks(environ, detected),
+        _explain_rendezvous(environ, detected),
     ]
-    wrong = wrong_choices(environ)
-    if not wrong:
-        chosen, why = backend_of(environ, found, backends, has_gpu=has_gpu)
-        asked = get_value(environ, TRANSPORT)
-        parts += [
-            ExplainedField("backend", chosen, why),
-            ExplainedField(
-                "transport", asked or "the backend's own", TRANSPORT if asked else f"{TRANSPORT} is not set"
-            ),
-        ]
-    return TopologyExplanation(tuple(parts), tuple(find_unused(environ, found)), "; ".join(wrong))
+    invalid = invalid_choices(environ)
+    if not invalid:
+        fields.append(ExplainedField("backend", *select_backend(environ, detected, backends, has_gpu=has_gpu)))
+        transport = get_value(environ, TRANSPORT)
+        source = TRANSPORT if transport else f"{TRANSPORT} is not set"
+        fields.append(ExplainedField("transport", transport or "the backend's default", source))
+    return TopologyExplanation(tuple(fields), tuple(find_unused(environ, detected)), "; ".join(invalid))
 
 
-def wrong_choices(environ: Mapping[str, str]) -> list[str]:
-    """Of the two variables that choose, those whose values mean nothing, in the words of dd.init()."""
-    found = []
+def invalid_choices(environ: Mapping[str, str]) -> list[str]:
+    """Return dd.init()'s errors for DUALDIST_BACKEND and DUALDIST_TRANSPORT."""
+    errors = []
     for variable, choices, what in ((BACKEND, BACKENDS, "backend"), (TRANSPORT, TRANSPORTS, "transport")):
         try:
             check_choice(get_value(environ, variable) or choices[0], choices, what, variable)
         except UsageError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
-def _numbers(environ: Mapping[str, str], found: Topology) -> Iterator[ExplainedField]:
-    origins = dict(found.origins)
+def _explain_ranks(environ: Mapping[str, str], topology: Topology) -> Iterator[ExplainedField]:
+    origins = dict(topology.origins)
     for name in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes"):
         if name in origins:
             source = f"{origins[name]} ({get_value(environ, origins[name].partition('[')[0])})"
-        elif name in found.inferred:
-            source = "inferred by the usual placement; the ranks find out when they meet"
+        elif name in topology.inferred:
+            source = "inferred from the usual placement; corrected at rendezvous"
         else:
-            source = "follows from the others" if found.size > 1 else "a job of one rank"
-        yield ExplainedField(name, str(getattr(found, name)), source)
+            source = "derived from the other fields" if topology.size > 1 else "a 1-rank job"
+        yield ExplainedField(name, str(getattr(topology, name)), source)
 
 
-def _meeting(environ: Mapping[str, str], found: Topology) -> ExplainedField:
-    named = get_value(environ, RENDEZVOUS)
-    if named is not None and found.size > 1:
-        return ExplainedField("ranks meet", named, RENDEZVOUS)
-    if found.address is None or found.size == 1:
-        return ExplainedField("ranks meet", found.rendezvous, MEETINGS[found.rendezvous])
-    names = dict(found.origins)
-    source = f"{names.get('address')} and {names.get('port')}; {MEETINGS[found.rendezvous]}"
-    return ExplainedField("ranks meet", f"{found.address} port {found.port}", source)
+def _explain_rendezvous(environ: Mapping[str, str], topology: Topology) -> ExplainedField:
+    requested, method = get_value(environ, RENDEZVOUS), RENDEZVOUS_METHODS[topology.rendezvous]
+    if requested is not None and topology.size > 1:
+        return ExplainedField("rendezvous", requested, RENDEZVOUS)
+    if topology.address is None or topology.size == 1:
+        return ExplainedField("rendezvous", topology.rendezvous, method)
+    origins = dict(topology.origins)
+    source = f"{origins.get('address')} and {origins.get('port')}; {method}"
+    return ExplainedField("rendezvous", f"{topology.address} port {topology.port}", source)
 
 
-def backend_of(
-    environ: Mapping[str, str], found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
+def select_backend(
+    environ: Mapping[str, str], topology: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
 ) -> tuple[str, str]:
-    """The backend that dd.init() would take for this place, and why: as rendezvous.backend_selection decides."""
-    asked = get_value(environ, BACKEND)
-    if asked not in (None, "auto"):
-        return asked or "", BACKEND
-    name, why = _by_launcher(found, backends, has_gpu=has_gpu)
+    """Return the backend that dd.init() would choose, and why, as rendezvous.backend_selection decides."""
+    requested = get_value(environ, BACKEND)
+    if requested not in (None, "auto"):
+        return requested or "", BACKEND
+    name, why = _select_by_launcher(topology, backends, has_gpu=has_gpu)
     saved = choices_path(environ)
-    if is_applicable(found) and saved.is_file():
-        why += f"; a choice of dualdist compare for such a job goes before it ({saved})"
+    if is_applicable(topology) and saved.is_file():
+        why += f"; a choice that dualdist compare saved for such a job takes precedence ({saved})"
     controller = get_value(environ, HOROVOD_CONTROLLER)
     if name == "horovod" and controller is not None:
         why += f"; {HOROVOD_CONTROLLER}={controller}"
     return name, why
 
 
-def _by_launcher(found: Topology, backends: Mapping[str, Availability], *, has_gpu: bool) -> tuple[str, str]:
-    launcher = found.launcher
+def _select_by_launcher(topology: Topology, backends: Mapping[str, Availability], *, has_gpu: bool) -> tuple[str, str]:
+    launcher = topology.launcher
     if launcher in HOROVOD_LAUNCHERS:
-        return "horovod", "horovodrun is Horovod's own launcher"
+        return "horovod", "horovodrun is Horovod's launcher"
     if launcher in MPI_LAUNCHERS:
         has_horovod = backends["horovod"].version is not None and backends["horovod"].mpi is not False
         name = backend_under_mpi(has_horovod, backends["mpi"].version is not None, has_gpu=has_gpu)
         why = {
             "horovod": "the installed Horovod was built with MPI",
-            "mpi": "there is no Horovod with MPI, and mpi4py is installed",
-            "native": "torch sees GPUs, and NCCL reaches them"
+            "mpi": "mpi4py is installed, but no Horovod with MPI",
+            "native": "torch sees GPUs, for which NCCL is used"
             if has_gpu
-            else "neither a Horovod with MPI nor mpi4py is installed",
+            else "neither mpi4py nor a Horovod with MPI is installed",
         }
         return name, f"{launcher} started MPI, and {why[name]}"
     if launcher == "none":
         return "single", "no launcher started this process"
-    return "native", f"{launcher} starts ranks for any backend, and native needs nothing but torch"
+    return "native", f"{launcher} works with every backend, and native needs only torch"

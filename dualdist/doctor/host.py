@@ -1,4 +1,7 @@
-"""Looks at this host; also run by ssh on others. Only the standard library is needed."""
+"""Facts about one host: name resolution, cores, limits, GPUs, interfaces and package versions.
+
+Standard library only: `dualdist doctor --hosts` also runs this on other hosts, over ssh.
+"""
 
 from __future__ import annotations
 
@@ -12,75 +15,112 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
-from dualdist.doctor.facts import UNLIMITED, HostFacts
 from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
 from dualdist.utils.resource_limits import affinity_cores, quota_cores
 from dualdist.version import __version__
 
+UNLIMITED = -1
 PACKAGES = ("torch", "torchvision", "horovod", "mpi4py")
 GPUS = Path("/proc/driver/nvidia/gpus")
 INFINIBAND = Path("/sys/class/infiniband")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-HIDING = ("", "-1")  # its values that hide all
+HIDE_ALL = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 
 
-def look() -> HostFacts:
-    """What this host is, and what it lets this process have."""
+@dataclass(frozen=True)
+class HostFacts:
+    """One host; limits are (soft, hard) pairs, UNLIMITED where there is none.
+
+    Attributes:
+        cores: cores in this process's affinity mask.
+        total_cores: cores of the machine.
+        cpu_quota: cores that the cgroup quota allows at a time, or None.
+        shm_free: free bytes in /dev/shm, or None without /dev/shm.
+        gpus: GPUs that NVIDIA's driver lists, visible to this process or not.
+        address: address of the host's own name, "" if it does not resolve.
+        resolve_s: seconds to resolve that name.
+        reverse_lookup_s: seconds to look up the name of that address.
+    """
+
+    name: str
+    cores: int = 1
+    total_cores: int = 1
+    cpu_quota: int | None = None
+    shm_free: int | None = None
+    open_files: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    locked_memory: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    infiniband: tuple[str, ...] = ()
+    gpus: int = 0
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    resolve_s: float = 0.0
+    reverse_lookup_s: float = 0.0
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    python: str = ""
+
+    def external_interfaces(self) -> dict[str, str]:
+        """Return the address of every interface but loopback."""
+        return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
+
+
+def collect_host_facts() -> HostFacts:
+    """Return the facts about this host and the limits of this process."""
     name = socket.gethostname()
-    began = time.monotonic()
-    address = resolved(name)
-    resolve_s = time.monotonic() - began
+    start = time.monotonic()
+    address = resolve(name)
+    resolve_s = time.monotonic() - start
     return HostFacts(
         name=name,
         cores=affinity_cores(),
-        all_cores=os.cpu_count() or 1,
-        quota=quota_cores(),
-        shm_free=_free(FOLDER),
-        files=_limit(resource.RLIMIT_NOFILE),
-        locked=_limit(resource.RLIMIT_MEMLOCK),
-        infiniband=tuple(_names(INFINIBAND)),
-        gpus=len(_names(GPUS)),
+        total_cores=os.cpu_count() or 1,
+        cpu_quota=quota_cores(),
+        shm_free=_free_bytes(FOLDER),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        infiniband=tuple(_list(INFINIBAND)),
+        gpus=len(_list(GPUS)),
         interfaces=list_interfaces(),
         address=address,
         resolve_s=round(resolve_s, 3),
-        reverse_s=round(_reverse_s(address), 3),
-        versions=versions(),
+        reverse_lookup_s=round(_time_reverse_lookup(address), 3),
+        versions=installed_versions(),
         python=sys.executable,
     )
 
 
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """What is installed, without importing it; None for what is not."""
-    found: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
-    return found | {name: _version(name) for name in packages}
+def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the installed versions without importing the packages; None for a missing one."""
+    own: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in packages}
 
 
 def may_use_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether torch will find a GPU, as far as that can be told without importing it: a driver, and a build for it."""
+    """Return True if torch should find a GPU, judged without importing it: a driver, and not a CPU build."""
     build = (_version("torch") or "").partition("+")[2]
-    return bool(_names(GPUS)) and environ.get(VISIBLE) not in HIDING and build != "cpu"
+    return bool(_list(GPUS)) and environ.get(VISIBLE) not in HIDE_ALL and build != "cpu"
 
 
-def resolved(name: str) -> str:
-    """An address of that name, "" where it has none."""
+def resolve(name: str) -> str:
+    """Return an IPv4 address of `name`, or ""."""
     try:
         return socket.gethostbyname(name)
     except (OSError, UnicodeError):
         return ""
 
 
-def _reverse_s(address: str) -> float:
-    """How long it takes to find the name of an address, as torch's store does of everybody who connects.
+def _time_reverse_lookup(address: str) -> float:
+    """Return the seconds of the reverse lookup that torch's TCPStore does for every client.
 
-    It sees IPv4 addresses as IPv6 ones, which /etc/hosts does not have: name servers are asked.
+    The store sees IPv4 clients as IPv6-mapped addresses, which /etc/hosts lacks, so name servers are queried.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     with contextlib.suppress(OSError):
         socket.getnameinfo((f"::ffff:{address or LOOPBACK}", 0), 0)
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def _version(package: str) -> str | None:
@@ -91,19 +131,19 @@ def _version(package: str) -> str | None:
 
 
 def _limit(kind: int) -> tuple[int, int]:
-    soft, hard = (UNLIMITED if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(kind))
+    soft, hard = (UNLIMITED if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(kind))
     return soft, hard
 
 
-def _free(folder: str) -> int | None:
+def _free_bytes(folder: str) -> int | None:
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
-def _names(folder: Path) -> list[str]:
+def _list(folder: Path) -> list[str]:
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError:

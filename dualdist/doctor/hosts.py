@@ -1,13 +1,12 @@
-"""Asks the hosts of a job, all at once: each runs peer.py, reached by ssh, and answers on its standard output."""
+"""Probe the hosts of a job in parallel: each runs peer.py over ssh and replies on its standard output."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,177 +16,179 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.doctor.checks.hosts import HostReport
-from dualdist.doctor.facts import HostFacts
-from dualdist.doctor.peer import REACH_S
+from dualdist.doctor.host import HostFacts
+from dualdist.doctor.peer import CONNECT_TIMEOUT_S
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
 from dualdist.launch.host_probe import SAME_ADDRESS
 from dualdist.launch.hosts import is_local_host
-from dualdist.launch.job import Host as NamedHost
-from dualdist.launch.job import Site
+from dualdist.launch.job import Host, Site
 from dualdist.version import __version__
 
 PEER = ("-m", "dualdist.doctor.peer")
-FIRST_S = 30.0
-CLOCK_S = 10.0
-CLOCKS = 5
-# A host that calls many others at once makes some of them wait.
-CALLS_S = 10 * REACH_S
+STARTUP_TIMEOUT_S = 30.0
+CLOCK_TIMEOUT_S = 10.0
+CLOCK_SAMPLES = 5
+# A host connects to many others at once, and some connections wait.
+ALL_CONNECTIONS_TIMEOUT_S = 10 * CONNECT_TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class ListeningPorts:
-    """On which ports a host listens, and by which word it greets."""
+    """The ports on which a host's peer.py listens, and the nonce with which it greets."""
 
     ports: tuple[int, ...] = ()
     nonce: str = ""
 
 
 class HostPeer:
-    """A host that answers: lines of JSON to its peer.py, and from it."""
+    """A host's running peer.py."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], errors: Path, site: Site) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], stderr: Path, site: Site) -> None:
         self.name = name
         self._process = process
-        self._errors = errors
+        self._stderr = stderr
         self._site = site
-        self._unread = b""
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Its answer; LaunchError where none comes."""
+    def request(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and return the reply; raise LaunchError if there is none."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # hear() finds out why
+        with contextlib.suppress(BrokenPipeError):  # receive() reports why the process ended
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        return self.hear(timeout_s)
+        return self.receive(timeout_s)
 
-    def hear(self, timeout_s: float) -> dict[str, Any]:
-        line = self._line(time.monotonic() + timeout_s, timeout_s)
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next message; raise LaunchError if there is none."""
+        line = self._read_line(timeout_s)
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError as error:
             text = line[-200:].decode(errors="replace")
-            raise LaunchError(f"host {self.name!r} answers by {text!r}, which this dualdist did not write") from error
-        if not isinstance(said, dict):
-            raise LaunchError(f"host {self.name!r} answers by {said!r}, which this dualdist did not write")
-        return said
+            raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
+        assert isinstance(message, dict)
+        return message
 
-    def _line(self, deadline: float, timeout_s: float) -> bytes:
+    def _read_line(self, timeout_s: float) -> bytes:
+        """Return the next line of JSON, skipping output of the remote shell's start-up files."""
         assert self._process.stdout is not None
-        output = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise LaunchError(f"host {self.name!r} did not answer within {timeout_s:g} s: is it up?")
-            piece = os.read(output, 1 << 16)
-            if not piece:
-                code = self._process.wait()
-                said = self._errors.read_text(errors="replace")
-                raise LaunchError(ssh.describe_ssh_failure(self.name, code, said, self._site))
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        # A shell's own start-up file may have printed something before.
-        return line if line.startswith(b"{") else self._line(deadline, timeout_s)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.start()
+        try:
+            line = next((line for line in self._process.stdout if line.startswith(b"{")), b"")
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            return line
+        if expired.is_set():
+            raise LaunchError(f"host {self.name!r} did not reply within {timeout_s:g} s: is it up?")
+        stderr = self._stderr.read_text(errors="replace")
+        raise LaunchError(ssh.describe_ssh_failure(self.name, self._process.wait(), stderr, self._site))
 
 
-def ask(hosts: Sequence[NamedHost], site: Site, env: Mapping[str, str]) -> list[HostReport]:
-    """What the hosts say of themselves and of each other; whatever ends this, no ssh stays behind."""
+def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> list[HostReport]:
+    """Return a report of each host and its connections to the others; all ssh processes end with this call."""
     with ExitStack() as stack, ThreadPoolExecutor(max(1, len(hosts))) as pool:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dualdist-doctor-")))
         peers = [
-            stack.enter_context(_started(host.name, site, env, folder / f"errors-{number}"))
+            stack.enter_context(_start_peer(host.name, site, env, folder / f"stderr-{number}"))
             for number, host in enumerate(hosts)
         ]
-        first = list(pool.map(_first, peers, hosts))
-        listening = {each.name: told for each, told in first}
-        reported = [each for each, _ in first]
-        return list(pool.map(lambda peer, own: _called(peer, own, reported, listening), peers, reported))
+        first = list(pool.map(_probe_host, peers, hosts))
+        reports = [report for report, _ in first]
+        listening = {report.name: ports for report, ports in first}
+        return list(pool.map(lambda peer, own: _connect_to_others(peer, own, reports, listening), peers, reports))
 
 
 @contextmanager
-def _started(name: str, site: Site, env: Mapping[str, str], errors: Path) -> Iterator[HostPeer]:
+def _start_peer(name: str, site: Site, env: Mapping[str, str], stderr: Path) -> Iterator[HostPeer]:
     argv = [site.python, *PEER] if is_local_host(name) else ssh.remote_python_argv(name, site, env, PEER)
-    with errors.open("wb") as told:
+    with stderr.open("wb") as file:
         try:
-            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told)
+            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file)
         except OSError as error:
-            raise LaunchError(f"{argv[0]} cannot be started ({error}): it is needed to ask host {name!r}") from error
+            raise LaunchError(f"cannot start {argv[0]} ({error}), which is needed to probe host {name!r}") from error
     with contextlib.suppress(BrokenPipeError), process:
         try:
-            yield HostPeer(name, process, errors, site)
+            yield HostPeer(name, process, stderr, site)
         finally:
             process.kill()
 
 
-def _first(peer: HostPeer, named: NamedHost) -> tuple[HostReport, ListeningPorts]:
-    """What a host says of itself, with its clock, and where it listens."""
+def _probe_host(peer: HostPeer, host: Host) -> tuple[HostReport, ListeningPorts]:
     try:
-        said = peer.hear(FIRST_S)
-        host, listening = known(named.name, said)
-        skew_s, error_s = min((_clock(peer) for _ in range(CLOCKS)), key=lambda pair: pair[1])
-        return HostReport(named.name, named.slots, "", host, skew_s, error_s), listening
+        facts, listening = parse_greeting(host.name, peer.receive(STARTUP_TIMEOUT_S))
+        skew_s, error_s = min((_measure_skew(peer) for _ in range(CLOCK_SAMPLES)), key=lambda sample: sample[1])
+        return HostReport(host.name, host.slots, "", facts, skew_s, error_s), listening
     except LaunchError as error:
-        return HostReport(named.name, named.slots, str(error)), ListeningPorts()
+        return HostReport(host.name, host.slots, str(error)), ListeningPorts()
 
 
-def known(name: str, said: Mapping[str, Any]) -> tuple[HostFacts, ListeningPorts]:
-    """What a host says first; LaunchError where another dualdist says it in other words."""
+def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, ListeningPorts]:
+    """Parse a host's first message; raise LaunchError if its dualdist has another format."""
     try:
-        return host_of(said["host"]), ListeningPorts(tuple(said["ports"]), said["nonce"])
+        facts = dict(message["facts"])
+        facts |= {field: tuple(facts[field]) for field in ("open_files", "locked_memory", "infiniband")}
+        return HostFacts(**facts), ListeningPorts(tuple(message["ports"]), message["nonce"])
     except (KeyError, TypeError) as error:
-        version = said.get("host", {}).get("versions", {}).get("dualdist", "of an unknown version")
+        version = message.get("facts", {}).get("versions", {}).get("dualdist", "of an unknown version")
         raise LaunchError(
-            f"host {name!r} has dualdist {version}, and this one {__version__}: install the same"
+            f"host {name!r} has dualdist {version}, but this host has {__version__}: install the same version"
         ) from error
 
 
-def _clock(peer: HostPeer) -> tuple[float, float]:
-    """How far the host's clock is ahead of ours, and by how much that may be wrong: Cristian's algorithm."""
-    began = time.time()
-    at = float(peer.ask({"ask": "clock"}, CLOCK_S)["at"])
-    ended = time.time()
-    return at - (began + ended) / 2, (ended - began) / 2
+def _measure_skew(peer: HostPeer) -> tuple[float, float]:
+    """Return how far the host's clock is ahead of ours, and the error bound, by Cristian's algorithm."""
+    sent = time.time()
+    remote = float(peer.request({"request": "clock"}, CLOCK_TIMEOUT_S)["time"])
+    received = time.time()
+    return remote - (sent + received) / 2, (received - sent) / 2
 
 
-def _called(
-    peer: HostPeer, own: HostReport, all_of_them: Sequence[HostReport], listening: Mapping[str, ListeningPorts]
+def _connect_to_others(
+    peer: HostPeer, own: HostReport, reports: Sequence[HostReport], listening: Mapping[str, ListeningPorts]
 ) -> HostReport:
-    """The host, with how it fared when it called the others."""
-    others = {each.name: each.host for each in all_of_them if each.host is not None and each.name != own.name}
-    if own.host is None or not others:
+    """Return the host's report with the results of its connections to the others."""
+    others = {each.name: each.facts for each in reports if each.facts is not None and each.name != own.name}
+    if own.facts is None or not others:
         return own
     targets = {
-        name: [(address, port) for address in other.networks().values() for port in listening[name].ports]
-        for name, other in others.items()
+        name: [(address, port) for address in facts.external_interfaces().values() for port in listening[name].ports]
+        for name, facts in others.items()
     }
-    calls = [(*at, listening[name].nonce) for name, each in targets.items() for at in each]
-    request = {"ask": "reach", "targets": calls, "names": [address_of(name) for name in others]}
+    flat = [(*target, listening[name].nonce) for name, each in targets.items() for target in each]
     try:
-        said = peer.ask(request, CALLS_S)
+        reply = peer.request(
+            {"request": "connect", "targets": flat, "names": [strip_user(name) for name in others]},
+            ALL_CONNECTIONS_TIMEOUT_S,
+        )
     except LaunchError as error:
-        return replace(own, host=None, problem=str(error))
-    why = iter([reason for *_, reason in said["reached"]])
-    shared = own.host.networks().values()
-    reached = {name: told_by({target: next(why) for target in each}, shared) for name, each in targets.items()}
-    return replace(own, reached=reached, names=said["names"])
+        return replace(own, facts=None, problem=str(error))
+    errors = iter(reply["errors"])
+    addresses = own.facts.external_interfaces().values()
+    connections = {
+        name: drop_own_addresses({target: next(errors) for target in each}, addresses) for name, each in targets.items()
+    }
+    return replace(own, connections=connections, resolved=reply["resolved"])
 
 
-def address_of(name: str) -> str:
-    """The host's own name, as other hosts know it: without the user for ssh."""
+def strip_user(name: str) -> str:
+    """Return the host name without ssh's `user@`."""
     return name.rpartition("@")[2]
 
 
-def told_by(calls: Mapping[tuple[str, int], str], own: Collection[str]) -> dict[tuple[str, int], str]:
-    """What these calls tell of the other host, to a caller that has the addresses `own`.
+def drop_own_addresses(
+    results: Mapping[tuple[str, int], str], addresses: Collection[str]
+) -> dict[tuple[str, int], str]:
+    """Drop failed connections to addresses that the connecting host has itself, such as docker0's.
 
-    At an address that it has itself, as every host has that of docker0, it calls itself, and nobody's answer says
-    anything; but where the right host answers, both are one host by two names.
+    There it connects to itself, which says nothing about the other host. A success means that both names are one host.
     """
-    told = {target: why for target, why in calls.items() if not why or target[0] not in own}
-    return told or dict.fromkeys(calls, SAME_ADDRESS)
-
-
-def host_of(said: Mapping[str, Any]) -> HostFacts:
-    """Return the HostFacts that JSON holds."""
-    pairs = {name: tuple(said[name]) for name in ("files", "locked", "infiniband")}
-    return HostFacts(**{**said, **pairs})
+    kept = {target: error for target, error in results.items() if not error or target[0] not in addresses}
+    return kept or dict.fromkeys(results, SAME_ADDRESS)

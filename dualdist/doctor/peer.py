@@ -1,6 +1,6 @@
-"""What `dualdist doctor --hosts` runs on every host, by ssh: tells of the host, listens for the others, and calls them.
+"""Program of `dualdist doctor --hosts` on each host, over ssh: reports facts, listens, connects to the others.
 
-Requests come on standard input, a line of JSON each, and are answered on standard output; its end ends this.
+Requests arrive on stdin as lines of JSON; replies go to stdout. The program exits at end of input.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from dualdist.doctor import host
+from dualdist.doctor.host import collect_host_facts, resolve
 from dualdist.utils.network_interfaces import failure_reason
 
-# By which others know that it was this program that answered, on the host that they meant.
+# The nonce proves that this program answered, on the intended host.
 GREETING = "dualdist doctor {}\n"
-REACH_S = 5.0
-AT_ONCE = 32
-# Where torchrun's rank 0 listens, and scripts that do not think of a port.
-USUAL_PORT = 29500
+CONNECT_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32
+# The default port of torchrun and many scripts.
+DEFAULT_PORT = 29500
 
 
-def listeners(nonce: str) -> list[socket.socket]:
-    """Sockets that greet whoever calls: on a port that the system chose, and on the usual one where it is free."""
+def open_listeners(nonce: str) -> list[socket.socket]:
+    """Return sockets that greet every client, on a port chosen by the system and on DEFAULT_PORT if it is free."""
     greeting = GREETING.format(nonce).encode()
-    found = []
-    for port in (0, USUAL_PORT):
+    servers = []
+    for port in (0, DEFAULT_PORT):
         try:
             server = socket.create_server(("", port))
         except OSError:
             continue
-        threading.Thread(target=_greet, args=(server, greeting), daemon=True).start()
-        found.append(server)
-    return found
+        threading.Thread(target=_greet_clients, args=(server, greeting), daemon=True).start()
+        servers.append(server)
+    return servers
 
 
-def _greet(server: socket.socket, greeting: bytes) -> None:
+def _greet_clients(server: socket.socket, greeting: bytes) -> None:
     while True:
         try:
             client, _ = server.accept()
@@ -51,42 +51,41 @@ def _greet(server: socket.socket, greeting: bytes) -> None:
             continue
 
 
-def call(target: tuple[str, int], nonce: str) -> str:
-    """Why the host of this nonce does not answer there; "" where it does."""
+def connect(address: str, port: int, nonce: str) -> str:
+    """Connect to the host with this nonce; return the error, "" for success."""
     greeting = GREETING.format(nonce).encode()
     try:
-        with socket.create_connection(target, REACH_S) as client:
-            said = client.recv(len(greeting), socket.MSG_WAITALL)
+        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as client:
+            received = client.recv(len(greeting), socket.MSG_WAITALL)
     except ConnectionRefusedError:
-        return "the connection is refused, though dualdist listens there; does a firewall stand between the hosts?"
+        return "connection refused, though dualdist listens there; is there a firewall between the hosts?"
     except OSError as error:
         return failure_reason(error)
-    return "" if said == greeting else "another program answers; is the address that of another host, too?"
+    return "" if received == greeting else "another program answers; does another host have the same address?"
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What this host says to one request."""
-    if request["ask"] == "clock":
-        return {"at": time.time()}
-    targets: Sequence[tuple[str, int]] = [(address, port) for address, port, _ in request["targets"]]
-    nonces = [nonce for *_, nonce in request["targets"]]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        said = list(pool.map(call, targets, nonces))
-        names = dict(zip(request["names"], pool.map(host.resolved, request["names"]), strict=True))
-    return {"reached": [[*target, why] for target, why in zip(targets, said, strict=True)], "names": names}
+def handle(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply to one request."""
+    if request["request"] == "clock":
+        return {"time": time.time()}
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
+        errors = list(pool.map(lambda target: connect(*target), request["targets"]))
+        resolved = dict(zip(request["names"], pool.map(resolve, request["names"]), strict=True))
+    return {"errors": errors, "resolved": resolved}
 
 
 def main() -> int:
+    """Report this host, then serve requests."""
     nonce = secrets.token_hex(8)
-    ports = [server.getsockname()[1] for server in listeners(nonce)]
-    _say({"host": asdict(host.look()), "ports": ports, "nonce": nonce})
+    ports = [server.getsockname()[1] for server in open_listeners(nonce)]
+    _reply({"facts": asdict(collect_host_facts()), "ports": ports, "nonce": nonce})
     for line in sys.stdin:
-        _say(answer(json.loads(line)))
+        _reply(handle(json.loads(line)))
     return 0
 
 
-def _say(said: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(said) + "\n")
+def _reply(message: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
-"""`dualdist doctor --run`: start every usable cell (launcher, backend, transport); its ranks run one collective.
+"""`dualdist doctor --run`: one collective in every usable cell (launcher, backend, transport).
 
-The ranks run: python -m dualdist.doctor.smoke_test [--spawn RANKS] FOLDER TIMEOUT_S
+Each rank runs: python -m dualdist.doctor.smoke_test [--spawn RANKS] FOLDER TIMEOUT_S
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dualdist.backends.availability import Availability
 from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, expand_configs, split_runnable
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
-from dualdist.doctor.findings import Finding
+from dualdist.doctor.context import Finding
 from dualdist.errors import LaunchError
 from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import run_command
@@ -27,44 +27,41 @@ from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS, Site
 from dualdist.launch.spawn import spawn_without_main
 
 SPAWN_OPTION = "--spawn"
+PROGRAM = ("-m", "dualdist.doctor.smoke_test")
+JOB_TIMEOUT_S = 90.0
+INIT_TIMEOUT_S = 30.0
 
 
-def work(folder: str, timeout_s: float) -> None:
-    """One rank's part; AssertionError where the sum is wrong."""
+def run_rank(folder: str, timeout_s: float) -> None:
+    """Run one allreduce on this rank and write its report; raise AssertionError for a wrong sum."""
     import torch
 
     import dualdist as dd
 
     dd.init(timeout_s=timeout_s)
     rank, size = dd.rank(), dd.size()
-    # Powers of two: a rank that is missing or counted twice shows. On the device on which it would train.
-    found = dd.allreduce(torch.full((1000,), 2**rank, dtype=torch.int64, device=dd.device()), "sum")
+    # Powers of two reveal a rank that is missing or counted twice.
+    result = dd.allreduce(torch.full((1000,), 2**rank, dtype=torch.int64, device=dd.device()), "sum")
     expected = 2**size - 1
-    if not bool((found == expected).all()):
-        raise AssertionError(f"the sum over {size} ranks is {int(found[0])}, expected {expected}")
-    told = {"rank": rank, "backend": dd.backend(), "transport": dd.transport(), "launcher": dd.launcher()}
+    if not bool((result == expected).all()):
+        raise AssertionError(f"the sum over {size} ranks is {int(result[0])}, expected {expected}")
+    report = {"rank": rank, "backend": dd.backend(), "transport": dd.transport(), "launcher": dd.launcher()}
     dd.shutdown()
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(told))
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
 
 
-def main(words: Sequence[str]) -> int:
-    if words[0] == SPAWN_OPTION:
-        spawn_without_main(work, int(words[1]), (words[2], float(words[3])))
+def main(argv: Sequence[str]) -> int:
+    """Run one rank, or all of them by dd.spawn."""
+    if argv[0] == SPAWN_OPTION:
+        spawn_without_main(run_rank, int(argv[1]), (argv[2], float(argv[3])))
     else:
-        work(words[0], float(words[1]))
+        run_rank(argv[0], float(argv[1]))
     return 0
 
 
-TRIAL = ("-m", "dualdist.doctor.smoke_test")
-CELL_S = 90.0
-WAIT_S = 30.0
-
-Tell = Callable[[str], None]
-
-
 @dataclass(frozen=True)
-class TriedCell:
-    """A cell that was started. `problem` says how it failed, "" where its ranks got the right sum."""
+class SmokeTestResult:
+    """A cell that was run; `problem` is "" if its ranks got the right sum."""
 
     launcher: str
     backend: str
@@ -73,12 +70,8 @@ class TriedCell:
     seconds: float
     problem: str = ""
 
-    @property
-    def label(self) -> str:
-        return f"{self.backend} over {self.transport} ({self.launcher})"
 
-
-def usable(
+def select_cells(
     ranks: int,
     environ: Mapping[str, str],
     site: Site,
@@ -87,77 +80,73 @@ def usable(
     launchers: Sequence[str] | None = None,
     wanted: Sequence[str] | None = None,
 ) -> tuple[list[Cell], list[RefusedCell]]:
-    """The cells that can run here as far as is known, and the others with the reasons."""
+    """Return the cells that should work here, and the others with the reasons."""
     facts = MatrixFacts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
-    places = expand_configs(launchers or MULTI_RANK_LAUNCHERS, wanted or list(BACKEND_TRANSPORTS), None, environ)
-    return split_runnable(places, MeasurementSettings(ranks), site, facts)
+    configs = expand_configs(launchers or MULTI_RANK_LAUNCHERS, wanted or list(BACKEND_TRANSPORTS), None, environ)
+    return split_runnable(configs, MeasurementSettings(ranks), site, facts)
 
 
-def try_all(cells: Iterable[Cell], ranks: int, site: Site, tell: Tell) -> list[TriedCell]:
-    """Every cell's job, one after another."""
-    cells, found = list(cells), []
+def run_cells(cells: Sequence[Cell], ranks: int, site: Site, log: Callable[[str], None]) -> list[SmokeTestResult]:
+    """Run the cells one after another."""
+    results = []
     for number, cell in enumerate(cells, 1):
         with tempfile.TemporaryDirectory(prefix="dualdist-doctor-", ignore_cleanup_errors=True) as folder:
-            tried = _try(cell, ranks, site, Path(folder))
-        tell(f"[{number}/{len(cells)}] {cell.label}: {'failed' if tried.problem else 'works'}, {tried.seconds:.1f} s")
-        found.append(tried)
-    return found
+            result = _run_cell(cell, ranks, site, Path(folder))
+        log(f"[{number}/{len(cells)}] {cell.label}: {'failed' if result.problem else 'works'}, {result.seconds:.1f} s")
+        results.append(result)
+    return results
 
 
-def find(tried: Iterable[TriedCell]) -> Iterable[Finding]:
-    """What failed of what should work."""
-    for each in tried:
+def find(results: Iterable[SmokeTestResult]) -> Iterator[Finding]:
+    """Yield the failed cells."""
+    for each in results:
         if each.problem:
             yield Finding(
                 "cell-failed",
                 "error",
-                f"{each.label} fails: {each.problem}",
-                "nothing was known against it, and a job like this one will fail in the same way",
-                f"see all that its ranks say: {each.command}",
+                f"{each.backend} over {each.transport} ({each.launcher}) fails: {each.problem}",
+                "no check ruled it out, and every such job will fail in the same way",
+                f"run it to see the full output of its ranks: {each.command}",
             )
 
 
-def last_words(output: str) -> str:
-    """The line that says best why ranks failed: an exception's own, as launchers have much to say after it."""
+def summarize_failure(output: str) -> str:
+    """Return the last exception's line, since launchers print more after it, or else the last line."""
     lines = [line.strip() for line in extract_traceback(output).splitlines() if any(map(str.isalnum, line))]
     exceptions = [line for line in lines if EXCEPTION.match(line)]
     return (exceptions or lines or [""])[-1]
 
 
-def _planned(cell: Cell, ranks: int, site: Site, folder: Path) -> PlannedJob:
-    words = (str(folder), f"{WAIT_S:g}")
-    program = (*TRIAL, SPAWN_OPTION, str(ranks), *words) if cell.config.launcher == SPAWN else (*TRIAL, *words)
-    built = program_command(cell.config, program, MeasurementSettings(ranks), site)
-    return PlannedJob(cell.label, built, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
-
-
-def _try(cell: Cell, ranks: int, site: Site, folder: Path) -> TriedCell:
-    planned, place, began = _planned(cell, ranks, site, folder), cell.config, time.monotonic()
+def _run_cell(cell: Cell, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
+    config, start = cell.config, time.monotonic()
+    program = (*PROGRAM, *((SPAWN_OPTION, str(ranks)) if config.launcher == SPAWN else ()))
+    command = program_command(config, (*program, str(folder), f"{INIT_TIMEOUT_S:g}"), MeasurementSettings(ranks), site)
+    job = PlannedJob(cell.label, command, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
     try:
-        result = run_command(planned.command, timeout_s=CELL_S, what=planned.title)
-        problem = _problem(place.backend, place.transport, planned, result.code, result.output)
+        result = run_command(command, timeout_s=JOB_TIMEOUT_S, what=job.title)
+        if result.code:
+            problem = summarize_failure(result.output) or f"exit code {result.code}, without output"
+        else:
+            problem = _check_reports(config.backend, config.transport, job.reports)
     except LaunchError as error:
         problem = str(error)
-    # The folder of the reports is gone afterwards: any other does for a person.
-    command = planned.command_line.replace(shlex.quote(str(folder)), tempfile.gettempdir())
-    return TriedCell(place.launcher, place.backend, place.transport, command, time.monotonic() - began, problem)
+    # The folder of the reports is deleted: print a command that writes them to another one.
+    line = job.command_line.replace(shlex.quote(str(folder)), tempfile.gettempdir())
+    return SmokeTestResult(config.launcher, config.backend, config.transport, line, time.monotonic() - start, problem)
 
 
-def _problem(backend: str, transport: str | None, planned: PlannedJob, code: int, output: str) -> str:
-    if code:
-        return last_words(output) or f"exit code {code}, and nothing was said"
-    missing = sum(not path.exists() for path in planned.reports)
+def _check_reports(backend: str, transport: str | None, reports: Sequence[Path]) -> str:
+    missing = sum(not path.exists() for path in reports)
     if missing:
-        return f"it ended well, but {missing} of {len(planned.reports)} ranks did not report"
-    for path in planned.reports:
-        told = json.loads(path.read_text())
-        if (told["backend"], told["transport"]) != (backend, transport):
-            return f"rank {told['rank']} ran on {told['backend']} over {told['transport']}"
+        return f"exit code 0, but {missing} of {len(reports)} ranks did not report"
+    for report in (json.loads(path.read_text()) for path in reports):
+        if (report["backend"], report["transport"]) != (backend, transport):
+            return f"rank {report['rank']} ran on {report['backend']} over {report['transport']}"
     return ""
 
 
 if __name__ == "__main__":
-    # By its full name, which the new processes can import: theirs is another __main__.
+    # Under its full name, so that spawned processes can import run_rank.
     from dualdist.doctor import smoke_test
 
     sys.exit(smoke_test.main(sys.argv[1:]))

@@ -30,8 +30,8 @@ def found(outcome: Outcome) -> dict[str, dict[str, Any]]:
     assert outcome.rc == max((worst[each["level"]] for each in said["findings"]), default=0), str(outcome)
     by_name: dict[str, dict[str, Any]] = {}
     for each in said["findings"]:
-        before = by_name.get(each["name"], {"seen": ""})["seen"]
-        by_name[each["name"]] = {**each, "seen": f"{before}\n{each['seen']}"}
+        before = by_name.get(each["name"], {"message": ""})["message"]
+        by_name[each["name"]] = {**each, "message": f"{before}\n{each['message']}"}
     return by_name
 
 
@@ -51,13 +51,13 @@ def test_a_host_with_little_of_everything(launch: Launch) -> None:
     )
     before = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
     told = ask(launch, "-np", "2", before=before, env={"OMP_NUM_THREADS": "1000", "GLOO_SOCKET_IFNAME": "ib7"})
-    assert "has 64 MiB free, which should be 96 MiB" in told["shm-too-small"]["seen"]
-    assert "may open 256 files at most" in told["too-few-files"]["seen"]
-    assert "may lock 0.0625 MiB" in told["locked-memory"]["seen"]
-    assert "mlx5_0" in told["locked-memory"]["seen"]
-    assert "nobody-knows-me, does not resolve" in told["hostname-unresolved"]["seen"]
-    assert "OMP_NUM_THREADS=1000" in told["thread-oversubscription"]["seen"]
-    assert "no interface ib7" in told["interface-missing"]["seen"]
+    assert "has 64 MiB free, but 2 ranks need at least 96 MiB" in told["shm-too-small"]["message"]
+    assert "may open at most 256 files" in told["too-few-files"]["message"]
+    assert "may lock at most 0.0625 MiB" in told["locked-memory"]["message"]
+    assert "mlx5_0" in told["locked-memory"]["message"]
+    assert "nobody-knows-me, does not resolve" in told["hostname-unresolved"]["message"]
+    assert "OMP_NUM_THREADS=1000" in told["thread-oversubscription"]["message"]
+    assert "no interface ib7" in told["interface-missing"]["message"]
     assert told["interface-missing"]["level"] == "error"
 
 
@@ -68,10 +68,10 @@ def test_an_mpirun_of_another_mpi_comes_first(launch: Launch, mpich: mpi.MPICH, 
     (folder / "mpirun").symlink_to(Path(mpich.mpiexec).resolve())
     told = ask(launch, env={"PATH": f"{folder}:{launch.env['PATH']}"})
     assert told["two-mpis"]["level"] == "warning"
-    assert f"mpirun is {folder}/mpirun (MPICH " in told["two-mpis"]["seen"]
-    assert "mpiexec" in told["two-mpis"]["seen"]
-    assert "mpi4py uses Open MPI v4" in told["mpi4py-other-mpi"]["seen"]
-    assert "Horovod was built with Open MPI 4" in told["horovod-other-mpi"]["seen"]
+    assert f"mpirun is {folder}/mpirun (MPICH " in told["two-mpis"]["message"]
+    assert "mpiexec" in told["two-mpis"]["message"]
+    assert "mpi4py uses Open MPI v4" in told["mpi4py-other-mpi"]["message"]
+    assert "Horovod was built with Open MPI 4" in told["horovod-other-mpi"]["message"]
 
 
 def packages(folder: Path, **named: tuple[str, str, str]) -> str:
@@ -91,13 +91,13 @@ def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: La
     broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
     path = packages(launch.directory / "a", torch=("2.13.0+cu126", "", broken))
     told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
-    assert "libcudart.so.12: cannot open shared object" in told["torch-broken"]["seen"]
+    assert "libcudart.so.12: cannot open shared object" in told["torch-broken"]["message"]
     assert told["torch-broken"]["level"] == "error"
     assert "horovod-other-torch" in told
     path = packages(launch.directory / "b", torchvision=("0.24.0", "torch==2.9.0", ""))
     told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
-    assert "torchvision 0.24.0 is made for torch 2.9.0" in told["torchvision-other-torch"]["seen"]
-    assert "--no-deps" in told["torchvision-other-torch"]["do"]
+    assert "torchvision 0.24.0 is built for torch 2.9.0" in told["torchvision-other-torch"]["message"]
+    assert "--no-deps" in told["torchvision-other-torch"]["fix"]
 
 
 OTHERS_HOROVOD = """
@@ -120,7 +120,7 @@ def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> No
     program = (
         "from os import environ; from dualdist.utils.package_probe import probe_horovod; print(probe_horovod(environ))"
     )
-    assert launch([sys.executable, "-c", program]).stdout == "SaidHorovod(gloo=True, mpi=True, nccl='')\n"
+    assert launch([sys.executable, "-c", program]).stdout == "HorovodProbe(gloo=True, mpi=True, nccl='')\n"
 
 
 def test_a_python_without_anything_is_told_what_to_install(launch: Launch) -> None:
@@ -176,7 +176,7 @@ def test_fix_installs_what_is_missing_after_a_yes(launch: Launch) -> None:
         doctor = [str(python), *DOCTOR[1:], "--fix", "--json", "-"]
         outcome = launch(doctor, env=env, check=False)
         assert found(outcome)["mpi4py-missing"]["level"] == "error"
-        assert "-m pip install mpi4py ? [not asked: this is no terminal" in outcome.stderr
+        assert "-m pip install mpi4py ? [skipped: stdin is not a terminal" in outcome.stderr
         outcome = launch([*doctor, "--yes"], env=env, check=False)
     assert "mpi4py-missing" not in found(outcome), str(outcome)
     assert "done: " in outcome.stderr
@@ -188,13 +188,13 @@ def test_run_starts_every_usable_way(launch: Launch) -> None:
     words = ("--run", "-np", "2", "--launchers", "torchrun", "--backends", "native,horovod", "--json", "-")
     outcome = launch([*DOCTOR, *words], check=False)
     told = json.loads(outcome.stdout)["cells"]
-    tried = {(each["launcher"], each["backend"], each["transport"], each["problem"]) for each in told["tried"]}
+    tried = {(each["launcher"], each["backend"], each["transport"], each["problem"]) for each in told["tested"]}
     assert tried == {
         ("torchrun", "native", "gloo", ""),
         ("torchrun", "native", "shm", ""),
         ("torchrun", "horovod", "gloo", ""),
     }, str(outcome)
-    reasons = {(each["backend"], each["transport"]): each["reason"] for each in told["left_out"]}
+    reasons = {(each["backend"], each["transport"]): each["reason"] for each in told["skipped"]}
     assert reasons.keys() == {("native", "nccl"), ("horovod", "mpi"), ("horovod", "nccl")}
     assert "torch sees no GPU" in reasons["native", "nccl"]
     assert "not torchrun" in reasons["horovod", "mpi"]
@@ -207,9 +207,9 @@ def test_run_finds_a_way_that_does_not_work(launch: Launch, mpich: mpi.MPICH) ->
     env = mpi.of_mpich(launch.directory)
     words = ("--run", "--launchers", "mpirun", "--backends", "mpi", "--json", "-")
     told = found(launch([*DOCTOR, *words], env=env, check=False))
-    assert "mpi over mpi (mpirun) fails" in told["cell-failed"]["seen"]
-    assert "but MPI says rank 0 of 1" in told["cell-failed"]["seen"]
-    assert "mpirun" in told["cell-failed"]["do"]
+    assert "mpi over mpi (mpirun) fails" in told["cell-failed"]["message"]
+    assert "but MPI says rank 0 of 1" in told["cell-failed"]["message"]
+    assert "mpirun" in told["cell-failed"]["fix"]
     assert told["cell-failed"]["level"] == "error"
     assert "mpi4py-other-mpi" in told
 
@@ -234,14 +234,14 @@ def test_hosts_are_asked_and_call_each_other(launch: Launch, two_hosts: Hosts) -
         argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta:2,hostb:1,nowhere:1", "--json", "-")
         outcome = launch(argv, env=env, check=False)
     told = found(outcome)
-    assert "'nowhere' cannot be reached by ssh: its name does not resolve" in told["host-unusable"]["seen"]
+    assert "'nowhere' cannot be reached by ssh: its name does not resolve" in told["host-unusable"]["message"]
     assert told["host-unusable"]["level"] == "error"
-    assert "host hosta reaches hostb, but not its port 29500 (no answer" in told["port-blocked"]["seen"]
-    assert "the clock of host hostb is 90." in told["clock-skew"]["seen"]
-    assert "s ahead" in told["clock-skew"]["seen"]
-    assert f"at {ADDRESSES[1]}, and not at" in told["networks-not-shared"]["seen"]
+    assert "host hosta can connect to hostb, but not to its port 29500 (no answer" in told["port-blocked"]["message"]
+    assert "the clock of host hostb is 90." in told["clock-skew"]["message"]
+    assert "s ahead" in told["clock-skew"]["message"]
+    assert f"at {ADDRESSES[1]}, but not at" in told["networks-not-shared"]["message"]
     hosts = {each["name"]: each for each in json.loads(outcome.stdout)["hosts"]}
-    assert hosts["hostb"]["names"] == {"hosta": ADDRESSES[0]}
+    assert hosts["hostb"]["resolved"] == {"hosta": ADDRESSES[0]}
     assert abs(hosts["hosta"]["skew_s"]) < 1
     assert not two_hosts.processes("dualdist.doctor.peer")
 
@@ -251,8 +251,8 @@ def test_a_firewall_that_lets_only_ssh_through_is_found(launch: Launch, two_host
         argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta,hostb", "--json", "-")
         told = found(launch(argv, env=dict(two_hosts.env), check=False))
     assert told["hosts-cut-off"]["level"] == "error"
-    assert f"host hosta cannot open a connection to hostb ({ADDRESSES[1]} port " in told["hosts-cut-off"]["seen"]
-    assert "firewall" in told["hosts-cut-off"]["seen"]
+    assert f"host hosta cannot connect to hostb ({ADDRESSES[1]} port " in told["hosts-cut-off"]["message"]
+    assert "firewall" in told["hosts-cut-off"]["message"]
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
@@ -274,7 +274,7 @@ def test_a_network_that_every_host_has_is_no_way_between_them(
     told = found(outcome)
     assert "port-blocked" not in told, str(outcome)
     assert ("hosts-cut-off" in told) == is_blocked, str(outcome)
-    reached = json.loads(outcome.stdout)["hosts"][0]["reached"]["hostb"]
+    reached = json.loads(outcome.stdout)["hosts"][0]["connections"]["hostb"]
     assert "172.17.0.1" not in {address for address, _, _ in reached}
 
 

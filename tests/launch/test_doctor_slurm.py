@@ -30,18 +30,18 @@ def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) 
 def test_a_script_and_its_one_task_are_told_what_to_start(slurm: Slurm, launch: Launch) -> None:
     srun = "srun -N1 -n1 --gres=gpu:2 --mpi=none"
     script, task, step = batch(slurm, launch, ("-N2", "-n4", "--gres=gpu:2"), "", srun, "srun -n4 --mpi=none")
-    assert "SLURM_NTASKS=4, but this process is no task" in script["slurm-one-process"]["seen"]
-    assert "srun -n 4 python script.py" in script["slurm-one-process"]["do"]
+    assert "SLURM_NTASKS=4, but this process is not a task" in script["slurm-one-process"]["message"]
+    assert "srun -n 4 python script.py" in script["slurm-one-process"]["fix"]
     assert script["slurm-one-process"]["level"] == "warning"
-    assert "srun started one task, and gave it 2 GPUs (0,1)" in task["slurm-one-task"]["seen"]
+    assert "srun started one task with 2 GPUs (0,1)" in task["slurm-one-task"]["message"]
     assert not {"slurm-one-process", "slurm-one-task"} & step.keys()
 
 
 def test_a_script_that_names_no_number_of_tasks(slurm: Slurm, launch: Launch) -> None:
     (script,) = batch(slurm, launch, ("-N2",), "")
-    assert "SLURM_JOB_NUM_NODES=2, but this process is no task" in script["slurm-one-process"]["seen"]
+    assert "SLURM_JOB_NUM_NODES=2, but this process is not a task" in script["slurm-one-process"]["message"]
     (script,) = batch(slurm, launch, ("-N1", "-n1", "--gres=gpu:2"), "")
-    assert "this batch script is one task, and has 2 GPUs (0,1)" in script["slurm-one-task"]["seen"]
+    assert "this batch script is a single task with 2 GPUs (0,1)" in script["slurm-one-task"]["message"]
 
 
 def test_an_srun_without_pmix(slurm: Slurm, launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""Healthy facts, and the findings about others."""
+"""Facts of a healthy installation, and the findings for variations of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualdist.doctor import Diagnosis, Finding, judge
-from dualdist.doctor.diagnosis import place
-from dualdist.doctor.facts import HostFacts, InstallationFacts, MpiStarter
+from dualdist.doctor import Diagnosis, Finding, evaluate
+from dualdist.doctor.collect import InstallationFacts, MpiProgram
+from dualdist.doctor.diagnosis import detect_topology
+from dualdist.doctor.host import HostFacts
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe
 
@@ -23,21 +24,26 @@ VERSIONS: dict[str, str | None] = {
     "mpi4py": "4.1.2",
 }
 HOROVOD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", gloo=True, mpi=True, mpi_version="Open MPI 4.1.8")
-OPENMPI4 = MpiStarter("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
-OPENMPI5 = MpiStarter("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
-MPICH = MpiStarter("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
+OPENMPI4 = MpiProgram("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
+OPENMPI5 = MpiProgram("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
+MPICH = MpiProgram("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
 HOST = HostFacts(
-    "vm", cores=8, all_cores=8, shm_free=1 << 34, interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, address="10.0.0.1"
+    "vm",
+    cores=8,
+    total_cores=8,
+    shm_free=1 << 34,
+    interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+    address="10.0.0.1",
 )
 FACTS = InstallationFacts(
     versions=VERSIONS,
     host=HOST,
     python="/v/python",
-    abi="cpython-311-x86_64-linux-gnu",
+    abi_tag="cpython-311-x86_64-linux-gnu",
     torch=TorchProbe("2.13.0+cpu"),
     horovod=HOROVOD,
     mpi4py=Mpi4pyProbe("Open MPI v4.1.8, package"),
-    starters=(OPENMPI4,),
+    mpi_programs=(OPENMPI4,),
 )
 
 
@@ -48,15 +54,15 @@ def recorded(table: str, index: int = 0) -> dict[str, str]:
     return dict(RECORDS[table][index]["env"])
 
 
-def other(**changes: Any) -> InstallationFacts:
+def with_facts(**changes: Any) -> InstallationFacts:
     return replace(FACTS, **changes)
 
 
-def horovod(**changes: Any) -> InstallationFacts:
+def with_horovod(**changes: Any) -> InstallationFacts:
     return replace(FACTS, horovod=replace(HOROVOD, **changes))
 
 
-def on_host(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
+def with_host(facts: InstallationFacts = FACTS, **changes: Any) -> InstallationFacts:
     return replace(facts, host=replace(facts.host, **changes))
 
 
@@ -73,21 +79,21 @@ def diagnosis(
     environ: Mapping[str, str] | None = None, facts: InstallationFacts = FACTS, ranks: int | None = None
 ) -> Diagnosis:
     environ = {"OMP_NUM_THREADS": "1", **(environ or {})}
-    return judge(place(environ), environ, facts, ranks)
+    return evaluate(detect_topology(environ), environ, facts, ranks)
 
 
-def found(
+def levels(
     environ: Mapping[str, str] | None = None, facts: InstallationFacts = FACTS, ranks: int | None = None
 ) -> dict[str, str]:
-    """The level of each finding, by its name."""
+    """Return the level of each finding by name."""
     return {each.name: each.level for each in diagnosis(environ, facts, ranks).findings}
 
 
-def the(name: str, told: Diagnosis) -> Finding:
-    (finding,) = [each for each in told.findings if each.name == name]
+def finding_named(name: str, result: Diagnosis) -> Finding:
+    (finding,) = [each for each in result.findings if each.name == name]
     return finding
 
 
-GPUS = on_host(with_torch(cuda="13.0", nccl="2.27.3", gpus=4, version="2.13.0"), gpus=4)
+GPUS = with_host(with_torch(cuda="13.0", nccl="2.27.3", gpus=4, version="2.13.0"), gpus=4)
 GPUS = with_versions(replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0", nccl="2.27.3")), torch="2.13.0")
 TORCHRUN, MPIRUN = recorded("torchrun"), recorded("openmpi-4.1.4_mpirun")

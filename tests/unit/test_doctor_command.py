@@ -1,4 +1,4 @@
-"""The commands `dualdist doctor` and `dualdist info`, as processes of their own."""
+"""The commands `dualdist doctor` and `dualdist info`, run as processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from doctor_facts import RECORDS, recorded
 
 from dualdist.cli import doctor as command
 from dualdist.doctor import Finding, host
-from dualdist.doctor.findings import apply, fixes
+from dualdist.doctor.diagnosis import apply_fixes, collect_fixes
 
 DOCTOR = ("-m", "dualdist", "doctor")
 IMPORTED = """
@@ -43,40 +43,40 @@ def python(env: Mapping[str, str], *argv: str, cwd: Path | None = None) -> subpr
     )
 
 
-# Of each kind one; without processes all are explained in test_explain_env.py.
+# One of each kind; test_explain_env.py has all of them, without processes.
 TABLES = ("torchrun", "openmpi-4.1.4_mpirun", "slurm_srun-none_N2x2", "slurm_sbatch_plain")
 BROKEN = next(name for name, rows in RECORDS.items() if "error" in rows[-1]["expect"])
 
 
-def test_the_environment_is_explained_as_it_was_recorded(base_env: Mapping[str, str]) -> None:
+def test_explain_env_returns_the_recorded_topology(base_env: Mapping[str, str]) -> None:
     rows: list[dict[str, Any]] = [RECORDS[name][-1] for name in (*TABLES, BROKEN)]
     explain = (*DOCTOR, "--explain-env", "--json", "-")
     with ThreadPoolExecutor(max_workers=2) as pool:
         answers = list(pool.map(lambda row: python({**base_env, **row["env"]}, *explain), rows))
     for row, answer in zip(rows, answers, strict=True):
-        said = json.loads(answer.stdout)
+        report = json.loads(answer.stdout)
         assert answer.stderr == ""
         if "error" in row["expect"]:
-            assert (said["topology"], answer.returncode) == (None, 2)
-            assert all(word in said["error"] for word in row["expect"]["error"])
+            assert (report["topology"], answer.returncode) == (None, 2)
+            assert all(word in report["error"] for word in row["expect"]["error"])
         else:
-            assert {name: said["topology"][name] for name in row["expect"]} == row["expect"]
+            assert {name: report["topology"][name] for name in row["expect"]} == row["expect"]
             assert answer.returncode == 0
-            assert {"node_rank", "num_nodes", "source", "address", "port", "inferred"} <= said["topology"].keys()
+            assert {"node_rank", "num_nodes", "source", "address", "port", "inferred"} <= report["topology"].keys()
 
 
-def test_the_doctor_loads_nothing_heavy_and_says_all_in_json(base_env: Mapping[str, str], tmp_path: Path) -> None:
+def test_doctor_imports_nothing_heavy_and_its_json_is_complete(base_env: Mapping[str, str], tmp_path: Path) -> None:
     answer = python(base_env, "-c", IMPORTED)
     assert answer.stderr == ""
-    said = json.loads(answer.stdout)
-    assert {"native", "horovod", "mpi", "single"} <= said["backends"].keys()
+    report = json.loads(answer.stdout)
+    assert {"native", "horovod", "mpi", "single"} <= report["backends"].keys()
     expected = {"info": 0, "warning": 1, "error": 2}
-    worst = max((expected[each["level"]] for each in said["findings"]), default=0)
-    assert answer.returncode == worst == said["exit_code"]
-    assert all({"name", "level", "seen", "why", "do"} <= each.keys() for each in said["findings"])
+    worst = max((expected[each["level"]] for each in report["findings"]), default=0)
+    assert answer.returncode == worst == report["exit_code"]
+    assert all({"name", "level", "message", "why", "fix", "command"} <= each.keys() for each in report["findings"])
 
 
-def test_json_goes_to_a_file_beside_the_findings(base_env: Mapping[str, str], tmp_path: Path) -> None:
+def test_json_is_written_to_a_file_in_addition_to_text(base_env: Mapping[str, str], tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     answer = python(base_env, *DOCTOR, "--explain-env", "--json", str(path))
     assert json.loads(path.read_text())["topology"]["launcher"] == "none"
@@ -88,7 +88,7 @@ def test_json_goes_to_a_file_beside_the_findings(base_env: Mapping[str, str], tm
     assert "Traceback" not in answer.stderr
 
 
-def test_secrets_stay_here(base_env: Mapping[str, str]) -> None:
+def test_secrets_are_redacted(base_env: Mapping[str, str]) -> None:
     env = {**base_env, **recorded("torchrun"), "DUALDIST_RENDEZVOUS": "tcp://user:hush@n1:7", "HF_TOKEN": "hush2"}
     for options in ((), ("--json", "-")):
         answer = python({**env, "MASTER_ADDR": "hush2.example"}, *DOCTOR, "--explain-env", *options)
@@ -97,21 +97,19 @@ def test_secrets_stay_here(base_env: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("-np", "0"), "-np 0: expected 1 or more"),
-        (("--launchers", "mpirun"), "--launchers goes with --run"),
-        (("--yes",), "--yes goes with --fix"),
+        (("--launchers", "mpirun"), "--launchers requires --run"),
+        (("--yes",), "--yes requires --fix"),
         (("--hosts", "a", "--hostfile", "b"), "give one of them"),
         (("--run", "--launchers", "mpiru"), "did you mean 'mpirun'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_an_error_and_no_warning(
-    base_env: Mapping[str, str], words: tuple[str, ...], said: str
-) -> None:
-    answer = python(base_env, *DOCTOR, *words)
+def test_invalid_options_are_usage_errors(base_env: Mapping[str, str], options: tuple[str, ...], message: str) -> None:
+    answer = python(base_env, *DOCTOR, *options)
     assert answer.returncode == 2
-    assert said in answer.stderr
+    assert message in answer.stderr
     assert "Traceback" not in answer.stderr
 
 
@@ -123,16 +121,14 @@ def test_what_cannot_be_asked_for_is_an_error_and_no_warning(
         (None, ["backend single, rank 0 of 1, started by none ("]),
     ],
 )
-def test_one_line_says_which_backend_it_would_be(
-    base_env: Mapping[str, str], table: str | None, words: list[str]
-) -> None:
+def test_info_prints_the_backend_in_one_line(base_env: Mapping[str, str], table: str | None, words: list[str]) -> None:
     answer = python({**base_env, **(recorded(table) if table else {})}, "-m", "dualdist", "info")
     assert answer.returncode == 0
     assert answer.stdout.count("\n") == 1
     assert all(word in answer.stdout for word in words), answer.stdout
 
 
-def test_no_line_says_a_backend_that_there_is_not(base_env: Mapping[str, str]) -> None:
+def test_an_unknown_backend_is_an_error(base_env: Mapping[str, str]) -> None:
     for words, code in ((("info",), 1), (("doctor", "--explain-env"), 2)):
         answer = python({**base_env, "DUALDIST_BACKEND": "nativ"}, "-m", "dualdist", *words)
         assert (answer.returncode, "expected one of auto, native" in answer.stdout + answer.stderr) == (code, True)
@@ -149,7 +145,7 @@ def test_no_line_says_a_backend_that_there_is_not(base_env: Mapping[str, str]) -
         ((), "2.13.0", {}, False),
     ],
 )
-def test_a_gpu_counts_where_torch_may_use_it(
+def test_may_use_gpus_needs_a_driver_visibility_and_a_gpu_build(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     gpus: tuple[str, ...],
@@ -157,7 +153,6 @@ def test_a_gpu_counts_where_torch_may_use_it(
     environ: dict[str, str],
     expected: bool,
 ) -> None:
-    """By the driver's list, the variable, and the build of the torch that is found first."""
     for gpu in gpus:
         (tmp_path / "gpus" / gpu).mkdir(parents=True)
     about = tmp_path / f"torch-{build}.dist-info"
@@ -172,29 +167,29 @@ FIXABLE = Finding("x", "error", "x is missing", "it is needed", "make x", (sys.e
 
 
 @pytest.mark.parametrize(("typed", "is_made"), [("y\n", True), ("yes\n", True), ("n\n", False), ("\n", False)])
-def test_a_fix_waits_for_a_yes(
+def test_a_fix_runs_only_after_yes(
     typed: str, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """On a real terminal: nothing happens before the answer, and nothing after another one."""
+    """Uses a pseudo-terminal."""
     ours, theirs = pty.openpty()
     monkeypatch.chdir(tmp_path)
     with os.fdopen(theirs, "r") as terminal, os.fdopen(ours, "w") as keyboard:
         monkeypatch.setattr(sys, "stdin", terminal)
         keyboard.write(typed)
         keyboard.flush()
-        done = apply(fixes([FIXABLE, FIXABLE]), os.environ, command._ask, command._say)
+        done = apply_fixes(collect_fixes([FIXABLE, FIXABLE]), os.environ, command._confirm, command._log)
     assert (done, (tmp_path / "made").exists()) == (int(is_made), is_made)
-    said = capfd.readouterr().err
-    assert "x is missing" in said
-    assert "[y/N]" in said
+    report = capfd.readouterr().err
+    assert "x is missing" in report
+    assert "[y/N]" in report
 
 
-def test_where_nobody_can_answer_nothing_is_done(
+def test_without_a_terminal_no_fix_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Path(os.devnull).open() as nobody:
-        monkeypatch.setattr(sys, "stdin", nobody)
-        assert apply(fixes([FIXABLE]), os.environ, command._ask, command._say) == 0
+    with Path(os.devnull).open() as null:
+        monkeypatch.setattr(sys, "stdin", null)
+        assert apply_fixes(collect_fixes([FIXABLE]), os.environ, command._confirm, command._log) == 0
     assert not (tmp_path / "made").exists()
-    assert "--yes means yes" in capfd.readouterr().err
+    assert "pass --yes to confirm" in capfd.readouterr().err

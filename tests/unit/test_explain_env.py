@@ -1,4 +1,4 @@
-"""From which variable each part of a place came, and why others did not count, in every recorded environment."""
+"""The variable behind each topology field, and the ignored ones, in every recorded environment."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ import pytest
 from doctor_facts import HOROVOD, MPIRUN, RECORDS, VERSIONS, recorded
 
 from dualdist.backends.availability import available
-from dualdist.doctor.diagnosis import place
+from dualdist.doctor.diagnosis import detect_topology
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.environments import detect
 from dualdist.environments.env_values import FIELDS
 
 BACKENDS = available(VERSIONS, HOROVOD)
-SOUND = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]
+VALID = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]
 
 
 def explained(environ: Mapping[str, str], **changes: Any) -> TopologyExplanation:
-    return explain(environ, place(environ), changes.get("backends", BACKENDS), has_gpu=changes.get("has_gpu", False))
+    return explain(
+        environ, detect_topology(environ), changes.get("backends", BACKENDS), has_gpu=changes.get("has_gpu", False)
+    )
 
 
-def sources(told: TopologyExplanation) -> dict[str, str]:
-    return {part.name: part.source for part in told.parts}
+def sources(result: TopologyExplanation) -> dict[str, str]:
+    return {each.name: each.source for each in result.fields}
 
 
-def ignored(told: TopologyExplanation) -> dict[str, str]:
-    return {each.name: each.why for each in told.ignored}
+def ignored(result: TopologyExplanation) -> dict[str, str]:
+    return {each.name: each.why for each in result.ignored}
 
 
-@pytest.mark.parametrize("table", SOUND)
-def test_every_part_names_a_variable_that_has_its_value_or_says_that_it_was_inferred(table: str) -> None:
+@pytest.mark.parametrize("table", VALID)
+def test_every_field_names_a_variable_with_its_value_or_is_marked_inferred(table: str) -> None:
     for row in RECORDS[table]:
         environ, topology = row["env"], detect(row["env"])
-        told = explained(environ)
+        result = explained(environ)
         for name in FIELDS:
-            source, origin = sources(told)[name], dict(topology.origins).get(name)
+            source, origin = sources(result)[name], dict(topology.origins).get(name)
             if origin is None:
-                assert source.startswith(("inferred", "follows", "a job of one rank")), (name, source)
+                assert source.startswith(("inferred", "derived", "a 1-rank job")), (name, source)
                 assert (name in topology.inferred) == source.startswith("inferred"), (name, source)
             elif "[" in origin:  # SLURM_STEP_TASKS_PER_NODE[0] is the first of "2(x2),1"
                 assert source == f"{origin} ({environ[origin.partition('[')[0]]})"
@@ -48,13 +50,13 @@ def test_every_part_names_a_variable_that_has_its_value_or_says_that_it_was_infe
                 assert source.startswith(origin)
 
 
-@pytest.mark.parametrize("table", SOUND)
+@pytest.mark.parametrize("table", VALID)
 def test_a_variable_is_used_or_ignored_and_never_both(table: str) -> None:
     environ = RECORDS[table][-1]["env"]
-    told = explained(environ)
+    result = explained(environ)
     used = {origin.partition("[")[0] for _, origin in detect(environ).origins}
-    assert not used & ignored(told).keys()
-    assert all(why and environ[name] for name, why in ignored(told).items())
+    assert not used & ignored(result).keys()
+    assert all(why and environ[name] for name, why in ignored(result).items())
 
 
 IGNORED = [
@@ -78,25 +80,25 @@ IGNORED = [
 
 
 @pytest.mark.parametrize(("table", "name", "words"), IGNORED, ids=[f"{row[0]}-{row[1]}" for row in IGNORED])
-def test_what_is_ignored_is_ignored_for_its_own_reason(table: str, name: str, words: str) -> None:
+def test_ignored_variables_have_a_reason(table: str, name: str, words: str) -> None:
     assert words in ignored(explained(recorded(table)))[name]
 
 
-def test_the_step_that_told_that_srun_started_this_is_not_called_ignored() -> None:
-    told = explained(recorded("slurm_srun-none_N2x2"))
-    assert not {"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID"} & ignored(told).keys()
-    assert sources(told)["local_size"] == "SLURM_STEP_TASKS_PER_NODE[0] (2(x2))"
+def test_the_step_id_that_identifies_srun_is_not_ignored() -> None:
+    result = explained(recorded("slurm_srun-none_N2x2"))
+    assert not {"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID"} & ignored(result).keys()
+    assert sources(result)["local_size"] == "SLURM_STEP_TASKS_PER_NODE[0] (2(x2))"
 
 
-def test_rank_0_is_met_where_the_variables_say() -> None:
-    told = {part.name: part for part in explained(recorded("torchrun")).parts}
-    assert told["ranks meet"].source.startswith("MASTER_ADDR and MASTER_PORT; the launcher's agent")
+def test_the_rendezvous_is_the_one_in_the_variables() -> None:
+    result = {each.name: each for each in explained(recorded("torchrun")).fields}
+    assert result["rendezvous"].source.startswith("MASTER_ADDR and MASTER_PORT; the launcher's agent")
     set_by_hand = {"DUALDIST_RANK": "0", "DUALDIST_SIZE": "2", "DUALDIST_ADDRESS": "n1", "DUALDIST_PORT": "7"}
-    told = {part.name: part for part in explained(set_by_hand).parts}
-    assert (told["ranks meet"].value, told["rank"].source) == ("n1 port 7", "DUALDIST_RANK (0)")
+    result = {each.name: each for each in explained(set_by_hand).fields}
+    assert (result["rendezvous"].value, result["rank"].source) == ("n1 port 7", "DUALDIST_RANK (0)")
     file = recorded("openmpi-4.1.4_mpirun") | {"DUALDIST_RENDEZVOUS": "file:///a/b"}
-    told = {part.name: part for part in explained(file).parts}
-    assert (told["ranks meet"].value, told["ranks meet"].source) == ("file:///a/b", "DUALDIST_RENDEZVOUS")
+    result = {each.name: each for each in explained(file).fields}
+    assert (result["rendezvous"].value, result["rendezvous"].source) == ("file:///a/b", "DUALDIST_RENDEZVOUS")
     assert "MASTER_PORT" in ignored(explained({"MASTER_ADDR": "n1"}))["MASTER_ADDR"]
 
 
@@ -107,7 +109,7 @@ def test_rank_0_is_met_where_the_variables_say() -> None:
         (recorded("torchrun"), {}, "native", "torchrun"),
         (recorded("torchrun") | {"DUALDIST_BACKEND": "horovod"}, {}, "horovod", "DUALDIST_BACKEND"),
         (recorded("torchrun") | {"DUALDIST_BACKEND": "auto"}, {}, "native", "torchrun"),
-        (recorded("horovodrun_gloo_more"), {}, "horovod", "Horovod's own"),
+        (recorded("horovodrun_gloo_more"), {}, "horovod", "Horovod's launcher"),
         (MPIRUN, {}, "horovod", "built with MPI"),
         (MPIRUN, {"backends": available(VERSIONS, replace(HOROVOD, mpi=False))}, "mpi", "mpi4py"),
         (MPIRUN, {"backends": available({**VERSIONS, "mpi4py": None}, None)}, "native", "neither"),
@@ -115,24 +117,24 @@ def test_rank_0_is_met_where_the_variables_say() -> None:
         (recorded("slurm_srun-none_N2x2"), {}, "native", "srun"),
     ],
 )  # fmt: skip
-def test_the_backend_is_the_one_that_init_would_take(
+def test_the_backend_is_the_one_that_init_would_choose(
     environ: Mapping[str, str], changes: dict[str, Any], backend: str, words: str
 ) -> None:
-    told = {part.name: part for part in explained(environ, **changes).parts}
-    assert told["backend"].value == backend
-    assert words in told["backend"].source
+    result = {each.name: each for each in explained(environ, **changes).fields}
+    assert result["backend"].value == backend
+    assert words in result["backend"].source
 
 
-def test_a_choice_that_means_nothing_is_told_beside_the_place() -> None:
-    told = explained(recorded("torchrun") | {"DUALDIST_BACKEND": "nativ", "DUALDIST_TRANSPORT": "tcp"})
-    assert "'nativ': expected one of auto, native" in told.error
-    assert "'tcp': expected one of gloo" in told.error
-    assert {"rank", "size", "launcher"} <= sources(told).keys()
-    assert "backend" not in sources(told)
+def test_an_unknown_choice_is_an_error_beside_the_topology() -> None:
+    result = explained(recorded("torchrun") | {"DUALDIST_BACKEND": "nativ", "DUALDIST_TRANSPORT": "tcp"})
+    assert "'nativ': expected one of auto, native" in result.error
+    assert "'tcp': expected one of gloo" in result.error
+    assert {"rank", "size", "launcher"} <= sources(result).keys()
+    assert "backend" not in sources(result)
 
 
-def test_a_broken_environment_is_shown_as_it_is() -> None:
-    told = explained({"RANK": "0", "SLURM_NTASKS": "4", "HOME": "/root"})
-    assert "WORLD_SIZE not set" in told.error
-    assert told.parts == ()
-    assert list(ignored(told)) == ["RANK", "SLURM_NTASKS"]
+def test_invalid_variables_are_listed_with_the_error() -> None:
+    result = explained({"RANK": "0", "SLURM_NTASKS": "4", "HOME": "/root"})
+    assert "WORLD_SIZE not set" in result.error
+    assert result.fields == ()
+    assert list(ignored(result)) == ["RANK", "SLURM_NTASKS"]

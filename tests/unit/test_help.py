@@ -18,7 +18,7 @@ from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
 from dualdist.cli.bench import WHATS
-from dualdist.cli.doctor import Painter, is_coloured
+from dualdist.cli.doctor import Painter, is_color_enabled
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
 
 HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in WHATS)]
@@ -141,7 +141,7 @@ def test_colours_are_for_terminals_on_which_nobody_forbids_them(
     is_terminal: bool, environ: Mapping[str, str], expected: bool
 ) -> None:
     stream = _Stream(is_terminal=is_terminal)
-    assert is_coloured(stream, environ) == expected
+    assert is_color_enabled(stream, environ) == expected
     assert Painter(stream, environ)("x", "red", "bold") == ("\x1b[31;1mx\x1b[0m" if expected else "x")
 
 

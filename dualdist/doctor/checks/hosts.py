@@ -1,4 +1,4 @@
-"""Several hosts: what each lacks, whether they reach and know each other, and whether they are alike."""
+"""Several hosts: limits, names, connections between them, clocks and package versions."""
 
 from __future__ import annotations
 
@@ -6,150 +6,157 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dualdist.doctor.checks.host import of_limits
-from dualdist.doctor.checks.network import of_name
-from dualdist.doctor.facts import HostFacts
-from dualdist.doctor.findings import Finding
+from dualdist.doctor.checks.host import check_limits
+from dualdist.doctor.checks.network import check_hostname
+from dualdist.doctor.context import Finding
+from dualdist.doctor.host import HostFacts
 
-SKEW_S = 1.0
-ALIKE = ("dualdist", "torch", "python", "horovod", "mpi4py")
+MAX_SKEW_S = 1.0
+COMPARED_PACKAGES = ("dualdist", "torch", "python", "horovod", "mpi4py")
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host of the job said: `name` is how it was called, and `problem` why it said nothing.
+    """Results of probing one host.
 
-    `reached` tells by the name of each other host, and by address and port there, why it was not reached ("" where it
-    was); `names` gives the addresses under which this host knows the others. Its clock is `skew_s` ahead of ours, give
-    or take `skew_error_s`.
+    Attributes:
+        name: the host as the user named it.
+        problem: why probing failed; `facts` is None then.
+        skew_s: how far its clock is ahead of this host's, within +- `skew_error_s`.
+        connections: for each other host, the error of connecting to each of its (address, port) pairs, "" for success.
+        resolved: the address to which each other host's name resolves on this host.
     """
 
     name: str
     slots: int = 1
     problem: str = ""
-    host: HostFacts | None = None
+    facts: HostFacts | None = None
     skew_s: float = 0.0
     skew_error_s: float = 0.0
-    reached: Mapping[str, Mapping[tuple[str, int], str]] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    connections: Mapping[str, Mapping[tuple[str, int], str]] = field(default_factory=dict)
+    resolved: Mapping[str, str] = field(default_factory=dict)
 
 
-def find(hosts: Sequence[HostReport]) -> Iterator[Finding]:
-    """What is wrong with these hosts for one job on all of them."""
-    size = sum(each.slots for each in hosts)
-    for each in hosts:
-        if each.host is None:
+def find(reports: Sequence[HostReport]) -> Iterator[Finding]:
+    """Yield problems of these hosts for one job on all of them."""
+    size = sum(report.slots for report in reports)
+    for report in reports:
+        if report.facts is None:
             yield Finding(
                 "host-unusable",
                 "error",
-                each.problem,
-                "every host of a job is reached by ssh, and has the same folder and the same Python",
-                f"ssh {each.name} true, until it says nothing and asks nothing",
+                report.problem,
+                "every host of a job must be reachable by ssh and have the same folder and the same Python",
+                f"ssh {report.name} true, until it prints nothing and asks nothing",
             )
             continue
-        found = [*of_limits(each.host, each.slots, size), *of_name(each.host, is_spread=len(hosts) > 1)]
-        yield from (replace(finding, seen=f"host {each.name}: {finding.seen}") for finding in found)
-        yield from _of_names(each)
-        yield from _of_reach(each)
-        yield from _of_clock(each)
-    yield from _of_versions([each for each in hosts if each.host is not None])
+        limits = check_limits(report.facts, report.slots, size)
+        for finding in (*limits, *check_hostname(report.facts, is_multi_node=len(reports) > 1)):
+            yield replace(finding, message=f"host {report.name}: {finding.message}")
+        yield from _check_names(report)
+        yield from _check_connections(report)
+        yield from _check_clock(report)
+    yield from _check_versions({report.name: report.facts.versions for report in reports if report.facts is not None})
 
 
-def _of_names(each: HostReport) -> Iterator[Finding]:
-    for other, address in each.names.items():
+def _check_names(report: HostReport) -> Iterator[Finding]:
+    for other, address in report.resolved.items():
         if _is_address(other):
             continue
         if not address:
             yield Finding(
                 "host-name-unknown",
                 "error",
-                f"host {each.name} does not know the name {other}",
-                "torchrun, mpirun and horovodrun tell every host the names of the others",
-                f"add {other} to /etc/hosts of {each.name}, or name the hosts by addresses",
+                f"host {report.name} cannot resolve the name {other}",
+                "torchrun, mpirun and horovodrun pass host names to every host",
+                f"add {other} to /etc/hosts of {report.name}, or use addresses instead of names",
             )
         elif address.startswith("127."):
             yield Finding(
                 "host-name-is-loopback",
                 "error",
-                f"on host {each.name} the name {other} leads to {address}",
+                f"on host {report.name} the name {other} resolves to {address}",
                 "that is the host itself",
-                f"give {other} the address of its network in /etc/hosts of {each.name}",
+                f"give {other} its network address in /etc/hosts of {report.name}",
             )
 
 
-def _of_reach(each: HostReport) -> Iterator[Finding]:
-    for other, calls in each.reached.items():
-        addresses = list(dict.fromkeys(address for address, _ in calls))
-        good = [address for address in addresses if any(not why for (at, _), why in calls.items() if at == address)]
-        failed = {target: why for target, why in calls.items() if why}
-        if not addresses:
+def _check_connections(report: HostReport) -> Iterator[Finding]:
+    for other, connections in report.connections.items():
+        reached = list(dict.fromkeys(address for (address, _), error in connections.items() if not error))
+        failed = {target: error for target, error in connections.items() if error}
+        if not connections:
             yield Finding(
                 "no-network",
                 "error",
-                f"host {other} has no network but loopback",
-                "nobody can reach it",
+                f"host {other} has no interface but loopback",
+                "no other host can connect to it",
                 "in a container: docker run --network host",
             )
-        elif not good:
-            (address, port), why = next(iter(failed.items()))
+        elif not reached:
+            (address, port), error = next(iter(failed.items()))
             yield Finding(
                 "hosts-cut-off",
                 "error",
-                f"host {each.name} cannot open a connection to {other} ({address} port {port}): {why}",
-                "ranks listen on ports that the system chooses; ssh alone is not enough",
-                f"open all TCP ports between the hosts of a job: ufw allow from <address of {each.name}>, or "
-                "firewall-cmd --zone=trusted --add-source=<its network>, or the cloud's security group, on both sides",
+                f"host {report.name} cannot connect to {other} ({address} port {port}): {error}",
+                "ranks listen on ports that the system chooses; an open ssh port is not enough",
+                "open all TCP ports between the hosts of a job, on both sides: ufw allow from "
+                f"<address of {report.name}>, or firewall-cmd --zone=trusted --add-source=<its network>, or the "
+                "cloud's security group",
             )
         else:
-            yield from _of_part(each.name, other, good, failed)
+            yield from _check_partial_failure(report.name, other, reached, failed)
 
 
-def _of_part(name: str, other: str, good: Sequence[str], failed: Mapping[tuple[str, int], str]) -> Iterator[Finding]:
-    """One host reaches another, but not by all of its addresses and ports."""
-    ports = [f"{port} ({why})" for (address, port), why in failed.items() if address in good]
+def _check_partial_failure(
+    name: str, other: str, reached: Sequence[str], failed: Mapping[tuple[str, int], str]
+) -> Iterator[Finding]:
+    """Yield the ports and addresses of a reachable host that failed."""
+    ports = [f"{port} ({error})" for (address, port), error in failed.items() if address in reached]
     if ports:
         yield Finding(
             "port-blocked",
             "warning",
-            f"host {name} reaches {other}, but not its port {', '.join(ports)}",
-            "a rank that happens to listen there is not found; 29500 is where torchrun's and many scripts' rank 0 is",
-            "open all TCP ports between the hosts of a job, or choose MASTER_PORT among those that are open",
+            f"host {name} can connect to {other}, but not to its port {', '.join(ports)}",
+            "a rank that listens there is unreachable; 29500 is the default port of torchrun and many scripts",
+            "open all TCP ports between the hosts of a job, or set MASTER_PORT to an open one",
         )
-    lost = sorted({address for address, _ in failed if address not in good})
-    if lost:
+    unreached = sorted({address for address, _ in failed if address not in reached})
+    if unreached:
         yield Finding(
             "networks-not-shared",
             "warning",
-            f"host {name} reaches {other} at {', '.join(good)}, and not at {', '.join(lost)}",
-            "libraries that choose another network than the one that all hosts share do not connect",
+            f"host {name} can connect to {other} at {', '.join(reached)}, but not at {', '.join(unreached)}",
+            "libraries that choose a network that is not shared by all hosts cannot connect",
             "dualdist run --network-interface NAME, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, with the interface "
-            f"that has {good[0]}",
+            f"that has {reached[0]}",
         )
 
 
-def _of_clock(each: HostReport) -> Iterator[Finding]:
-    if abs(each.skew_s) - each.skew_error_s > SKEW_S:
+def _check_clock(report: HostReport) -> Iterator[Finding]:
+    if abs(report.skew_s) - report.skew_error_s > MAX_SKEW_S:
         yield Finding(
             "clock-skew",
             "warning",
-            f"the clock of host {each.name} is {abs(each.skew_s):.1f} s {'ahead' if each.skew_s > 0 else 'behind'} "
-            f"(give or take {each.skew_error_s:.3f} s)",
-            "logs, file times and make disagree between the hosts; from minutes on, munge (Slurm) and TLS refuse",
-            f"ssh {each.name} timedatectl set-ntp true, as root, or start chronyd there",
+            f"the clock of host {report.name} is {abs(report.skew_s):.1f} s "
+            f"{'ahead' if report.skew_s > 0 else 'behind'} (+- {report.skew_error_s:.3f} s)",
+            "logs, file times and make disagree between hosts; from minutes on, munge (Slurm) and TLS fail",
+            f"ssh {report.name} timedatectl set-ntp true, as root, or start chronyd there",
         )
 
 
-def _of_versions(hosts: Sequence[HostReport]) -> Iterator[Finding]:
-    for package in ALIKE:
-        found = {each.name: each.host.versions.get(package) for each in hosts if each.host is not None}
-        listed = ", ".join(f"{name} has {version or 'none'}" for name, version in found.items())
-        if len(set(found.values())) > 1:
+def _check_versions(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
+    for package in COMPARED_PACKAGES:
+        installed = {name: each.get(package) for name, each in versions.items()}
+        if len(set(installed.values())) > 1:
+            listed = ", ".join(f"{name} has {version or 'none'}" for name, version in installed.items())
+            is_error = package == "dualdist" or (package == "torch" and None in installed.values())
             yield Finding(
                 "versions-differ",
-                "error" if package == "dualdist" or (package == "torch" and None in found.values()) else "warning",
+                "error" if is_error else "warning",
                 f"{package} differs: {listed}",
-                "ranks of different versions need not understand each other",
-                f"install the same {package} on every host, best by one environment that all share",
+                "ranks with different versions may be incompatible",
+                f"install the same {package} on every host, preferably one shared environment",
             )
 
 

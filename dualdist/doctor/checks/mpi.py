@@ -1,105 +1,104 @@
-"""MPI: mpirun, mpi4py, and ranks that only MPI can bring together."""
+"""MPI: mpirun and mpiexec on PATH, mpi4py, and jobs that need MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.facts import called, family_of
-from dualdist.doctor.findings import Finding
+from dualdist.doctor.collect import MPI_PROGRAMS, mpi_family, mpi_name
+from dualdist.doctor.context import DoctorContext, Finding, Level
 from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.package_probe import Mpi4pyProbe
 
-OTHERWISE = f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
+ALTERNATIVE = f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
 
 
-def find(case: DoctorContext) -> Iterator[Finding]:
-    """What is wrong with MPI, or with asking for it here."""
-    yield from _of_starters(case)
-    yield from _of_mpi4py(case)
-    yield from _of_asking(case)
-    yield from _of_meeting(case)
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of MPI and of jobs that require it."""
+    yield from _check_programs(context)
+    yield from _check_mpi4py(context)
+    yield from _check_requested(context)
+    yield from _check_rendezvous(context)
 
 
-def _of_starters(case: DoctorContext) -> Iterator[Finding]:
-    first = [starter for program in ("mpirun", "mpiexec") if (starter := case.facts.starter(program)) is not None]
-    kinds = {(starter.family, starter.version): starter for starter in reversed(case.facts.starters)}
-    if len({(starter.family, starter.version) for starter in first}) > 1:
+def _check_programs(context: DoctorContext) -> Iterator[Finding]:
+    programs = context.facts.mpi_programs
+    first = [each for name in MPI_PROGRAMS if (each := context.facts.mpi_program(name)) is not None]
+    if len({(each.family, each.version) for each in first}) > 1:
         yield Finding(
             "two-mpis",
             "warning",
-            f"mpirun is {first[0]}, and mpiexec is {first[1]}",
-            "ranks that one MPI starts, and another one's library joins, are jobs of one rank each",
-            "put one MPI's folder first on PATH, so that both come from there",
+            f"mpirun is {first[0]}, but mpiexec is {first[1]}",
+            "ranks that one MPI starts and that load the other MPI's library become 1-rank jobs",
+            "put the folder of one MPI first on PATH, so that both programs come from it",
         )
-    elif len(kinds) > 1:
-        others = [str(starter) for starter in case.facts.starters if starter not in first]
+    elif len({(each.family, each.version) for each in programs}) > 1:
+        others = dict.fromkeys(str(each) for each in programs if each not in first)
         yield Finding(
             "two-mpis",
             "info",
-            f"besides {first[0]}, PATH has {', '.join(dict.fromkeys(others))}",
-            f"the one that comes first starts the ranks, on every host alike, and mpi4py and Horovod must use "
-            f"{called(first[0].family)}, too",
-            "leave one of them off PATH",
+            f"besides {first[0]}, PATH has {', '.join(others)}",
+            f"the first one starts the ranks on every host; mpi4py and Horovod must use {mpi_name(first[0].family)}",
+            "remove one of them from PATH",
         )
 
 
-def _of_mpi4py(case: DoctorContext) -> Iterator[Finding]:
-    said, mpirun = case.facts.mpi4py, case.facts.starter()
-    needs_it = case.asked == "mpi" or (case.topology is not None and case.topology.rendezvous == "mpi")
-    if isinstance(said, str):
+def _check_mpi4py(context: DoctorContext) -> Iterator[Finding]:
+    probe, mpirun, topology = context.facts.mpi4py, context.facts.mpi_program(), context.topology
+    is_needed = context.requested_backend == "mpi" or (topology is not None and topology.rendezvous == "mpi")
+    level: Level = "error" if context.is_distributed and is_needed else "warning"
+    if isinstance(probe, str):
         yield Finding(
             "mpi4py-broken",
-            "error" if case.is_started and needs_it else "warning",
-            f"mpi4py is installed, but cannot be imported: {said}",
-            "the backend mpi needs it, and ranks under mpirun meet through it",
-            "MPI4PY_LIBMPI=/path/to/libmpi.so names the MPI for an mpi4py of PyPI; else pip install --force-reinstall "
+            level,
+            f"mpi4py is installed, but cannot be imported: {probe}",
+            "the mpi backend and the rendezvous under mpirun need it",
+            "for mpi4py of PyPI, set MPI4PY_LIBMPI=/path/to/libmpi.so; else pip install --force-reinstall "
             "--no-deps mpi4py, with mpirun on PATH",
         )
-    elif isinstance(said, Mpi4pyProbe) and mpirun is not None:
-        own = family_of(said.library)
-        if "unknown" not in (own, mpirun.family) and own != mpirun.family:
-            where = f" ({', '.join(said.files)})" if said.files else ""
+    elif isinstance(probe, Mpi4pyProbe) and mpirun is not None:
+        family = mpi_family(probe.library)
+        if "unknown" not in (family, mpirun.family) and family != mpirun.family:
+            files = f" ({', '.join(probe.files)})" if probe.files else ""
             yield Finding(
                 "mpi4py-other-mpi",
-                "error" if case.is_started and needs_it else "warning",
-                f"mpi4py uses {said.library.partition(',')[0].strip()}{where}, and mpirun is {mpirun}",
-                "under that mpirun MPI does not start, or every rank is a job of one, which dd.init() refuses",
-                f"put the mpirun of {called(own)} first on PATH, or name its libmpi.so in MPI4PY_LIBMPI",
+                level,
+                f"mpi4py uses {probe.library.partition(',')[0].strip()}{files}, but mpirun is {mpirun}",
+                "under that mpirun MPI does not start, or every rank becomes a 1-rank job, which dd.init() refuses",
+                f"put the mpirun of {mpi_name(family)} first on PATH, or set MPI4PY_LIBMPI to mpirun's libmpi.so",
             )
 
 
-def _of_asking(case: DoctorContext) -> Iterator[Finding]:
-    """The backend mpi, asked for where it cannot be had."""
-    topology, mpi = case.topology, case.backends["mpi"]
-    if case.asked != "mpi" or topology is None or topology.size == 1:
+def _check_requested(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the mpi backend, if requested, is available."""
+    topology, mpi = context.topology, context.backends["mpi"]
+    if context.requested_backend != "mpi" or topology is None or topology.size == 1:
         return
-    why = f"{BACKEND}=mpi asks for it"
+    why = f"{BACKEND}=mpi requires it"
     if not topology.mpi:
         yield Finding(
             "mpi-not-started",
             "error",
-            f"MPI was not started by {topology.launcher}",
+            f"{topology.launcher} did not start MPI",
             why,
             f"start with mpirun, mpiexec, horovodrun --mpi or srun --mpi=pmix, or unset {BACKEND}",
         )
     elif not mpi.available:
-        do = f"pip install mpi4py, or unset {BACKEND}"
-        yield Finding("mpi4py-missing", "error", mpi.reason, why, do, case.pip("install", "mpi4py"))
+        command = context.pip_command("install", "mpi4py")
+        yield Finding("mpi4py-missing", "error", mpi.reason, why, f"pip install mpi4py, or unset {BACKEND}", command)
 
 
-def _of_meeting(case: DoctorContext) -> Iterator[Finding]:
-    """Ranks that only MPI can bring together, without anything that speaks MPI."""
-    topology, horovod = case.topology, case.backends["horovod"]
-    if topology is None or topology.rendezvous != "mpi" or get_value(case.environ, RENDEZVOUS) is not None:
+def _check_rendezvous(context: DoctorContext) -> Iterator[Finding]:
+    """Check that ranks which can only meet over MPI have a library for it."""
+    topology, horovod = context.topology, context.backends["horovod"]
+    if topology is None or topology.rendezvous != "mpi" or get_value(context.environ, RENDEZVOUS) is not None:
         return
-    if case.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
+    if context.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
         yield Finding(
-            "ranks-cannot-meet",
+            "no-rendezvous",
             "error",
-            f"mpi4py is not installed, and {topology.launcher} gives no address of rank 0",
-            "the ranks find each other through MPI",
-            f"pip install mpi4py, or {OTHERWISE}",
-            case.pip("install", "mpi4py"),
+            f"mpi4py is not installed, and {topology.launcher} does not pass the address of rank 0",
+            "without an address, the ranks find each other over MPI",
+            f"pip install mpi4py, or {ALTERNATIVE}",
+            context.pip_command("install", "mpi4py"),
         )

@@ -1,147 +1,146 @@
-"""Network: interfaces, names, and where rank 0 is said to be."""
+"""Network: interfaces, host names, and the address of rank 0."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.facts import HostFacts
-from dualdist.doctor.findings import Finding
+from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.host import HostFacts
 from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACE_VARIABLES
 from dualdist.utils.network_interfaces import LOOPBACK
 
-SLOW_S = 1.0
-# Bridges of containers and virtual machines: every host has one, of the same address, and none leads to another host.
-# Docker calls those of its networks br-, and twelve digits.
+SLOW_LOOKUP_S = 1.0
+# Bridges of containers and virtual machines have the same address on every host, and none leads to another host.
+# Docker names its networks' bridges br- and twelve hexadecimal digits.
 BRIDGES = re.compile(r"docker|virbr|lxcbr|lxdbr|podman|cni|br-[0-9a-f]{12}$")
 OPENMPI_INTERFACES = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude")
 
 
-def find(case: DoctorContext) -> Iterator[Finding]:
-    """What is wrong with this host's network, for the job that this process is in."""
-    yield from _of_interfaces(case)
-    yield from of_name(case.facts.host, is_spread=case.is_spread)
-    yield from _of_master(case)
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of this host's network for this process's job."""
+    yield from _check_interfaces(context)
+    yield from check_hostname(context.facts.host, is_multi_node=context.is_multi_node)
+    yield from _check_master(context)
 
 
-def of_name(host: HostFacts, *, is_spread: bool) -> Iterator[Finding]:
-    """What a host's own name leads to; also for hosts that are asked by ssh."""
+def check_hostname(host: HostFacts, *, is_multi_node: bool) -> Iterator[Finding]:
+    """Yield problems of resolving the host's own name; used for remote hosts, too."""
     if not host.address:
         yield Finding(
             "hostname-unresolved",
-            "warning" if is_spread else "info",
+            "warning" if is_multi_node else "info",
             f"this host's own name, {host.name}, does not resolve",
-            "torchrun, Gloo and Open MPI look it up when they are not told an interface",
+            "torchrun, Gloo and Open MPI look it up unless an interface is given",
             f"add a line to /etc/hosts, as root: echo '127.0.1.1 {host.name}' >>/etc/hosts"
-            + (", with the address of its network instead, as several hosts take part" if is_spread else ""),
+            + (", with its network address instead, as the job uses several hosts" if is_multi_node else ""),
         )
-    elif is_spread and host.address.startswith("127."):
+    elif is_multi_node and host.address.startswith("127."):
         yield Finding(
             "hostname-is-loopback",
             "warning",
-            f"this host's own name, {host.name}, leads to {host.address}",
-            "a program that tells other hosts this address is not found by them: torch's Gloo does, where no "
-            "interface is named; dualdist names one",
-            f"give {host.name} the address of its network in /etc/hosts, or set GLOO_SOCKET_IFNAME",
+            f"this host's own name, {host.name}, resolves to {host.address}",
+            "other hosts cannot connect to that address; torch's Gloo announces it unless an interface is given, "
+            "which dualdist does",
+            f"give {host.name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
-    if host.resolve_s > SLOW_S:
+    if host.resolve_s > SLOW_LOOKUP_S:
         yield Finding(
             "hostname-slow",
             "warning",
-            f"looking up this host's own name, {host.name}, took {host.resolve_s:.1f} s",
-            "every rank does that when it starts, some libraries several times",
-            f"add {host.name} to /etc/hosts, or take name servers out of /etc/resolv.conf that do not answer",
+            f"resolving this host's own name, {host.name}, took {host.resolve_s:.1f} s",
+            "every rank does so at startup, some libraries several times",
+            f"add {host.name} to /etc/hosts, or remove unresponsive name servers from /etc/resolv.conf",
         )
-    if host.reverse_s > SLOW_S:
+    if host.reverse_lookup_s > SLOW_LOOKUP_S:
         yield Finding(
             "reverse-lookup-slow",
             "warning",
-            f"looking up whose address {host.address or LOOPBACK} is took {host.reverse_s:.1f} s",
-            "torch's store, at which ranks meet, does that for each rank that connects, and answers nobody meanwhile",
-            "take name servers that do not answer out of /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'",
+            f"the reverse lookup of {host.address or LOOPBACK} took {host.reverse_lookup_s:.1f} s",
+            "torch's TCPStore does one for each connecting rank, and serves no other rank meanwhile",
+            "remove unresponsive name servers from /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'",
         )
 
 
-def _of_interfaces(case: DoctorContext) -> Iterator[Finding]:
-    host = case.facts.host
-    for name in INTERFACE_VARIABLES:
-        asked = get_value(case.environ, name)
-        if asked is not None and (wrong := _absent(name, asked, host)):
+def _check_interfaces(context: DoctorContext) -> Iterator[Finding]:
+    host, environ = context.facts.host, context.environ
+    for variable in INTERFACE_VARIABLES:
+        value = get_value(environ, variable)
+        if value is not None and (missing := _missing_interface(variable, value, host)):
             yield Finding(
                 "interface-missing",
                 "error",
-                f"{name}={asked}, but this host has no interface {wrong} with an address",
-                "the library that reads it ends where the interface is not there",
-                f"name one of {_listed(host)}, or unset {name}",
+                f"{variable}={value}, but this host has no interface {missing} with an address",
+                "the library that reads this variable fails if the interface does not exist",
+                f"choose one of {_list_interfaces(host)}, or unset {variable}",
             )
-    if not case.is_spread:
+    if not context.is_multi_node:
         return
-    if not host.networks():
+    external = host.external_interfaces()
+    if not external:
         yield Finding(
             "no-network",
             "error",
-            "this host has no network but loopback, and the job is on several hosts",
-            "the ranks of other hosts cannot be reached",
+            "this host has no interface but loopback, and the job is on several hosts",
+            "ranks on other hosts are unreachable",
             "in a container: docker run --network host",
         )
-    bridges = [name for name in host.networks() if BRIDGES.match(name)]
-    if bridges and case.topology is not None and case.topology.mpi:
-        if not any(get_value(case.environ, name) for name in OPENMPI_INTERFACES):
+    bridges = [name for name in external if BRIDGES.match(name)]
+    if bridges and context.topology is not None and context.topology.mpi:
+        if not any(get_value(environ, name) for name in OPENMPI_INTERFACES):
             yield Finding(
                 "bridges",
                 "warning",
-                f"this host has {', '.join(bridges)}, as other hosts may have, by the same address",
-                "Open MPI takes every network for one that all hosts share, and hangs in the first allreduce",
-                f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H finds out by itself",
+                f"this host has the bridge(s) {', '.join(bridges)}; other hosts may have the same address",
+                "Open MPI assumes that all hosts share every network, and hangs in the first allreduce",
+                f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H does so automatically",
             )
-    elif len(host.networks()) > 1 and not any(get_value(case.environ, name) for name in INTERFACE_VARIABLES):
+    elif len(external) > 1 and not any(get_value(environ, name) for name in INTERFACE_VARIABLES):
         yield Finding(
             "several-networks",
             "info",
-            f"this host has several networks: {_listed(host)}",
-            "where the hosts share only one of them, libraries may take another one",
-            "if ranks do not find each other: dualdist run --network-interface, or GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME",
+            f"this host has several networks: {_list_interfaces(host)}",
+            "if the hosts share only one of them, libraries may choose another",
+            "if ranks do not connect: dualdist run --network-interface, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
 
 
-def _of_master(case: DoctorContext) -> Iterator[Finding]:
-    topology, problem = case.topology, case.facts.master_problem
+def _check_master(context: DoctorContext) -> Iterator[Finding]:
+    topology = context.topology
     if topology is None or topology.address is None or topology.size == 1:
         return
-    if problem:
+    if context.facts.is_master_unresolved:
         yield Finding(
             "master-unresolved",
             "error",
-            f"rank 0 is to be met at {topology.address}: {problem}",
-            "no rank finds the others",
-            "set MASTER_ADDR to a name or address that every host knows",
+            f"the address of rank 0 is {topology.address}, which does not resolve",
+            "no rank can connect to rank 0",
+            "set MASTER_ADDR to a name or address that every host can resolve",
         )
-    elif case.is_spread and (topology.address == "localhost" or topology.address.startswith("127.")):
+    elif context.is_multi_node and (topology.address == "localhost" or topology.address.startswith("127.")):
         yield Finding(
             "master-is-loopback",
             "error",
-            f"rank 0 is to be met at {topology.address}, and the job is on {topology.num_nodes} hosts",
-            "on every host that is the host itself",
-            "set MASTER_ADDR to the name of the host with rank 0",
+            f"the address of rank 0 is {topology.address}, but the job is on {topology.num_nodes} hosts",
+            "on every host, that address is the host itself",
+            "set MASTER_ADDR to the name of rank 0's host",
         )
 
 
-def _absent(variable: str, asked: str, host: HostFacts) -> str:
-    """The first interface that a variable names, and the host lacks.
+def _missing_interface(variable: str, value: str, host: HostFacts) -> str:
+    """Return the first interface in `value` that the host lacks, or "".
 
-    NCCL takes beginnings of names, exact ones after "=", and leaves out those after "^"; the others take names.
+    NCCL's variables hold prefixes, exact names after "=", and exclusions after "^"; the others hold names.
     """
     if variable.startswith("NCCL"):
-        if asked.startswith("^"):
+        if value.startswith("^"):
             return ""
-        words, is_exact = asked.removeprefix("=").split(","), asked.startswith("=")
+        words, is_exact = value.removeprefix("=").split(","), value.startswith("=")
         has_any = any(name == word if is_exact else name.startswith(word) for word in words for name in host.interfaces)
-        return "" if has_any else asked
-    return next((word for word in asked.split(",") if word.strip() not in host.interfaces), "")
+        return "" if has_any else value
+    return next((word for word in value.split(",") if word.strip() not in host.interfaces), "")
 
 
-def _listed(host: HostFacts) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in host.networks().items()) or "none"
+def _list_interfaces(host: HostFacts) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in host.external_interfaces().items()) or "none"

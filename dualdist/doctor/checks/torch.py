@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext
-from dualdist.doctor.findings import Finding
-from dualdist.doctor.host import HIDING, VISIBLE
+from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.host import HIDE_ALL, VISIBLE
 from dualdist.horovod_build.checks import OLDEST_TORCH
 from dualdist.utils.package_probe import TorchProbe
 
 OLDEST_PYTHON = (3, 10)
 INDEX = "https://download.pytorch.org/whl"
-# torchvision 0.15 was made for torch 2.0, 0.16 for 2.1, and so on to this day.
-VISION_AHEAD = 15
+# torchvision 0.15 is built for torch 2.0, 0.16 for 2.1, and so on.
+TORCHVISION_OFFSET = 15
 
 
-def find(case: DoctorContext) -> Iterator[Finding]:
-    """What is wrong with Python, torch and torchvision."""
-    yield from _of_python(case)
-    said, installed = case.facts.torch, case.facts.versions.get("torch")
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of Python, torch and torchvision."""
+    yield from _check_python(context)
+    probe, installed = context.facts.torch, context.facts.versions.get("torch")
     if installed is None:
         yield Finding(
             "torch-missing",
@@ -28,139 +27,144 @@ def find(case: DoctorContext) -> Iterator[Finding]:
             "torch is not installed",
             "every backend needs it",
             "pip install torch, or a build for your CUDA from https://pytorch.org/get-started/locally",
-            case.pip("install", "torch"),
+            context.pip_command("install", "torch"),
         )
-    elif isinstance(said, str):
-        plain = installed.partition("+")[0]
+    elif isinstance(probe, str):
         yield Finding(
             "torch-broken",
             "error",
-            f"torch {installed} is installed, but cannot be imported: {said}",
+            f"torch {installed} is installed, but cannot be imported: {probe}",
             "every backend needs it",
-            "see that no file here is called torch.py; else pip install --force-reinstall --no-deps "
-            f"torch=={plain}, and a fresh environment if that does not help",
+            "check that no local file is named torch.py; else pip install --force-reinstall --no-deps "
+            f"torch=={_release(installed)}, or use a fresh environment",
         )
-    elif said is not None:
-        yield from _of_torch(said, installed, case)
-        yield from _of_vision(said, case)
+    elif probe is not None:
+        yield from _check_torch(probe, installed, context)
+        yield from _check_gpu_support(probe, context)
+        yield from _check_torchvision(probe, context)
 
 
-def _of_python(case: DoctorContext) -> Iterator[Finding]:
-    version, other = case.facts.versions.get("python") or "", case.facts.python_on_path
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_PYTHON:
+def _check_python(context: DoctorContext) -> Iterator[Finding]:
+    version, other = context.facts.versions.get("python") or "", context.facts.python_on_path
+    if (numbers := _major_minor(version)) and numbers < OLDEST_PYTHON:
         yield Finding(
             "python-old",
             "error",
             f"this is Python {version}",
-            "dualdist needs 3.10 or newer",
-            "make an environment with a newer Python",
+            "dualdist requires Python >= 3.10",
+            "create an environment with a newer Python",
         )
-    if other is not None and other != case.facts.python:
+    if other is not None and other != context.facts.python:
         yield Finding(
             "python-on-path",
             "info",
-            f"`python` on PATH is {other}, and this is {case.facts.python}" if other else "no `python` is on PATH",
-            "mpirun, horovodrun and srun start what `python` means; `dualdist run` takes this one",
-            "activate this environment, or write its path after the launcher",
+            f"`python` on PATH is {other}, not {context.facts.python}" if other else "no `python` is on PATH",
+            "mpirun, horovodrun and srun start the `python` on PATH; `dualdist run` uses this interpreter",
+            "activate this environment, or give the launcher the interpreter's path",
         )
 
 
-def _of_torch(said: TorchProbe, installed: str, case: DoctorContext) -> Iterator[Finding]:
-    numbers = re.match(r"(\d+)\.(\d+)", said.version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> Iterator[Finding]:
+    if (numbers := _major_minor(probe.version)) and numbers < OLDEST_TORCH:
         yield Finding(
             "torch-old",
             "error",
-            f"torch {said.version} is installed",
-            "dualdist hears of gradients by a hook that torch has since 2.1",
+            f"torch {probe.version} is installed",
+            "dualdist requires register_post_accumulate_grad_hook (torch >= 2.1)",
             "pip install --upgrade torch",
         )
-    if said.version.partition("+")[0] != installed.partition("+")[0]:
+    if _release(probe.version) != _release(installed):
         yield Finding(
             "torch-twice",
             "warning",
-            f"pip says torch {installed}, and `import torch` finds {said.version}",
-            "packages that are built for one of them do not load beside the other",
-            "pip uninstall torch, again until it is gone, then install one of them",
+            f"pip reports torch {installed}, but `import torch` finds {probe.version}",
+            "packages built for one of them do not load with the other",
+            "pip uninstall torch until none is left, then install one of them",
         )
-    if not said.has_distributed:
+    if not probe.has_distributed:
         yield Finding(
             "torch-without-distributed",
-            "error" if case.asked == "native" else "warning",
-            f"torch {said.version} was built without torch.distributed",
-            "the backend native is made of it",
+            "error" if context.requested_backend == "native" else "warning",
+            f"torch {probe.version} was built without torch.distributed",
+            "the native backend requires it",
             "install another build of torch: pip install --force-reinstall torch",
         )
-    yield from _of_cuda(said, case)
 
 
-def _of_cuda(said: TorchProbe, case: DoctorContext) -> Iterator[Finding]:
-    gpus, visible = case.facts.host.gpus, case.environ.get(VISIBLE)
-    has_cuda = said.cuda is not None or said.hip is not None
-    if gpus and not has_cuda:
+def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Finding]:
+    gpus, visible = context.facts.host.gpus, context.environ.get(VISIBLE)
+    is_gpu_build = probe.cuda is not None or probe.hip is not None
+    if gpus and not is_gpu_build:
         yield Finding(
             "torch-without-cuda",
             "warning",
-            f"this host has {_count(gpus)}, but torch {said.version} is a build for CPUs",
-            "everything runs on the CPUs",
-            f"pip install --force-reinstall --no-deps torch=={said.version.partition('+')[0]} with the index of your "
-            f"CUDA, as --index-url {INDEX}/cu128, or hide the GPUs to mean it: {VISIBLE}=",
+            f"this host has {_count(gpus)}, but torch {probe.version} is a CPU build",
+            "everything runs on the CPU",
+            f"pip install --force-reinstall --no-deps torch=={_release(probe.version)} with the index of your CUDA, "
+            f"such as --index-url {INDEX}/cu128, or hide the GPUs on purpose: {VISIBLE}=",
         )
-    elif has_cuda and not said.gpus and gpus and visible not in HIDING:
-        reason = f": {said.gpu_warning.strip()}" if said.gpu_warning else ""
+    elif is_gpu_build and not probe.gpus and gpus and visible not in HIDE_ALL:
+        reason = f": {probe.gpu_warning.strip()}" if probe.gpu_warning else ""
         yield Finding(
             "torch-sees-no-gpu",
             "warning",
-            f"this host has {_count(gpus)}, but torch {said.version} for CUDA {said.cuda} can use none{reason}",
-            "everything runs on the CPUs",
-            "compare the CUDA version that nvidia-smi names, which is the newest that its driver takes, with torch's; "
+            f"this host has {_count(gpus)}, but torch {probe.version} for CUDA {probe.cuda} can use none{reason}",
+            "everything runs on the CPU",
+            "compare torch's CUDA version with that of nvidia-smi, the newest that the driver supports; "
             f"update the driver, or install torch for that CUDA: pip install torch --index-url {INDEX}/cu126",
         )
-    if said.gpus and said.nccl is None:
+    if probe.gpus and probe.nccl is None:
         yield Finding(
             "torch-without-nccl",
             "warning",
-            f"torch {said.version} sees {_count(said.gpus)}, and was built without NCCL",
-            "GPU tensors would go through the CPUs' memory by Gloo",
-            "install a build of torch with NCCL, as those of PyPI for Linux are",
+            f"torch {probe.version} sees {_count(probe.gpus)}, but was built without NCCL",
+            "GPU tensors would go through host memory and Gloo",
+            "install a build of torch with NCCL, such as PyPI's for Linux",
         )
 
 
-def _of_vision(said: TorchProbe, case: DoctorContext) -> Iterator[Finding]:
-    vision, needs = case.facts.versions.get("torchvision"), case.facts.vision_needs
-    if vision is None:
+def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Finding]:
+    installed, required = context.facts.versions.get("torchvision"), context.facts.torchvision_requires
+    if installed is None:
         return
-    fitting = _fitting_vision(said.version)
-    build = said.version.partition("+")[2]
-    index = f" --index-url {INDEX}/{build}" if build else ""
-    words = ("install", "--no-deps", "--force-reinstall", f"torchvision=={fitting}", *index.split())
-    do = f"pip {' '.join(words)}"
-    if needs is not None and needs.partition("+")[0] != said.version.partition("+")[0]:
+    build = probe.version.partition("+")[2]
+    index = ("--index-url", f"{INDEX}/{build}") if build else ()
+    args = ("install", "--no-deps", "--force-reinstall", f"torchvision=={_matching_torchvision(probe.version)}", *index)
+    fix, command = f"pip {' '.join(args)}", context.pip_command(*args)
+    if required is not None and _release(required) != _release(probe.version):
         yield Finding(
             "torchvision-other-torch",
             "warning",
-            f"torchvision {vision} is made for torch {needs}, and torch {said.version} is installed",
-            "`import torchvision` fails, or its operators do; without --no-deps pip would change torch to mend it",
-            do,
-            case.pip(*words),
+            f"torchvision {installed} is built for torch {required}, but torch {probe.version} is installed",
+            "`import torchvision` or its operators fail; without --no-deps pip may replace torch",
+            fix,
+            command,
         )
-    elif said.has_vision_operators is False:
+    elif probe.has_vision_operators is False:
         yield Finding(
             "torchvision-operators",
             "warning",
-            f"the compiled part of torchvision {vision} does not load beside torch {said.version}",
-            "`import torchvision` ends in `operator torchvision::nms does not exist`",
-            f"{do}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and data "
-            "sets need no compiled part",
-            case.pip(*words),
+            f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
+            "`import torchvision` raises `operator torchvision::nms does not exist`",
+            f"{fix}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and "
+            "datasets need no compiled operators",
+            command,
         )
 
 
-def _fitting_vision(torch: str) -> str:
-    """The version of torchvision that was made for a torch."""
+def _matching_torchvision(torch: str) -> str:
     numbers = re.match(r"2\.(\d+)\.(\d+)", torch)
-    return f"0.{int(numbers[1]) + VISION_AHEAD}.{numbers[2]}" if numbers else "(see pytorch.org)"
+    return f"0.{int(numbers[1]) + TORCHVISION_OFFSET}.{numbers[2]}" if numbers else "(see pytorch.org)"
+
+
+def _major_minor(version: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def _release(version: str) -> str:
+    """Return the version without its local part, such as "+cu128"."""
+    return version.partition("+")[0]
 
 
 def _count(gpus: int) -> str:

@@ -1,0 +1,122 @@
+"""The launch: the requested backend, transport and timeline, and how Slurm starts the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dualdist.diagnostics.trace_format import TIMELINE
+from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.explain import invalid_choices, select_backend
+from dualdist.environments import slurm
+from dualdist.environments.env_values import INTEGER, get_value
+from dualdist.launch.env_defaults import SLURM_JOB, SLURM_NODES, SLURM_TASKS
+from dualdist.launch.job import JobChoices, find_conflicts
+from dualdist.rendezvous.backend_selection import BACKEND, HOROVOD_CONTROLLER, TRANSPORT
+from dualdist.topology import Topology
+from dualdist.utils.package_probe import TorchProbe
+
+REFUSED = "dd.init() refuses it on every rank"
+TASK_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
+
+
+def find(context: DoctorContext) -> Iterator[Finding]:
+    """Yield problems of the requested options and of a Slurm job."""
+    yield from _check_choices(context)
+    topology = context.topology
+    if topology is not None and get_value(context.environ, SLURM_JOB) is not None:
+        if topology.launcher == "none":
+            yield from _check_outside_step(context)
+        elif topology.launcher == "srun" and topology.size == 1:
+            yield from _check_single_task(context, "srun started one task with")
+    yield from _check_pmix(context)
+
+
+def _check_choices(context: DoctorContext) -> Iterator[Finding]:
+    if context.facts.timeline_error:
+        yield Finding(
+            "timeline-unwritable",
+            "error",
+            f"{TIMELINE}={get_value(context.environ, TIMELINE)}: {context.facts.timeline_error}",
+            f"rank 0 writes the timeline; if it cannot, {REFUSED}",
+            f"name a file in an existing, writable folder, or unset {TIMELINE}",
+        )
+    invalid = invalid_choices(context.environ)
+    for problem in invalid:
+        yield Finding("choice-unknown", "error", problem, REFUSED, "use one of these values, or unset the variable")
+    if not invalid and context.topology is not None:
+        yield from _check_transport(context, context.topology)
+
+
+def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Finding]:
+    """Check the requested transport against the backend that this process would get."""
+    gpus = context.visible_gpus
+    backend, _ = select_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
+    variable = TRANSPORT if get_value(context.environ, TRANSPORT) or backend != "horovod" else HOROVOD_CONTROLLER
+    transport = (get_value(context.environ, variable) or "").lower()
+    if not transport or backend == "single":
+        return
+    problems = [each.message for each in find_conflicts(JobChoices(None, backend, transport), horovod_has_mpi=None)]
+    if (backend, transport) == ("horovod", "mpi") and topology.size > 1 and not topology.mpi:
+        problems.append(f"{topology.launcher} did not start MPI")
+    if transport == "nccl" and isinstance(context.facts.torch, TorchProbe) and not gpus:
+        problems.append("nccl moves GPU tensors, and torch sees no GPU here")
+    for problem in problems:
+        yield Finding(
+            "transport-impossible",
+            "error",
+            f"{variable}={transport}, and this process would use the backend {backend}: {problem}",
+            REFUSED,
+            f"unset {variable}, or choose a backend and a launcher that support it",
+        )
+
+
+def _check_outside_step(context: DoctorContext) -> Iterator[Finding]:
+    """Check a process that is no task of a Slurm step: fine for a tool, wrong for a training without srun.
+
+    Slurm sets SLURM_PROCID in a batch script, though it is no task; in a shell of salloc it does not.
+    """
+    variable = SLURM_TASKS if get_value(context.environ, SLURM_TASKS) is not None else SLURM_NODES
+    value = get_value(context.environ, variable) or ""
+    tasks = int(value) if INTEGER.fullmatch(value) else 1
+    is_script = get_value(context.environ, slurm.VARIABLES.rank) is not None and not slurm.is_shell(context.environ)
+    if tasks > 1:
+        yield Finding(
+            "slurm-one-process",
+            "warning" if is_script else "info",
+            f"{variable}={tasks}, but this process is not a task of a Slurm step",
+            f"a {'batch script' if is_script else 'shell of salloc'} is one process: a training that it starts without "
+            "srun is a job of one rank",
+            f"start {tasks} ranks: {slurm.VARIABLES.command.replace('-n N', f'-n {tasks}')}, or dualdist run",
+        )
+    elif is_script:
+        yield from _check_single_task(context, "this batch script is a single task with")
+
+
+def _check_single_task(context: DoctorContext, seen: str) -> Iterator[Finding]:
+    """Check a single task for several GPUs, of which it will use one."""
+    listed = next((get_value(context.environ, name) for name in TASK_GPUS if get_value(context.environ, name)), None)
+    gpus = len(listed.split(",")) if listed else 0
+    if gpus > 1:
+        yield Finding(
+            "slurm-one-task",
+            "warning",
+            f"{seen} {gpus} GPUs ({listed})",
+            "a rank uses one GPU; the others stay idle",
+            f"srun --ntasks-per-node={gpus} python script.py, or "
+            f"srun --ntasks-per-node=1 torchrun --nproc-per-node={gpus} script.py, or on one node "
+            f"dualdist run -np {gpus} --launcher torchrun script.py",
+        )
+
+
+def _check_pmix(context: DoctorContext) -> Iterator[Finding]:
+    types = context.facts.srun_mpi_types
+    if types is None or any(name.startswith(("pmix", "cray")) for name in types):
+        return
+    is_needed = context.requires_mpi and context.launcher in ("none", "srun")
+    yield Finding(
+        "srun-without-pmix",
+        "error" if is_needed else "info",
+        f"srun supports {', '.join(types) or 'no MPI type'}, but not pmix",
+        f"{BACKEND}=mpi needs MPI" if is_needed else "ranks that srun starts cannot use MPI; native and Gloo work",
+        "start with mpirun inside the allocation, or install Slurm's PMIx plugin (package slurm-pmix or libpmix)",
+    )

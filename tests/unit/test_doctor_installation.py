@@ -1,0 +1,258 @@
+"""Findings about an installation and a launch, by tables of facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doctor_facts import (
+    FACTS,
+    GPUS,
+    HOROVOD,
+    MPICH,
+    MPIRUN,
+    OPENMPI4,
+    OPENMPI5,
+    RECORDS,
+    TORCHRUN,
+    diagnosis,
+    finding_named,
+    levels,
+    recorded,
+    with_facts,
+    with_horovod,
+    with_host,
+    with_torch,
+    with_versions,
+)
+
+from dualdist.cli.doctor import Painter, format_diagnosis
+from dualdist.doctor import to_json
+from dualdist.doctor.collect import InstallationFacts, MpiProgram, mpi_family, parse_srun_mpi_types
+from dualdist.doctor.diagnosis import collect_fixes
+from dualdist.environments import detect
+from dualdist.utils.package_probe import Mpi4pyProbe
+
+# A valid launch, but not of a training: a script or a shell in an allocation of several tasks.
+OUTSIDE_STEP = {
+    "slurm_sbatch_plain": "warning",
+    "slurm_batch_more": "warning",
+    "slurm_batch_from_step_more": "warning",
+    "slurm_salloc_command_more": "info",
+    "slurm_interactive_step_more": "info",
+}
+
+
+@pytest.mark.parametrize("table", [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]])
+def test_a_valid_launch_of_a_healthy_installation_has_no_findings(table: str) -> None:
+    environ, facts = recorded(table), FACTS
+    if "mpich" in table or "intel" in table:
+        facts = replace(
+            FACTS,
+            mpi_programs=(MPICH,),
+            mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2"),
+            horovod=replace(HOROVOD, mpi_version="MPICH 4.0.2"),
+        )
+    result = diagnosis(environ, facts)
+    expected = {"slurm-one-process": OUTSIDE_STEP[table]} if table in OUTSIDE_STEP else {}
+    if table == "slurm_srun_torchrun_more":  # of two nodes that were one host
+        expected = {"master-is-loopback": "error"}
+    assert {each.name: each.level for each in result.findings} == expected
+    assert result.topology == detect(environ)
+    assert [name for name, backend in result.backends.items() if not backend.available] == []
+
+
+BARE = with_versions(with_facts(torch=None, horovod=None, mpi4py=None), torch=None, horovod=None, mpi4py=None)
+VISION = with_versions(with_facts(torchvision_requires="2.13.0"), torchvision="0.28.0")
+REQUESTED = {"DUALDIST_BACKEND": "horovod"}
+
+INSTALLATIONS = [
+    ("healthy", FACTS, {}, {}),
+    ("healthy with GPUs", GPUS, {}, {}),
+    ("nothing", BARE, {}, {"torch-missing": "error", "horovod-missing": "info"}),
+    ("broken torch", with_facts(torch="ImportError: libc10.so"), {}, {"torch-broken": "error"}),
+    ("old torch", with_versions(with_torch(version="2.0.1"), torch="2.0.1"), {},
+     {"torch-old": "error", "horovod-other-torch": "warning"}),
+    ("two torches", with_torch(version="2.12.0+cpu"), {}, {"torch-twice": "warning"}),
+    ("no distributed", with_torch(has_distributed=False), {}, {"torch-without-distributed": "warning"}),
+    ("no distributed, wanted", with_torch(has_distributed=False), {"DUALDIST_BACKEND": "native"},
+     {"torch-without-distributed": "error"}),
+    ("old Python", with_versions(python="3.9.2"), {}, {"python-old": "error"}),
+    ("another Python on PATH", with_facts(python_on_path="/usr/bin/python"), {}, {"python-on-path": "info"}),
+    ("no Python on PATH", with_facts(python_on_path=""), {}, {"python-on-path": "info"}),
+    ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),
+    ("torchvision of another torch", replace(VISION, torchvision_requires="2.9.0"), {},
+     {"torchvision-other-torch": "warning"}),
+    ("torchvision of another build", replace(VISION, torch=replace(VISION.torch, has_vision_operators=False)), {},
+     {"torchvision-operators": "warning"}),
+    ("a CPU torch beside GPUs", with_host(gpus=2), {}, {"torch-without-cuda": "warning"}),
+    ("a driver that is too old", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {},
+     {"torch-sees-no-gpu": "warning"}),
+    ("GPUs that are hidden", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {"CUDA_VISIBLE_DEVICES": ""},
+     {"gpus-hidden": "info"}),
+    ("GPUs without NCCL", replace(GPUS, torch=replace(GPUS.torch, nccl=None)), {}, {"torch-without-nccl": "warning"}),
+    ("no Horovod", with_versions(with_facts(horovod=None), horovod=None), {}, {"horovod-missing": "info"}),
+    ("no Horovod, wanted", with_versions(with_facts(horovod=None), horovod=None), REQUESTED,
+     {"horovod-missing": "error"}),
+    ("Horovod of another torch", with_horovod(torch="2.12.0+cpu"), {}, {"horovod-other-torch": "warning"}),
+    ("Horovod of a CUDA build", with_horovod(torch="2.13.0+cu130"), {}, {"horovod-other-torch": "warning"}),
+    ("Horovod of another torch, wanted", with_horovod(torch="2.12.0"), REQUESTED, {"horovod-other-torch": "error"}),
+    ("Horovod of PyPI's torch", with_versions(with_torch(with_horovod(torch="2.13.0+cu130"), version="2.13.0"),
+     torch="2.13.0"), {}, {}),
+    ("Horovod that says nothing", with_horovod(torch=None, mpi_version=None), {}, {}),
+    ("Horovod of another Python", with_horovod(python="cpython-39-x86_64-linux-gnu"), {},
+     {"horovod-other-python": "warning"}),
+    ("Horovod of this Python", with_horovod(python=FACTS.abi_tag), {}, {}),
+    ("Horovod of another MPI", with_horovod(mpi_version="MPICH 4.0.2"), {}, {"horovod-other-mpi": "warning"}),
+    ("Horovod of another MPI, under it", with_horovod(mpi_version="MPICH 4.0.2"), MPIRUN | REQUESTED,
+     {"horovod-other-mpi": "error"}),
+    ("Horovod without NCCL", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0")), {},
+     {"horovod-without-nccl": "warning"}),
+    ("a foreign Horovod that says nothing", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0", gloo=None)), {}, {}),
+    ("Horovod without Gloo", with_horovod(gloo=False), {}, {"horovod-without-gloo": "warning"}),
+    ("Horovod without Gloo, wanted", with_horovod(gloo=False), TORCHRUN | REQUESTED, {"horovod-without-gloo": "error"}),
+    ("Open MPI 5", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
+     horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11")), {}, {"horovodrun-openmpi-5": "warning"}),
+    ("Open MPI 5, patched", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
+     horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11", patches=("horovod/runner/mpi_run.py: x",))), {},
+     {"horovodrun-openmpi-5": "info"}),
+    ("Open MPI 5 and a foreign Horovod", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
+     horovod=replace(HOROVOD, gloo=None, mpi=None, mpi_version=None)), {}, {"horovodrun-openmpi-5": "warning"}),
+    ("Open MPI 5 and a Horovod without MPI", with_facts(mpi_programs=(OPENMPI5,),
+     mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
+     horovod=replace(HOROVOD, mpi=False, mpi_version=None)), {}, {}),
+    ("mpi4py of another MPI", with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), {},
+     {"mpi4py-other-mpi": "warning"}),
+    ("mpi4py of another MPI, under it", with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), MPIRUN,
+     {"mpi4py-other-mpi": "error"}),
+    ("mpi4py of an MPI that is not known", with_facts(mpi4py=Mpi4pyProbe("Fujitsu MPI")), {}, {}),
+    ("broken mpi4py", with_facts(mpi4py="RuntimeError: cannot load MPI library"), {}, {"mpi4py-broken": "warning"}),
+    ("broken mpi4py, wanted", with_facts(mpi4py="RuntimeError: cannot load"), MPIRUN, {"mpi4py-broken": "error"}),
+    ("two MPIs, one behind the other", with_facts(mpi_programs=(OPENMPI4, MPICH)), {}, {"two-mpis": "info"}),
+    ("two MPIs, mixed", with_facts(mpi_programs=(OPENMPI4, replace(MPICH, program="mpiexec"))), {},
+     {"two-mpis": "warning"}),
+    ("one MPI, by two names", with_facts(mpi_programs=(OPENMPI4, replace(OPENMPI4, program="mpiexec"))), {}, {}),
+    ("no MPI", with_facts(mpi_programs=()), {}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "environ", "expected"), [row[1:] for row in INSTALLATIONS], ids=[r[0] for r in INSTALLATIONS]
+)
+def test_installation_problems_have_a_name_and_a_level(
+    facts: InstallationFacts, environ: dict[str, str], expected: Any
+) -> None:
+    assert levels(environ, facts) == expected
+
+
+def test_findings_name_the_problem_and_the_fix() -> None:
+    result = finding_named(
+        "torchvision-operators", diagnosis({}, replace(VISION, torch=replace(VISION.torch, has_vision_operators=False)))
+    )
+    assert "torchvision 0.28.0" in result.message
+    assert "nms does not exist" in result.why
+    assert "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu" in result.fix
+    assert "--no-deps" in result.command
+    result = finding_named("shm-too-small", diagnosis({}, with_host(shm_free=64 << 20)))
+    assert "has 64 MiB free, but 2 ranks need at least 96 MiB" in result.message
+    result = finding_named(
+        "thread-oversubscription", diagnosis({"OMP_NUM_THREADS": "4"}, with_host(cores=4, total_cores=4), 2)
+    )
+    assert "export OMP_NUM_THREADS=2" in result.fix
+    result = finding_named(
+        "mpi4py-other-mpi", diagnosis({}, with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2", ("/l/libmpi.so",))))
+    )
+    assert "/l/libmpi.so" in result.message
+    assert "/v/mpirun (Open MPI 4.1.8)" in result.message
+    result = finding_named("slurm-one-process", diagnosis(recorded("slurm_sbatch_plain")))
+    assert "SLURM_NTASKS=4" in result.message
+    assert "srun -n 4 python script.py" in result.fix
+
+
+def test_the_worst_finding_comes_first_and_sets_the_exit_code() -> None:
+    mild = with_versions(with_facts(horovod=None, mpi_programs=(OPENMPI4, MPICH)), horovod=None)
+    assert diagnosis({}, FACTS).exit_code == 0
+    assert diagnosis({}, mild).exit_code == 0
+    worse = with_host(mild, shm_free=0)
+    assert diagnosis({}, worse).exit_code == 1
+    worst = replace(worse, torch="no torch")
+    result = diagnosis({}, worst)
+    assert (result.exit_code, result.findings[0].level, result.findings[-1].level) == (2, "error", "info")
+    assert to_json(result)["exit_code"] == 2
+
+
+def test_only_safe_commands_are_fixes_and_each_appears_once() -> None:
+    bare = diagnosis({}, BARE)
+    assert [fix.line for fix in collect_fixes(bare.findings)] == ["/v/python -m pip install torch"]
+    broken = with_horovod(torch="2.12.0", python="cpython-39", gloo=False)
+    fixes = collect_fixes(diagnosis(REQUESTED, broken).findings)
+    assert [fix.line for fix in fixes] == ["/v/python -m dualdist install-horovod --force"]
+    assert len(fixes[0].findings) == 3
+    unsafe = with_host(shm_free=0, open_files=(9, 9), address="")
+    assert collect_fixes(diagnosis({}, unsafe).findings) == []
+
+
+def test_invalid_variables_are_an_error_without_topology() -> None:
+    result = diagnosis({"RANK": "0"})
+    assert (result.topology, result.exit_code, to_json(result)["topology"]) == (None, 2, None)
+    assert "WORLD_SIZE not set" in result.findings[0].message
+
+
+def test_the_text_shows_topology_backends_and_findings() -> None:
+    result = diagnosis(recorded("slurm_sbatch_openmpi4", 3), with_horovod(torch="1"))
+    text = "\n".join(format_diagnosis(result, Painter(_NoTerminal(), {})))
+    for words in (
+        "rank 3 of 4, local rank 1, node 1 (inferred)",
+        "started by mpirun",
+        "not horovod: built for torch 1",
+        "warning",
+    ):
+        assert all(part in text for part in words.split(", ")), text
+    assert "unknown: the variables are invalid" in "\n".join(
+        format_diagnosis(diagnosis({"RANK": "0"}), Painter(_NoTerminal(), {}))
+    )
+
+
+class _NoTerminal:
+    """A stream that is not a terminal."""
+
+    def isatty(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("library", "family"),
+    [
+        ("Open MPI v4.1.8, package: Open MPI user@localhost", "openmpi4"),
+        ("Open MPI v5.0.11, package: Open MPI", "openmpi5"),
+        ("Open MPI 4.1.8", "openmpi4"),
+        ("MPICH Version:\t4.0.2\nMPICH Release date", "mpich"),
+        ("Intel(R) MPI Library 2021.11 for Linux* OS", "mpich"),
+        ("MVAPICH2 2.3.7", "mpich"),
+        ("Fujitsu MPI Library 4.0.1", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_mpi_family_of_library_versions(library: str, family: str) -> None:
+    assert mpi_family(library) == family
+
+
+@pytest.mark.parametrize(
+    ("output", "types"),
+    [
+        ("MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\n"
+         "specific pmix plugin versions available: pmix_v4",
+         ("cray_shasta", "none", "pmi2", "pmix", "pmix_v4")),
+        ("srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n", ("none", "pmi2", "openmpi")),
+        ("srun: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_srun_mpi_types_are_parsed(output: str, types: tuple[str, ...] | None) -> None:
+    assert parse_srun_mpi_types(output) == types
+
+
+def test_an_mpi_program_prints_its_mpi() -> None:
+    assert str(OPENMPI4) == "/v/mpirun (Open MPI 4.1.8)"
+    assert str(MpiProgram("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"
