@@ -1,4 +1,4 @@
-"""One PyTorch training script on three communication backends, under any launcher.
+"""Run one PyTorch training script on several communication backends, under any launcher.
 
 import dualdist as dd
 
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from dualdist.logging import info, print, progress, setup_logging
     from dualdist.metric import Metric
 
-# What cannot be defined without torch, or what few programs use and takes long to import: the module of each.
-LATER = {
+# Names imported on first use, with their modules: they need torch, or few programs use them.
+LAZY = {
     "Metric": "metric",
     "Sampler": "data.sampler",
     "SyncBatchNorm": "ddp.sync_batch_norm",
@@ -138,11 +138,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Of LATER, what is asked for, or the module of that name."""
+    """Import a name of LAZY or a submodule on first use."""
     import importlib
 
     if name in MODULES:
         return importlib.import_module(f"dualdist.{name}")
-    if name not in LATER:
+    if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dualdist.{LATER[name]}"), name)
+    return getattr(importlib.import_module(f"dualdist.{LAZY[name]}"), name)

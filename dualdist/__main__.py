@@ -1,4 +1,4 @@
-"""`python -m dualdist` is the command `dualdist`."""
+"""Run the command line as `python -m dualdist`."""
 
 from dualdist.cli import main
 

@@ -1,4 +1,4 @@
-"""The functions that a training script calls: each finds the open session and hands over."""
+"""The functions that a training script calls; each delegates to the open session."""
 
 from __future__ import annotations
 
@@ -24,151 +24,180 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound="torch.optim.Optimizer")
 
-SAVER = "checkpoints"  # of a session's extras
+SAVER = "checkpoints"  # key in a session's extras
 
 
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
-    """Join the job: every rank calls this once, before anything else here, and returns when all ranks are there.
+    """Initialize dualdist: join the job, choose a backend and make this rank's GPU the current device.
 
-    `backend` is "native" (torch.distributed), "horovod", "mpi" (mpi4py) or "auto"; None takes DUALDIST_BACKEND, else
-    "auto": what `dualdist compare --save-choice` found for such a job on this machine, else Horovod under horovodrun,
-    and under mpirun where Horovod was built with MPI; there else mpi, if mpi4py is installed and torch sees no GPU;
-    else native; a process that no launcher started is a job of one, which touches no network. `timeout_s` limits this
-    call and every later wait for another rank, in seconds.
+    Every rank calls this once, before any other function of dualdist; it returns when all ranks have joined. A process
+    that no launcher started is a job of one rank and needs no network.
 
-    Native sets up torch.distributed's default process group, so that DistributedDataParallel and its kin work beside
-    dualdist; a group that is there already is used, and left alone at shutdown.
+    With the native backend this also initializes torch.distributed's default process group, so that
+    DistributedDataParallel and other torch code work beside dualdist. A default group that exists already is used, and
+    not destroyed by shutdown().
 
-    Errors: TopologyError (the launcher's variables are wrong, or the ranks contradict each other),
-    BackendUnavailableError, UnsupportedError (this launcher cannot start that backend), RendezvousError (ranks missing
-    within the timeout), AlreadyInitializedError, UsageError.
+    Args:
+        backend: "native" (torch.distributed), "horovod", "mpi" (mpi4py), "auto", or a registered name. If None,
+            DUALDIST_BACKEND, else "auto". "auto" is the choice that `dualdist compare --save-choice` saved for such a
+            job on this machine; else Horovod under horovodrun, and under mpirun if Horovod was built with MPI; else
+            mpi under mpirun if mpi4py is installed and torch sees no GPU; else native.
+        timeout_s: the limit, in seconds, for this call and for every later wait for another rank.
 
-    >>> dd.init(timeout_s=60)
-    >>> f"rank {dd.rank()} of {dd.size()}, started by {dd.launcher()}, on {dd.backend()}"
-    'rank 0 of 1, started by none, on single'
+    Raises:
+        AlreadyInitializedError: a session is open.
+        BackendUnavailableError: the backend is not installed or does not fit the installed torch.
+        RendezvousError: some ranks did not join within `timeout_s`.
+        TopologyError: the launcher's variables are incomplete, or the ranks contradict each other.
+        UnsupportedError: this launcher cannot start that backend.
+        UsageError: an argument is invalid.
+
+    Example:
+        >>> dd.init(timeout_s=60)
+        >>> f"rank {dd.rank()} of {dd.size()}, started by {dd.launcher()}, on {dd.backend()}"
+        'rank 0 of 1, started by none, on single'
     """
     session.init(backend, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
-    """Leave the job: every rank calls this when nothing is under way. init() may follow again.
+    """Leave the job; every rank calls this, with no operation under way. init() may be called again afterwards.
 
-    NotInitializedError where init() has not been called; CheckpointError where a save that was under way has failed.
+    Raises:
+        CheckpointError: an asynchronous save failed.
+        NotInitializedError: init() has not been called.
 
-    >>> dd.shutdown()
-    >>> dd.is_initialized()
-    False
+    Example:
+        >>> dd.shutdown()
+        >>> dd.is_initialized()
+        False
     """
     session.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether this process is between init() and shutdown().
+    """Return True between init() and shutdown().
 
-    >>> dd.is_initialized()
-    True
+    Example:
+        >>> dd.is_initialized()
+        True
     """
     return session.is_open()
 
 
 def rank() -> int:
-    """0 <= rank < size; unique in the job.
+    """Return this process's rank in the job, 0 <= rank < size().
 
-    >>> dd.rank()
-    0
+    Example:
+        >>> dd.rank()
+        0
     """
     return session.current().topology.rank
 
 
 def size() -> int:
-    """The number of ranks in the job.
+    """Return the number of ranks in the job.
 
-    >>> dd.size()
-    1
+    Example:
+        >>> dd.size()
+        1
     """
     return session.current().topology.size
 
 
 def local_rank() -> int:
-    """0 <= local_rank < local_size; unique on this node.
+    """Return this process's rank on its node, 0 <= local_rank < local_size().
 
-    >>> dd.local_rank()
-    0
+    Example:
+        >>> dd.local_rank()
+        0
     """
     return session.current().topology.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node, which may differ from node to node.
+    """Return the number of ranks on this node; nodes may differ.
 
-    >>> dd.local_size()
-    1
+    Example:
+        >>> dd.local_size()
+        1
     """
     return session.current().topology.local_size
 
 
 def node_rank() -> int:
-    """0 <= node < nodes; the same for all ranks of a node.
+    """Return the number of this rank's node, 0 <= node_rank < num_nodes().
 
-    >>> dd.node_rank()
-    0
+    Example:
+        >>> dd.node_rank()
+        0
     """
     return session.current().topology.node_rank
 
 
 def num_nodes() -> int:
-    """The number of nodes that have ranks.
+    """Return the number of nodes in the job.
 
-    >>> dd.num_nodes()
-    1
+    Example:
+        >>> dd.num_nodes()
+        1
     """
     return session.current().topology.num_nodes
 
 
 def backend() -> str:
-    """What moves the tensors: "native", "horovod", "mpi", or "single" in a job of one that no launcher started.
+    """Return the backend: "native", "horovod", "mpi", or "single" in a job of one rank that no launcher started.
 
-    >>> dd.backend()
-    'single'
+    Example:
+        >>> dd.backend()
+        'single'
     """
     return session.current().backend.name
 
 
 def transport() -> str:
-    """What carries tensors of this rank's device: "shm", "gloo", "nccl", "mpi", or "none" where nothing has to move.
+    """Return the transport for tensors on this rank's device: "shm", "gloo", "nccl", "mpi" or "none".
 
-    "shm" is the memory that ranks of one host share; where there are several hosts, Gloo between them.
+    "shm" is shared memory between the ranks of a host, and Gloo between hosts; "none" is that of a single rank.
 
-    >>> dd.transport()
-    'none'
+    Example:
+        >>> dd.transport()
+        'none'
     """
     return session.current().backend.transport
 
 
 def launcher() -> str:
-    """What started the ranks: "torchrun", "horovodrun", "mpirun", "srun", "spawn", "none" and others.
+    """Return the launcher that started the ranks: "torchrun", "horovodrun", "mpirun", "srun", "spawn", "none", ...
 
-    >>> dd.launcher()
-    'none'
+    Example:
+        >>> dd.launcher()
+        'none'
     """
     return session.current().topology.launcher
 
 
 def device() -> torch.device:
-    """This rank's GPU, which init() made the current one, or the CPU where there is none.
+    """Return this rank's GPU, which init() made the current one, or the CPU if there is none.
 
-    >>> model = torch.nn.Linear(2, 1).to(dd.device())
+    Example:
+        >>> model = torch.nn.Linear(2, 1).to(dd.device())
     """
     return session.current().device
 
 
 @disable_compile
 def barrier(*, group: Group | None = None) -> None:
-    """Every rank has called this when it returns. It does not wait for other operations that are under way.
+    """Wait until every rank of the group has called this; does not wait for other operations under way.
 
-    CollectiveTimeoutError, on every rank that waits, where one does not come within the timeout_s of init().
+    Args:
+        group: a group of new_group(), or None for all ranks.
 
-    >>> dd.barrier()
+    Raises:
+        CollectiveTimeoutError: a rank did not call this within the timeout_s of init(); raised on every waiting rank.
+
+    Example:
+        >>> dd.barrier()
     """
     from dualdist.collectives import collectives
 
@@ -177,14 +206,25 @@ def barrier(*, group: Group | None = None) -> None:
 
 @disable_compile
 def join(*, group: Group | None = None) -> int:
-    """Let the other ranks go on without this one's data; returns, once all ranks have called it, the last one to do so.
+    """Take part in the other ranks' operations with zeros until every rank has called this, like DDP's Join.
 
-    Until then this rank takes part in the others' allreduces and gradients with zeros; a mean still divides by the
-    number of all ranks. Whatever else the others call is refused with MismatchError there. The ranks' models differ
-    afterwards: broadcast_parameters from the rank that is returned.
+    Call it after the loop where ranks have different numbers of batches. Until all have joined, this rank contributes
+    zeros to the others' allreduces and gradient reductions; a mean still divides by the number of all ranks. The other
+    ranks' calls of anything else raise MismatchError there. Ranks that joined early did not step, so afterwards call
+    broadcast_parameters() from the returned rank.
 
-    >>> dd.join()
-    0
+    Args:
+        group: a group of new_group(), or None for all ranks.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        UsageError: an asynchronous operation is still under way on this rank.
+
+    Example:
+        >>> last = dd.join()
+        >>> dd.broadcast_parameters(torch.nn.Linear(2, 1), root=last)
     """
     from dualdist.collectives.collectives import zero_contribution
     from dualdist.ddp.join import join
@@ -194,35 +234,59 @@ def join(*, group: Group | None = None) -> int:
 
 @disable_compile
 def new_group(ranks: Sequence[int]) -> Group:
-    """Some of the job's ranks, to be passed as `group=`. Every rank of the job calls this, the members and the others.
+    """Create a group of ranks, to be passed as `group=`; every rank of the job calls this, members or not.
 
-    Groups may overlap and contain each other. A rank that is no member gets a group too, with which it can do nothing;
-    `group.is_member`, `group.rank` (the place among the members, or -1), `group.size` and `group.ranks` tell.
+    Groups may overlap. `group.is_member`, `group.rank` (the rank within the group, or -1), `group.size` and
+    `group.ranks` describe it; a rank that is not a member cannot use the group.
 
-    >>> group = dd.new_group([0])
-    >>> dd.allreduce(torch.ones(1), group=group)
-    tensor([1.])
+    Args:
+        ranks: different ranks of the job, in any order and the same on every rank.
+
+    Returns:
+        The group, whose ranks are in ascending order.
+
+    Raises:
+        MismatchError: the ranks passed different `ranks`.
+        UsageError: `ranks` is empty, repeats a rank, or names one that does not exist.
+
+    Example:
+        >>> group = dd.new_group([0])
+        >>> dd.allreduce(torch.ones(1), group=group)
+        tensor([1.])
     """
     return session.new_group(ranks)
 
 
 @disable_compile
 def remove_group(group: Group) -> None:
-    """The group exists no more; every rank of the job calls this, when nothing is under way on the group.
+    """Destroy a group; every rank of the job calls this, with no operation under way on the group.
 
-    >>> dd.remove_group(dd.new_group([0]))
+    Args:
+        group: a group of new_group(), created since init().
+
+    Example:
+        >>> dd.remove_group(dd.new_group([0]))
     """
     session.remove_group(group)
 
 
 @disable_compile
 def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
-    """Root's object on every rank; every rank calls this, and what the others pass does not count.
+    """Return root's object on every rank; every rank of the group calls this.
 
-    It is pickled: use it among ranks of your own job only. MismatchError on every rank where roots differ.
+    Objects are pickled: use it only among ranks that you trust.
 
-    >>> dd.broadcast_object({"lr": 0.1})
-    {'lr': 0.1}
+    Args:
+        obj: a picklable object; ignored on ranks other than `root`.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks passed different roots; raised on every rank.
+
+    Example:
+        >>> dd.broadcast_object({"lr": 0.1})
+        {'lr': 0.1}
     """
     from dualdist.collectives import objects
 
@@ -231,12 +295,17 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
 
 @disable_compile
 def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
-    """Everybody's object, in rank order, on every rank; every rank calls this.
+    """Return the objects of all ranks, in rank order; every rank of the group calls this.
 
-    They are pickled: use it among ranks of your own job only.
+    Objects are pickled: use it only among ranks that you trust.
 
-    >>> dd.allgather_object(f"rank {dd.rank()}")
-    ['rank 0']
+    Args:
+        obj: a picklable object.
+        group: a group of new_group(), or None for all ranks.
+
+    Example:
+        >>> dd.allgather_object(f"rank {dd.rank()}")
+        ['rank 0']
     """
     from dualdist.collectives import objects
 
@@ -250,12 +319,21 @@ def broadcast_parameters(
     *,
     group: Group | None = None,
 ) -> None:
-    """Every rank holds root's values, in place; every rank passes a model of the same names, shapes and dtypes.
+    """Copy root's parameters to every rank, in place; every rank of the group calls this.
 
-    `params` is a module (its parameters and buffers), a state_dict, or named parameters. MismatchError on every rank
-    where the ranks' models differ; it names what differs.
+    Call it after creating or loading the model and before training, so that all ranks begin with equal parameters.
 
-    >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
+    Args:
+        params: a module (its parameters and buffers), a state_dict, or named parameters; of the same names, shapes and
+            dtypes, in the same order, on every rank.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks' models differ; raised on every rank, and names the difference.
+
+    Example:
+        >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
     """
     from dualdist.collectives import broadcast_state
 
@@ -264,13 +342,21 @@ def broadcast_parameters(
 
 @disable_compile
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
-    """Every rank's optimizer has root's state and hyperparameters; a state that root does not have is dropped.
+    """Copy root's optimizer state and hyperparameters to every rank; every rank of the group calls this.
 
-    Every rank calls this with an optimizer of the same class for as many parameters in each group; MismatchError on
-    every rank where these differ.
+    State that root does not have is deleted.
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
+    Args:
+        optimizer: an optimizer of the same class, with as many parameters in each group, on every rank.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks' optimizers differ; raised on every rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
     from dualdist.collectives import broadcast_state
 
@@ -292,58 +378,83 @@ def wrap_optimizer(
     check_every: int | None = None,
     group: Group | None = None,
 ) -> OptimizerT:
-    """The same optimizer, whose parameters' gradients are reduced over all ranks whenever a backward() returns.
+    """Reduce the gradients of the optimizer's parameters over all ranks whenever a backward() returns.
 
-    Every rank calls this, with the same parameters in the same order. Clipping, loss scaling and logging between
-    backward() and step() see the reduced gradients, as in one process. A parameter that no rank's loss touched keeps
-    grad None; one that some ranks' loss touched gets the mean over all ranks, the others counting as zero.
+    Every rank of the group calls this, with the same parameters in the same order, and before the first backward().
+    Gradients are reduced in buckets while backward() runs, as in torch.nn.parallel.DistributedDataParallel, but the
+    model stays as it is, and so do the optimizer's class, state and state_dict. Since all gradients are reduced when
+    backward() returns, clipping, loss scaling and logging between backward() and step() need no change.
 
-    `op` is "mean", "sum" or "adasum". With "adasum" no gradients are reduced: every rank steps on its own, and the
-    steps are combined (Maleki et al., MLSys 2021; the number of ranks is a power of two), so the loss is each rank's.
+    A parameter that no rank's loss used keeps ``grad is None``; if some ranks used it, the others count as zero.
 
-    `compression` is what floats become on the wire: "fp16", "bf16", or an object with compress(tensor) -> (tensor, ctx)
-    and decompress(tensor, ctx). Gradients are divided by `gradient_predivide_factor` before the sum and multiplied by
-    it afterwards, where a sum could overflow. Of sparse gradients only the stored values are sent, unless
-    `sparse_as_dense`. Gradients are reduced in buckets of `bucket_cap_mb` MiB, which overlap with backward(); the first
-    one is `first_bucket_mb`, and gradients that would not fill two of those share one bucket.
-    Afterwards they are views of the buckets, unless the program keeps the tensor that was .grad before.
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: names for error messages, such as model.named_parameters(); covers all of the optimizer's
+            parameters if given.
+        op: "mean", "sum" or "adasum". With "adasum" gradients are not reduced: every rank steps on its own, and the
+            steps are combined (Maleki et al., MLSys 2021); the number of ranks must be a power of two.
+        accumulate: reduce on every `accumulate`-th backward() only. Gradients add up in between, as in one process, so
+            divide the loss by `accumulate` for a mean.
+        compression: the format in which floating-point gradients are sent: "fp16", "bf16", or an object with
+            compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx) -> tensor.
+        gradient_predivide_factor: divide gradients by it before the sum and multiply them by it afterwards, where a sum
+            could overflow.
+        sparse_as_dense: send sparse gradients as dense ones. By default only the stored values are sent.
+        bucket_cap_mb: the size of a bucket in MiB.
+        first_bucket_mb: the size of the first bucket in MiB, smaller so that communication starts early. Gradients of
+            less than twice this size share one bucket.
+        check_every: if given, step() checks the reduced gradients for NaN and infinity, and before the first and every
+            `check_every`-th step compares the parameters between ranks. The check waits for the GPU.
+        group: a group of new_group(), or None for all ranks.
 
-    With accumulate=k gradients are reduced on every k-th backward() only; they add up in between, as in one process, so
-    divide the loss by k for a mean. Between two steps every rank runs the same number of backwards; a rank whose
-    backward touched no parameter takes part in step(), so on that step it must not clip or unscale, which would come
-    too early. With op="sum", one reduction between two zero_grad() or step() calls. A closure's loss comes back as the
-    mean over all ranks. Parameters that are added by add_param_group or unfrozen later are reduced too, those of two
-    wrapped optimizers by the newer one. After shutdown() and a new init(), wrap again.
+    Returns:
+        `optimizer` itself.
 
-    With check_every=n no step is taken with gradients that are NaN or infinite: step() raises NonFiniteError on every
-    rank, which names them and the ranks on whose part it was so. Before the first step and every n-th after it
-    parameters are compared, and DriftError names the first that differs. Nothing has changed then, and training may go
-    on. What a loss scaler passes over (GradScaler skips the step) or the program has put right before step() is no
-    error. Costs a look at the reduced gradients, for which the program waits for the GPU, and at the n-th steps one at
-    the parameters. While some ranks have joined, parameters are not compared.
+    Raises:
+        MismatchError: the ranks' parameters or arguments differ; raised on every rank.
+        UnsupportedError: a parameter is not dense.
+        UsageError: an argument is invalid, or the optimizer is wrapped already.
 
-    `named_parameters` (model.named_parameters()) gives errors their names.
+        From a later step(), on every rank, before anything has changed, so that training can continue:
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> dd.wrap_optimizer(optimizer, model.named_parameters()) is optimizer
-    True
+        DriftError: with `check_every`, the ranks hold different parameters.
+        NonFiniteError: with `check_every`, gradients are not finite; names them and the ranks that caused it. Not
+            raised if a loss scaler will skip the step, or the program has replaced the gradients.
+
+    Note:
+        - Afterwards gradients are views of the buckets, as with gradient_as_bucket_view=True in DDP, unless the program
+          holds a reference to the previous .grad.
+        - Between two steps every rank runs the same number of backwards. A rank whose backward used none of the
+          parameters takes part in step(); it must not clip or unscale gradients before.
+        - With op="sum" reduce once between two zero_grad() or step() calls, as a second reduction would sum again.
+        - The loss that step(closure) returns is the mean over all ranks.
+        - Parameters added by add_param_group or unfrozen later are reduced, too. A parameter of two wrapped optimizers
+          is reduced by the newer one.
+        - Parameters are not compared while some ranks have joined; see join().
+        - The wrapper ends with the session: after shutdown() and init() wrap the optimizer again.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = dd.wrap_optimizer(optimizer, model.named_parameters())
+        >>> model(torch.ones(4, 2)).mean().backward()  # gradients are reduced when this returns
+        >>> optimizer.step()
     """
-    from dualdist.ddp import optimizer as gradients
+    from dualdist.ddp import optimizer as ddp_optimizer
     from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import resolve_compressor
     from dualdist.ddp.nonfinite import validate_check_every
 
-    sizes = bucket_bytes("bucket_cap_mb", bucket_cap_mb), bucket_bytes("first_bucket_mb", first_bucket_mb)
     config = ReducerConfig(
         op,
         resolve_compressor(compression),
         gradient_predivide_factor,
         sparse_as_dense,
-        *sizes,
+        bucket_bytes("bucket_cap_mb", bucket_cap_mb),
+        bucket_bytes("first_bucket_mb", first_bucket_mb),
         validate_check_every(check_every),
     )
-    gradients.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
+    ddp_optimizer.wrap_optimizer(session.group_or_world(group), optimizer, named_parameters, config, accumulate)
     session.record_steps(optimizer)
     return optimizer
 
@@ -389,24 +500,36 @@ def save_checkpoint(
     async_op: bool = False,
     **extra: Any,
 ) -> str | PendingSave:
-    """A new file in the folder `path` holds rank 0's state of the objects, and every rank's random state.
+    """Save rank 0's state of the objects and every rank's random state to a new file in a folder.
 
-    Every rank calls this, between two steps; only rank 0 touches the disk, and only its `path` counts. The folder is
-    made, its parent must be there. Its last `keep` checkpoints are left, all where that is None. Returns the file's
-    path. `extra` are more objects with a state_dict(), or plain data: numbers, texts, tensors, dicts and lists of them.
+    Every rank calls this, between two steps; only rank 0 accesses the disk. The file appears completely or not at all.
+    torch.load(path, weights_only=True) reads it, too: under "model" are the plain names of the model's state_dict,
+    under "extra" the plain data.
 
-    The file appears whole or not at all; torch.load(path, weights_only=True) reads it too: "model" has the plain names
-    of the model's state_dict, "extra" the plain data.
+    Args:
+        path: the folder, taken from rank 0. It is created; its parent must exist.
+        model: a module; that inside DistributedDataParallel or torch.compile is saved.
+        optimizer: a torch optimizer, wrapped or not.
+        scheduler: a learning rate scheduler, or any object with a state_dict().
+        scaler: a GradScaler.
+        sampler: a dd.Sampler.
+        keep: the number of checkpoints to keep in the folder, or None for all.
+        async_op: return after copying the state to CPU memory; a thread writes the file.
+        **extra: further objects with a state_dict(), or plain data: numbers, strings, tensors, dicts and lists of them.
 
-    With async_op=True this returns when the state has been copied to the CPU's memory, and a thread writes it; wait()
-    of what is returned, which every rank calls, gives the path. So do the next save and shutdown(), where it must.
+    Returns:
+        The path of the file; with async_op=True an object with wait() -> path, which every rank calls. The next save
+        and shutdown() wait for it, too.
 
-    Errors, on every rank: CheckpointError (the disk is full, read-only, gone or does not answer within timeout_s of
-    init; the earlier checkpoints are as they were), UsageError (something cannot be saved, or was not counted).
+    Raises:
+        CheckpointError: the disk is full, read-only, missing, or made no progress within the timeout_s of init();
+            raised on every rank. Earlier checkpoints are as they were.
+        UsageError: an object cannot be saved, or the sampler's batches were not recorded; raised on every rank.
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> dd.save_checkpoint("run", model=model, epoch=3)
-    'run/checkpoint-00000001.pt'
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> dd.save_checkpoint("run", model=model, epoch=3)
+        'run/checkpoint-00000001.pt'
     """
     here = session.current()
     require_flags(async_op=async_op)
@@ -429,28 +552,41 @@ def load_checkpoint(
     random: bool = True,
     **objects: Any,
 ) -> dict[str, Any] | None:
-    """Every rank's objects are as they were saved in the newest good checkpoint of the folder `path`, or in a file.
+    """Load the newest valid checkpoint of a folder, or one file, into every rank's objects.
 
-    Every rank calls this with the same objects; only rank 0 touches the disk. Returns the plain data that were saved;
-    None, and nothing has changed, where the folder has no checkpoint yet or is not there itself, which with
-    required=True, or where the path ends in .pt, is an error. A file that is truncated or altered is passed over with a
-    RuntimeWarning that names it. No file can run code: torch reads it with weights_only=True.
+    Every rank calls this with the same objects; only rank 0 accesses the disk. A truncated or altered file is skipped
+    with a RuntimeWarning. Files are read with weights_only=True and cannot run code. A save under way is finished
+    first, and its error raised.
 
-    The number of ranks, the backend and the launcher may be others than when it was saved. On as many ranks, each goes
-    on with its own random state, so that on CPUs a run that is resumed ends with the bits of one that never stopped;
-    on another number they get new ones. With random=False random states are left alone.
+    The number of ranks, the backend and the launcher may differ from those at the time of saving. With the same number
+    of ranks each continues with its own random state, so that on CPUs a resumed run ends with the same bits as an
+    uninterrupted one.
 
-    A checkpoint that is still being written is waited for, and what goes wrong with it raised, as by the next save.
+    Args:
+        path: a folder, or a file whose name ends in .pt; taken from rank 0.
+        model: a module to load into.
+        optimizer: an optimizer to load into.
+        scheduler: a scheduler to load into.
+        scaler: a GradScaler to load into.
+        sampler: a dd.Sampler to load into.
+        required: raise CheckpointError if the folder has no checkpoint.
+        random: restore the random state, or with another number of ranks seed it from the saved ones.
+        **objects: further objects with a load_state_dict().
 
-    Errors, on every rank: CheckpointError (no good file, or the objects are of other names or shapes, and then nothing
-    has changed anywhere), UsageError.
+    Returns:
+        The plain data that were saved, or None, and nothing has changed, if the folder has no checkpoint or is missing.
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> path = dd.save_checkpoint("run", model=model, epoch=3)
-    >>> dd.load_checkpoint("run", model=model)
-    {'epoch': 3}
+    Raises:
+        CheckpointError: no file is valid, or names or shapes differ; raised on every rank, and nothing has changed.
+        UsageError: an argument is invalid.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> path = dd.save_checkpoint("run", model=model, epoch=3)
+        >>> dd.load_checkpoint("run", model=model)
+        {'epoch': 3}
     """
-    from dualdist.checkpoint import load as resuming
+    from dualdist.checkpoint.load import load
 
     here = session.current()
     require_flags(required=required, random=random)
@@ -458,18 +594,15 @@ def load_checkpoint(
     parts = {name: part for name, part in given.items() if part is not None} | objects
     saver = _saver(here)
     saver.finish()
-    return resuming.load(
-        here.world, here.device, here.timeout_s, as_path(path), parts, saver, required=required, random=random
-    )
+    return load(here.world, here.device, here.timeout_s, as_path(path), parts, saver, required=required, random=random)
 
 
 def _saver(here: Session) -> CheckpointSaver:
-    """The checkpoints of this session."""
-    from dualdist.checkpoint import save as checkpoint
+    from dualdist.checkpoint.save import CheckpointSaver
 
     saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:
-        saver = here.extras[SAVER] = checkpoint.CheckpointSaver(here.world, here.device, here.timeout_s)
+        saver = here.extras[SAVER] = CheckpointSaver(here.world, here.device, here.timeout_s)
         here.close_callbacks.append(saver.finish)
     return saver
 
@@ -481,14 +614,22 @@ def check_consistency(
     buffers: bool = False,
     group: Group | None = None,
 ) -> None:
-    """All ranks hold the same bits in the parameters of `model`, or DriftError on every rank says where they do not.
+    """Raise DriftError on every rank unless all ranks hold bit-identical parameters.
 
-    Every rank calls this with a model of the same names and shapes: a module, a state_dict or named tensors. The error
-    names the first parameter that differs, the ranks that differ from the others and by how much, and says where they
-    hold NaN or infinite values; equal bits are equal, NaN too. What batch norm has counted is each rank's own, and
-    compared with buffers=True only. Tensors stay where they are: what travels is 64 bytes.
+    Every rank of the group calls this. Only hashes of 64 bytes are exchanged.
 
-    >>> dd.check_consistency(torch.nn.Linear(2, 1))
+    Args:
+        model: a module, a state_dict, or named tensors; of the same names and shapes on every rank.
+        buffers: compare buffers, too, such as the running statistics of batch normalization, which are each rank's own.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        DriftError: names the first parameter that differs, the ranks that differ from the others, by how much, and
+            NaN or infinite values. Equal bits are equal, also for NaN.
+        MismatchError: the ranks passed different names or shapes.
+
+    Example:
+        >>> dd.check_consistency(torch.nn.Linear(2, 1))
     """
     from dualdist.collectives import consistency
 
@@ -497,15 +638,22 @@ def check_consistency(
 
 @disable_compile
 def slow_ranks(*, group: Group | None = None) -> SlowRanks:
-    """Who has waited for whom in operations and gradients, and how long, since the last call; every rank calls this.
+    """Return statistics on which ranks the others waited for since the last call; every rank of the group calls this.
 
-    The first call begins to count. What is returned is the same on every rank and prints as a table: `slowest` is the
-    rank for which the others waited most, or None, `caused_s` what each of the others waited for a rank, by rank, and
-    `waited_s` what a rank waited. With DUALDIST_SLOW_RANKS=1 counting begins with init(), and rank 0 prints a table at
-    the end. Only waits of the program count: on a GPU those that its stream does by itself do not.
+    The first call starts the measurement; with DUALDIST_SLOW_RANKS=1 init() does, and rank 0 prints a table at the
+    end. Only waits of the host are counted, not those of a GPU's stream.
 
-    >>> dd.slow_ranks().slowest is None
-    True
+    Args:
+        group: a group of new_group(), or None for all ranks.
+
+    Returns:
+        The same SlowRanks on every rank, which prints as a table. `slowest` is the rank that the others waited for
+        most, or None; `caused_s[rank]` the seconds that each of the others waited for that rank, on average;
+        `waited_s[rank]` the seconds that it waited.
+
+    Example:
+        >>> dd.slow_ranks().slowest is None
+        True
     """
     from dualdist.diagnostics import stragglers
 

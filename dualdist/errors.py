@@ -1,40 +1,40 @@
-"""Every exception that dualdist raises on purpose.
+"""The exceptions that dualdist raises.
 
     DualdistError
-    ├── UsageError               a call that cannot be right: bad argument, wrong order of calls
-    │   ├── NotInitializedError      a collective before init() or after shutdown()
-    │   └── AlreadyInitializedError  a second init()
-    ├── TopologyError            the launcher's variables are incomplete, impossible or contradict each other
-    ├── BackendError             the chosen backend cannot be used here
-    │   ├── BackendUnavailableError  not installed, not built for this torch, or not built with what was asked
-    │   └── UnsupportedError         the backend is fine, but this launcher, dtype or operation is not for it
-    ├── RendezvousError          the ranks did not find each other
-    ├── CollectiveError          an operation between ranks failed
-    │   ├── CollectiveTimeoutError   a rank did not arrive in time
-    │   ├── RankLostError            a rank ended or its connection broke
-    │   └── MismatchError            the ranks passed arguments that do not fit together
-    ├── TrainingError            the training has gone wrong, which every rank is told alike, and the ranks stay in step
-    │   ├── DriftError               the ranks hold different parameters
-    │   └── NonFiniteError           gradients are NaN or infinite
-    ├── CheckpointError          a checkpoint cannot be written or read, or does not fit the program
-    ├── BuildError               install-horovod could not build or verify Horovod
-    ├── LaunchError              ranks could not be started, or one of them failed
-    └── TorchvisionError         torchvision is missing, or does not fit the installed torch
+    ├── UsageError                   an invalid argument, or calls in the wrong order
+    │   ├── NotInitializedError          a call before init() or after shutdown()
+    │   └── AlreadyInitializedError      a second init()
+    ├── TopologyError                the launcher's variables are incomplete, impossible or contradictory
+    ├── BackendError                 the chosen backend cannot be used here
+    │   ├── BackendUnavailableError      not installed, built for another torch, or lacking a requested feature
+    │   └── UnsupportedError             not supported with this launcher, dtype or operation
+    ├── RendezvousError              the ranks did not find each other
+    ├── CollectiveError              a collective operation failed
+    │   ├── CollectiveTimeoutError       a rank did not arrive in time
+    │   ├── RankLostError                a rank ended or its connection broke
+    │   └── MismatchError                the ranks passed arguments that do not fit together
+    ├── TrainingError                the training has gone wrong; raised on every rank, and the ranks remain in step
+    │   ├── DriftError                   the ranks hold different parameters
+    │   └── NonFiniteError               gradients are NaN or infinite
+    ├── CheckpointError              a checkpoint cannot be written or read, or does not fit the program
+    ├── BuildError                   install-horovod could not build or verify Horovod
+    ├── LaunchError                  ranks could not be started, or one of them failed
+    └── TorchvisionError             torchvision is missing, or does not fit the installed torch
 
-Every message says what was seen, what was expected and what to type. Programs may catch DualdistError for all of them.
+Every message states what was found, what was expected and what to do. Catch DualdistError for all of them.
 """
 
 from __future__ import annotations
 
 
 class DualdistError(Exception):
-    """The root of all errors that dualdist raises on purpose."""
+    """The base class of all dualdist exceptions."""
 
-    names_operation = False  # the message says already which operation between ranks failed
+    names_operation = False  # the message already names the failed operation
 
 
 class UsageError(DualdistError, ValueError):
-    """A call that cannot be right, whatever the other ranks do."""
+    """A call is invalid whatever the other ranks do: a bad argument, or calls in the wrong order."""
 
 
 class NotInitializedError(UsageError):
@@ -54,7 +54,7 @@ class BackendError(DualdistError):
 
 
 class BackendUnavailableError(BackendError):
-    """The backend is not installed, is built for another torch, or lacks what was asked of it."""
+    """The backend is not installed, is built for another torch, or lacks a requested feature."""
 
 
 class UnsupportedError(BackendError):
@@ -66,45 +66,56 @@ class RendezvousError(DualdistError):
 
 
 class CollectiveError(DualdistError):
-    """An operation between ranks failed."""
+    """A collective operation failed; the ranks may be out of step, and further operations are refused.
+
+    Restart the job, or call shutdown() and init() on every rank.
+    """
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A rank did not arrive at a collective operation in time."""
+    """A rank did not arrive at a collective operation within the timeout_s of init()."""
 
 
 class RankLostError(CollectiveError):
-    """Another rank ended, or the connection to it broke, during a collective operation; `ranks` where that is known."""
+    """Another rank ended, or the connection to it broke, during a collective operation.
+
+    Attributes:
+        ranks: the ranks that were lost, or () if unknown.
+    """
 
     ranks: tuple[int, ...] = ()
 
 
 class MismatchError(CollectiveError):
-    """The ranks passed arguments that do not fit together."""
+    """The ranks passed arguments that do not fit together; raised on every rank, and the ranks remain in step."""
 
 
 class TrainingError(DualdistError):
-    """The training has gone wrong; the ranks have all seen it, and can go on together."""
+    """The training has gone wrong; raised on every rank, and the ranks remain in step."""
 
 
 class DriftError(TrainingError):
-    """The ranks hold different values of what should be the same on all of them."""
+    """The ranks hold different values of parameters that should be equal."""
 
 
 class NonFiniteError(TrainingError):
-    """Gradients that an optimizer was about to use are NaN or infinite."""
+    """Gradients that an optimizer was about to apply are NaN or infinite."""
 
 
 class CheckpointError(DualdistError):
-    """A checkpoint cannot be written or read, or does not fit what it is loaded into."""
+    """A checkpoint cannot be written or read, or does not fit the objects that it is loaded into."""
 
 
 class BuildError(DualdistError):
-    """install-horovod could not download, adapt, build, install or verify Horovod."""
+    """install-horovod could not download, patch, build, install or verify Horovod."""
 
 
 class LaunchError(DualdistError, RuntimeError):
-    """Ranks could not be started, or one of them failed; `exception` is its pickled exception, where it has one."""
+    """Ranks could not be started, or one of them failed.
+
+    Attributes:
+        exception: the failed rank's pickled exception, or None if it left none.
+    """
 
     exception: bytes | None = None
 

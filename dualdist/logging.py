@@ -1,4 +1,4 @@
-"""What a rank says: a line on one rank alone, logs that name the rank, what it runs on."""
+"""Print, log and show progress by rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,32 @@ from typing import TextIO, TypeVar
 from dualdist import session
 from dualdist.errors import UsageError
 
+T = TypeVar("T")
+
 LOG_FORMAT = "%(asctime)s [%(rank)s] %(levelname)s %(name)s: %(message)s"
+BAR_CELLS = 20
+# Seconds between two updates of a progress bar on a terminal, and between two lines in a file.
+DRAW_S, LINE_S = 0.1, 60.0
 
 
 def print(*values: object, rank: int | None = 0, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
-    """Print on one rank alone, or with rank=None on all of them, each line with its rank before it; not buffered.
+    """Print on one rank, or on all ranks with each line prefixed by the rank; flushes.
 
-    >>> dd.print("the loss is", 0.5)
-    the loss is 0.5
-    >>> dd.print("here", rank=None)
-    [0] here
+    Args:
+        *values: as for the built-in print.
+        rank: the rank that prints, or None for all.
+        sep: as for the built-in print.
+        end: as for the built-in print.
+        file: a text stream; standard output if None.
+
+    Raises:
+        UsageError: there is no such rank.
+
+    Example:
+        >>> dd.print("the loss is", 0.5)
+        the loss is 0.5
+        >>> dd.print("here", rank=None)
+        [0] here
     """
     topology = session.current().topology
     if rank is not None and not 0 <= rank < topology.size:
@@ -30,16 +46,17 @@ def print(*values: object, rank: int | None = 0, sep: str = " ", end: str = "\n"
         return
     if rank is None:
         text = sep.join(map(str, values))
-        # In one piece: several ranks may write to one terminal.
+        # One write, since several ranks may share a terminal.
         values = ("\n".join(f"[{topology.rank}] {line}" for line in text.split("\n")),)
     builtins.print(*values, sep=sep, end=end, file=file, flush=True)
 
 
 def info() -> str:
-    """In one line, what this rank is and what it runs on.
+    """Return one line with this rank, its node, backend, transport, launcher and device.
 
-    >>> dd.info().startswith("rank 0 of 1 (local rank 0 of 1, node 0 of 1), single over none, started by none, ")
-    True
+    Example:
+        >>> dd.info().startswith("rank 0 of 1 (local rank 0 of 1, node 0 of 1), single over none, started by none, ")
+        True
     """
     here = session.current()
     topology, backend = here.topology, here.backend
@@ -53,8 +70,17 @@ def info() -> str:
 def setup_logging(
     level: int | str = logging.INFO, *, others: int | str = logging.WARNING, format: str = LOG_FORMAT
 ) -> None:
-    """Python's root logger writes to standard error, each line with the rank: all of `level` on rank 0, and on the
-    other ranks what reaches `others`. It may be called before init(); handlers of an earlier call are replaced.
+    """Configure Python's root logger to write to standard error with the rank in each line.
+
+    May be called before init(), and again to replace the configuration.
+
+    Args:
+        level: the lowest level shown on rank 0, such as "INFO" or logging.INFO.
+        others: the lowest level shown on the other ranks.
+        format: a logging format; `%(rank)s` is the rank and the size, such as 2/8.
+
+    Raises:
+        UsageError: a level is unknown.
     """
     handler = logging.StreamHandler()
     handler.addFilter(_RankFilter(level, others))
@@ -63,15 +89,15 @@ def setup_logging(
     for old in [each for each in root.handlers if any(isinstance(one, _RankFilter) for one in each.filters)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(min(_number(level), _number(others)))
+    root.setLevel(min(_level_number(level), _level_number(others)))
 
 
 class _RankFilter(logging.Filter):
-    """Gives records a rank, "2/8", and lets through what this rank shall say."""
+    """Add the rank to records, and drop those below this rank's level."""
 
     def __init__(self, level: int | str, others: int | str) -> None:
         super().__init__()
-        self._levels = _number(level), _number(others)
+        self._levels = _level_number(level), _level_number(others)
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank, size = session.rank_and_size()
@@ -79,29 +105,31 @@ class _RankFilter(logging.Filter):
         return record.levelno >= self._levels[0 if rank == 0 else 1]
 
 
-def _number(level: int | str) -> int:
+def _level_number(level: int | str) -> int:
     if isinstance(level, int):
         return level
     number = logging.getLevelName(level.upper())
     if not isinstance(number, int):
-        raise UsageError(f"level {level!r}: expected one of Python's logging, as 'INFO' or logging.INFO")
+        raise UsageError(f"level {level!r}: expected one of Python's logging, such as 'INFO' or logging.INFO")
     return number
 
 
-T = TypeVar("T")
-
-BAR_CELLS = 20
-# A terminal is drawn so often; a file, as batch systems make of standard error, gets a line so often.
-DRAW_S, LINE_S = 0.1, 60.0
-
-
 def progress(items: Iterable[T], description: str = "", *, total: int | None = None) -> Iterator[T]:
-    """The same items; rank 0 shows on standard error how far the loop is, the other ranks show nothing.
+    """Iterate over `items`, showing the progress on rank 0's standard error.
 
-    On a terminal that is a bar; elsewhere a line a minute, and one at the end.
+    On a terminal this is a bar; elsewhere one line a minute, and one at the end.
 
-    >>> sum(dd.progress([1, 2, 3], "epoch 1"))
-    6
+    Args:
+        items: what to iterate over.
+        description: shown before the progress.
+        total: the number of items; len(items) if None and available.
+
+    Yields:
+        The items.
+
+    Example:
+        >>> sum(dd.progress([1, 2, 3], "epoch 1"))
+        6
     """
     if session.rank_and_size()[0] != 0:
         yield from items
@@ -118,10 +146,10 @@ def progress(items: Iterable[T], description: str = "", *, total: int | None = N
 
 
 class _ProgressBar:
-    """Draws how many of `total` are done."""
+    """Show how many of `total` items are done."""
 
     def __init__(self, description: str, total: int | None, out: TextIO, now: Callable[[], float]) -> None:
-        self._head = f"{description}: " if description else ""
+        self._prefix = f"{description}: " if description else ""
         self._total = total
         self._out = out
         self._now = now
@@ -143,7 +171,7 @@ class _ProgressBar:
 
     def _draw(self) -> None:
         self._drawn_at = self._now()
-        text = self._head + self._text(self._drawn_at - self._began)
+        text = self._prefix + self._text(self._drawn_at - self._began)
         if self._is_terminal:
             self._out.write(f"\r{text.ljust(self._width)}")
             self._width = len(text)
@@ -151,18 +179,18 @@ class _ProgressBar:
             self._out.write(f"{text}\n")
         self._out.flush()
 
-    def _text(self, passed_s: float) -> str:
-        rate = self._done / passed_s if passed_s > 0 else 0.0
+    def _text(self, elapsed_s: float) -> str:
+        rate = self._done / elapsed_s if elapsed_s > 0 else 0.0
         if self._total is None:
-            return f"{self._done} in {_clock(passed_s)}, {rate:.3g}/s"
+            return f"{self._done} in {_format_time(elapsed_s)}, {rate:.3g}/s"
         share = self._done / self._total if self._total else 1.0
         cells = min(BAR_CELLS, int(share * BAR_CELLS))
-        left = f", {_clock((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
+        left = f", {_format_time((self._total - self._done) / rate)} left" if rate and self._done < self._total else ""
         bar = f" |{'#' * cells}{'-' * (BAR_CELLS - cells)}|" if self._is_terminal else ""
-        return f"{share:4.0%}{bar} {self._done}/{self._total} in {_clock(passed_s)}{left}, {rate:.3g}/s"
+        return f"{share:4.0%}{bar} {self._done}/{self._total} in {_format_time(elapsed_s)}{left}, {rate:.3g}/s"
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -1,4 +1,4 @@
-"""From init() to shutdown(): the session that this process is in. Has the one mutable variable."""
+"""The process's session, from init() to shutdown(); holds the package's one mutable module variable."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from dualdist.diagnostics.recording import Recorder
     from dualdist.diagnostics.timeline_writer import TimelineWriter
 
-# Set by `dualdist compare` for a program that it times: a folder, and how many steps to leave out and to time.
+# Set by `dualdist compare` for a program that it times: a folder, the warm-up steps and the steps to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
-# Rank 0 prints at the end who waited for whom.
+# If set, rank 0 prints a table of slow ranks at the end.
 SLOW_RANKS = "DUALDIST_SLOW_RANKS"
 
 
 @dataclass
 class _ProcessState:
-    """What this process remembers between sessions."""
+    """State that outlives sessions."""
 
     session: Session | None = None
     was_shut_down: bool = False
     sessions: int = 0
-    exported: tuple[str, ...] = ()  # variables that export_env() set, and the next init() takes away
-    meeting: RendezvousStore = field(default_factory=RendezvousStore)
+    exported: tuple[str, ...] = ()  # variables set by export_env(), removed by the next init()
+    rendezvous_store: RendezvousStore = field(default_factory=RendezvousStore)
     recorder: Recorder | None = None
     timeline: TimelineWriter | None = None
-    has_told_choice: bool = False
-    unheeded: str = ""  # why the last session failed, where the program went on in it regardless
+    has_reported_choice: bool = False
+    ignored_failure: str = ""  # the last session's failure, if the program went on despite it
 
 
 _process = _ProcessState()
 
 
 def current() -> Session:
-    """The open session; NotInitializedError where there is none."""
+    """Return the open session; NotInitializedError if there is none."""
     if _process.session is None:
         tracebacks.install_hooks(os.environ)
         when = "after dd.shutdown()" if _process.was_shut_down else "before dd.init()"
@@ -66,10 +66,10 @@ def current() -> Session:
 
 
 def group_or_world(group: Group | None) -> Group:
-    """The group, or that of all ranks; NotInitializedError where there is no session."""
+    """Return the group, or that of all ranks if None."""
     world = current().world
     if group is not None and not isinstance(group, type(world)):
-        raise UsageError(f"group={group!r}: expected what dd.new_group() returned")
+        raise UsageError(f"group={group!r}: expected a group that dd.new_group() returned")
     return group or world
 
 
@@ -78,7 +78,7 @@ def is_open() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; before init() as the launcher says, or 0 of 1."""
+    """Return this process's rank and the size; before init() those of the launcher, or (0, 1)."""
     try:
         topology = detect(os.environ) if _process.session is None else _process.session.topology
     except TopologyError:
@@ -87,12 +87,12 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
-    """Join the job; see dualdist.api.init."""
+    """Open the session; see dualdist.api.init."""
     tracebacks.install_hooks(os.environ)
     if _process.session is not None:
         raise AlreadyInitializedError(
             f"dd.init() was called a second time; this process is rank {_process.session.topology.rank} of "
-            f"{_process.session.topology.size} already. Call dd.shutdown() in between to start anew"
+            f"{_process.session.topology.size} already. Call dd.shutdown() first"
         )
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s={timeout_s}: expected seconds above 0 and below {threading.TIMEOUT_MAX:g}")
@@ -105,44 +105,37 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     name = _next_name(environ, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
-        atexit.register(_end)  # before what the backend registers: goes after that
+        atexit.register(_exit_if_failed)  # registered before the backend's callbacks, so it runs after them
     plan = _recording_plan(environ)
     session = open_session(
-        requested, SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.meeting), _tell_choice
+        requested,
+        SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.rendezvous_store),
+        _print_choice,
     )
-    has_nobody_to_share_with = session.topology.size == 1 and (requested, transport) == ("native", "shm")
-    if (
-        transport not in ("", session.backend.transport)
-        and session.backend.name != "single"
-        and not has_nobody_to_share_with
-    ):
+    is_single_shm = session.topology.size == 1 and (requested, transport) == ("native", "shm")
+    if transport not in ("", session.backend.transport) and session.backend.name != "single" and not is_single_shm:
         session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "
-            "here: unset it, or choose a backend and a launcher that have it"
+            "here: unset it, or choose a backend and a launcher that support it"
         )
-    _process.session, _process.unheeded = session, ""
-    _attend(session, environ)
+    _process.session, _process.ignored_failure = session, ""
+    if environ.get(TIMELINE):
+        _start_timeline(session, environ[TIMELINE])
+    if environ.get(SLOW_RANKS, "0") not in ("", "0"):
+        _report_slow_ranks(session)
     if plan is not None and _process.recorder is None:
         _process.recorder = _recorder(session, *plan, began)
 
 
 def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
-    """Of the session that begins: the same on all ranks, and new. For stores that outlive ranks see agent_rounds."""
+    """Return the new session's key in the store: the same on all ranks, and not used before."""
     if not is_elastic(environ):
         return f"dualdist/{_process.sessions}"
     if _process.sessions:
         environ.update(next_slot(environ, timeout_s))
-        _process.meeting = RendezvousStore()  # at a new store, where nobody has been: rank 0 may be another
-    return f"dualdist/{ELASTIC}"  # a rank that was started later has had fewer sessions
-
-
-def _attend(session: Session, environ: Mapping[str, str]) -> None:
-    """Record and report of the session what the environment asks for."""
-    if environ.get(TIMELINE):
-        _trace(session, environ[TIMELINE])
-    if environ.get(SLOW_RANKS, "0") not in ("", "0"):
-        _report_slow_ranks(session)
+        _process.rendezvous_store = RendezvousStore()  # an unused one: another process may be rank 0 now
+    return f"dualdist/{ELASTIC}"  # not numbered: ranks that were started later have had fewer sessions
 
 
 def _report_slow_ranks(session: Session) -> None:
@@ -154,20 +147,20 @@ def _report_slow_ranks(session: Session) -> None:
 
 
 def _recording_plan(environ: Mapping[str, str]) -> tuple[Path, int, int] | None:
-    """The folder, and how many steps to leave out and to time, where `dualdist compare` set the variables."""
+    """Return the folder, the warm-up steps and the steps to time if `dualdist compare` set the variables."""
     if RECORD not in environ:
         return None
     try:
         return Path(environ[RECORD]), int(environ[RECORD_WARMUP]), int(environ[RECORD_STEPS])
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"{RECORD} is set, but {RECORD_WARMUP} or {RECORD_STEPS} is no number: dualdist compare sets all three; "
-            f"unset {RECORD}, which is left over"
+            f"{RECORD} is set, but {RECORD_WARMUP} or {RECORD_STEPS} is not a number: dualdist compare sets all three; "
+            f"unset {RECORD}"
         ) from error
 
 
-def _trace(session: Session, path: str) -> None:
-    """Record what this session does from now on; the file is there after shutdown()."""
+def _start_timeline(session: Session, path: str) -> None:
+    """Trace the session; the file is complete after shutdown()."""
     from dualdist.diagnostics import timeline_writer
 
     backend, topology = session.backend, session.topology
@@ -186,31 +179,31 @@ def set_observers(
     operations: Callable[[str, CollectiveRequest | None], None] | None = None,
     moves: Callable[[str, str, str, int], None] | None = None,
 ) -> None:
-    """These hear of what happens in the group, besides the timeline where there is one, and nobody else."""
+    """Replace the group's observers, but for the timeline."""
     group.observer, group.monitor.observer = operations, moves
     if _process.timeline is not None:
         _process.timeline.listener.observe(group)
 
 
 def _recorder(session: Session, folder: Path, warmup: int, steps: int, began: float) -> Recorder:
-    """What `dualdist compare` set the variables for."""
+    """Return the recorder of step times for `dualdist compare`."""
     from dualdist.diagnostics import recording
 
     topology, backend = session.topology, session.backend
     plan = recording.RecordingPlan(Path(folder, f"rank-{topology.rank}.json"), warmup, steps)
-    where = recording.describe_run(topology, backend.name, backend.transport, session.device)
-    return recording.Recorder(plan, {"rank": topology.rank, **where}, session.device, began)
+    run = recording.describe_run(topology, backend.name, backend.transport, session.device)
+    return recording.Recorder(plan, {"rank": topology.rank, **run}, session.device, began)
 
 
-def _tell_choice(said: str) -> None:
-    """Said once."""
-    if not _process.has_told_choice:
-        _process.has_told_choice = True
-        print(f"dualdist: {said}", file=sys.stderr, flush=True)
+def _print_choice(message: str) -> None:
+    """Print the choice of a backend, once per process."""
+    if not _process.has_reported_choice:
+        _process.has_reported_choice = True
+        print(f"dualdist: {message}", file=sys.stderr, flush=True)
 
 
 def record_steps(optimizer: torch.optim.Optimizer) -> None:
-    """The wrapped optimizer's steps are recorded, where `dualdist compare` runs this program, or a trace is kept."""
+    """Record the wrapped optimizer's steps for `dualdist compare` and the timeline, if either is active."""
     if _process.recorder is not None:
         _process.recorder.attach(optimizer)
     if _process.timeline is not None:
@@ -218,32 +211,33 @@ def record_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def export_env(values: Mapping[str, str]) -> None:
-    """Set variables that a launcher would set, for programs that read them; the next init() does not see them."""
+    """Set variables as a launcher would, unless one is set already; the next init() removes them."""
     if not any(name in os.environ for name in values):
         os.environ.update(values)
         _process.exported = tuple(values)
 
 
 def shutdown() -> None:
-    """Leave the job; see dualdist.api.shutdown."""
+    """Close the session; see dualdist.api.shutdown."""
     session = current()
     if _process.recorder is not None:
         _process.recorder.finish()
-    _process.session, _process.unheeded = None, session.ignored_failure
+    _process.session, _process.ignored_failure = None, session.ignored_failure
     _process.was_shut_down = True
-    with contextlib.ExitStack() as stack:  # all of it, in this order, though one should fail
+    with contextlib.ExitStack() as stack:  # runs all of them even if one fails
         stack.callback(session.close)
         stack.callback(setattr, _process, "timeline", None)
-        for ending in reversed(session.close_callbacks):
-            stack.callback(ending)
+        for callback in reversed(session.close_callbacks):
+            stack.callback(callback)
 
 
-def _end() -> None:
-    failed_exit.exit_if_failed(_process.unheeded if _process.session is None else _process.session.ignored_failure)
+def _exit_if_failed() -> None:
+    session = _process.session
+    failed_exit.exit_if_failed(_process.ignored_failure if session is None else session.ignored_failure)
 
 
 def built_with() -> dict[str, int]:
-    """What the backend in use is made of, or native before init(): 0 or a version, or 1, for gloo, mpi and nccl."""
+    """Return versions of gloo, mpi and nccl in the backend in use, before init() in native; 0: absent, 1: unknown."""
     if is_open():
         return current().backend.built_with()
     from dualdist.backends.native import backend as native
@@ -263,10 +257,10 @@ def new_group(ranks: Sequence[int]) -> Group:
         raise UsageError(f"ranks {members}: expected different ranks of this job, 0 to {session.topology.size - 1}")
     world = session.world
     name = world.next_name("new_group")
-    backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda line: line.subgroup(members, name))
+    backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda channel: channel.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
-    mailbox = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
-    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=mailbox)
+    exchange = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
+    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=exchange)
     session.groups.append(group)
     set_observers(group)
     return group
@@ -278,8 +272,8 @@ def remove_group(group: Group) -> None:
 
     session = current()
     if group not in session.groups:
-        raise UsageError("remove_group takes a group that dd.new_group made in this session, once")
+        raise UsageError("remove_group takes a group that dd.new_group returned in this session, once")
     world = session.world
     ranks = {"ranks": list(group.ranks)}
-    run_agreed(world, "remove_group", world.next_name("remove_group"), ranks, lambda line: group.close())
+    run_agreed(world, "remove_group", world.next_name("remove_group"), ranks, lambda channel: group.close())
     session.groups.remove(group)

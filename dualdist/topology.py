@@ -1,4 +1,4 @@
-"""Where this rank stands among the others."""
+"""Topology: this rank's numbers in the job, and the address of rank 0."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Literal
 
 from dualdist.errors import TopologyError
 
-# How ranks that know only their number find rank 0: nobody to find; rank 0 listens at address and port; the launcher's
-# agent already serves a store there; the store of Horovod's launcher; MPI was started; a Slurm step's shared folder.
+# The way to rank 0: none needed; rank 0 listens at address and port; the launcher's agent serves a store there; the
+# store of Horovod's launcher; MPI broadcast; a Slurm step's shared folder.
 Rendezvous = Literal["none", "address", "agent", "horovod", "mpi", "slurm"]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place in the job.
+    """One rank's numbers in the job.
 
     0 <= rank < size; 0 <= local_rank < local_size <= size; 0 <= node_rank < num_nodes <= size. `address` and `port` are
-    where rank 0 can be reached, None if the launcher does not say. `launcher` is the name that `dd.launcher()` returns;
+    those of rank 0, None if the launcher does not give them. `launcher` is the name that `dd.launcher()` returns;
     `source` says in a few words from which variables this was read. `inferred` names the fields that no variable gave
     and that were filled in by the usual placement; the session replaces them by what the ranks find at rendezvous.
     `mpi` says that the launcher started MPI, so that MPI_Init finds the other ranks. `origins` pairs the fields that
@@ -59,9 +59,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankLocation:
-    """A rank's node, its number on that node, the lowest rank that shares its host, and its process.
+    """A rank's node, its rank on that node, the lowest rank on its host, and its process.
 
-    A node is what the launcher calls one; a host is where processes can share memory.
+    A node is the launcher's unit; on a host processes can share memory.
     """
 
     node_rank: int

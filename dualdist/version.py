@@ -1,3 +1,3 @@
-"""The version, in the one place that both the package and its build read."""
+"""The version, read by the package and by its build."""
 
 __version__ = "0.1.0"

@@ -58,10 +58,11 @@ def loader(
     Raises:
         UsageError: an option conflicts with the sampler, or the sampler is of another data set.
 
-    >>> data = torch.arange(6)
-    >>> sampler = dd.Sampler(data, remainder="drop", shuffle=False)
-    >>> [batch.tolist() for batch in dd.loader(data, batch_size=4, sampler=sampler)]
-    [[0, 1, 2, 3], [4, 5]]
+    Example:
+        >>> data = torch.arange(6)
+        >>> sampler = dd.Sampler(data, remainder="drop", shuffle=False)
+        >>> [batch.tolist() for batch in dd.loader(data, batch_size=4, sampler=sampler)]
+        [[0, 1, 2, 3], [4, 5]]
     """
     wrong = [f"{name}: {why}" for name, why in REFUSED_OPTIONS.items() if name in options]
     if wrong:

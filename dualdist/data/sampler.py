@@ -86,9 +86,10 @@ class Sampler(torch.utils.data.Sampler[int]):
     Raises:
         UsageError: an argument is invalid, or the data set has neither a length nor an iterator.
 
-    >>> sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
-    >>> list(sampler)
-    [0, 1, 2, 3, 4]
+    Example:
+        >>> sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
+        >>> list(sampler)
+        [0, 1, 2, 3, 4]
     """
 
     _is_begun: bool  # begin() was called and __iter__() not yet

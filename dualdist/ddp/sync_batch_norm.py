@@ -30,9 +30,10 @@ class SyncBatchNorm(_BatchNorm):
 
     UsageError where the ranks together have one value per channel only, which has no variance.
 
-    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-    >>> type(dd.SyncBatchNorm.convert_sync_batchnorm(model)[1]) is dd.SyncBatchNorm
-    True
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> type(dd.SyncBatchNorm.convert_sync_batchnorm(model)[1]) is dd.SyncBatchNorm
+        True
     """
 
     def __init__(
