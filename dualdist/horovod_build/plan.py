@@ -1,4 +1,4 @@
-"""Which commands build, install and try Horovod on a given machine, and under which key the wheel is kept."""
+"""The build plan: the commands that build, install and test Horovod, and the key of the cached wheel."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.horovod_build import checks
-from dualdist.horovod_build.machine import BuildMachine, BuildOptions
+from dualdist.horovod_build.machine import (
+    BuildMachine,
+    BuildOptions,
+    check_requirements,
+    require_cuda_nccl,
+    require_mpi,
+    require_torch,
+)
 from dualdist.horovod_build.patches import SourcePatch, digest, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
-# What torch demands where its headers do not say: torch 2.15 moved to C++20.
+# The default where torch's headers have no check: torch 2.15 moved to C++20.
 FIRST_CXX20_TORCH = (2, 15)
-# Stands for the temporary folder in what --dry-run prints.
-UNNAMED_WORK = "dualdist-horovod-XXXXXX"
+# The temporary folder in the output of --dry-run.
+WORK_PLACEHOLDER = "dualdist-horovod-XXXXXX"
 
 
 @dataclass(frozen=True)
 class BuildCommand:
-    """One process: its arguments, and the variables it gets besides or instead of the user's ("" removes one)."""
+    """A command line and its environment variables; "" removes a variable."""
 
     argv: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
@@ -37,7 +43,7 @@ class BuildCommand:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything decided before the first effect."""
+    """All decisions of a build, made before anything is run."""
 
     options: BuildOptions
     machine: BuildMachine
@@ -47,16 +53,15 @@ class BuildPlan:
 
     @property
     def key(self) -> str:
-        """Names the wheel in the cache; wheels with the same key can stand in for each other."""
+        """Name of the wheel's folder in the cache; wheels with the same key are interchangeable."""
         return str(self.record.key)
 
     @property
     def wheel_folder(self) -> Path:
-        """Where the wheel is kept between checkouts."""
         return Path(self.machine.cache_dir) / "wheels" / self.key
 
     @property
-    def kept_wheel(self) -> Path:
+    def cached_wheel(self) -> Path:
         """The wheel's path in the cache."""
         tag = f"cp{''.join(map(str, self.machine.python_version))}"
         platform = self.machine.platform.replace("-", "_").replace(".", "_")
@@ -64,18 +69,18 @@ class BuildPlan:
 
     @property
     def log(self) -> Path:
-        """The full output of the last build under this key."""
+        """Output of the last build with this key."""
         return Path(self.machine.cache_dir) / "logs" / f"horovod-{self.key}.log"
 
 
 def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bool = False) -> BuildPlan:
-    """The plan for a machine; BuildError if something is missing on it."""
-    checks.checked(options, machine)
-    torch = checks.checked_torch(machine)
-    mpi = checks.checked_mpi(machine) if options.mpi else None
-    cuda, nccl = checks.checked_gpu(machine) if options.gpu else (None, None)
+    """Return the plan for a machine; raise BuildError if it lacks a requirement."""
+    check_requirements(options, machine)
+    torch = require_torch(machine)
+    mpi = require_mpi(machine) if options.mpi else None
+    cuda, nccl = require_cuda_nccl(machine) if options.gpu else (None, None)
     if torch.cuda and cuda is None:
-        # Horovod's build takes CUDA whenever torch has it and a toolkit is there.
+        # Horovod's build uses CUDA if torch does and a toolkit is found.
         cuda = machine.cuda
     patches = patches_for(cxx_standard(machine), mpi.library_dirs if mpi else ())
     key = cache_key(
@@ -109,13 +114,13 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
 
 
 def cache_key(inputs: dict[str, object]) -> str:
-    """A name of 20 hexadecimal digits; other inputs have another name."""
+    """Return a hash of the inputs, 20 hexadecimal digits."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def cxx_standard(machine: BuildMachine) -> int:
-    """The C++ standard to compile with: what torch's headers demand, else what its version is known to demand."""
-    torch = checks.checked_torch(machine)
+    """Return the C++ standard that torch's headers, or else its version, require."""
+    torch = require_torch(machine)
     if torch.cxx_standard is not None:
         return torch.cxx_standard
     major, minor = torch.version.split(".")[:2]
@@ -123,33 +128,32 @@ def cxx_standard(machine: BuildMachine) -> int:
 
 
 def download(plan: BuildPlan, work: Path) -> BuildCommand:
-    """Fetch the sdist; pip runs its setup.py for the metadata, hence no isolation."""
+    """Return the command that downloads the sdist; pip runs its setup.py, hence no build isolation."""
     pip = (plan.machine.python, "-m", "pip", "download", "--disable-pip-version-check", "--retries", "2")
-    what = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", str(work))
-    return BuildCommand((*pip, *what, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
+    options = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", str(work))
+    return BuildCommand((*pip, *options, f"horovod=={plan.options.version}"), (("HOROVOD_LOCAL_VERSION", ""),))
 
 
 def build(plan: BuildPlan, work: Path) -> BuildCommand:
-    """Compile the patched sources to a wheel in work/wheel."""
+    """Return the command that builds a wheel in work/wheel from the patched sources."""
     pip = (plan.machine.python, "-m", "pip", "wheel", "--disable-pip-version-check", "--verbose", "--no-cache-dir")
-    alone = ("--no-index", "--no-deps", "--no-build-isolation")
-    where = ("--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
-    return BuildCommand((*pip, *alone, *where), _build_variables(plan, work))
+    offline = ("--no-index", "--no-deps", "--no-build-isolation")
+    paths = ("--wheel-dir", str(work / "wheel"), str(source_folder(plan, work)))
+    return BuildCommand((*pip, *offline, *paths), _build_variables(plan, work))
 
 
 def install(plan: BuildPlan, wheel: Path) -> BuildCommand:
-    """Put the wheel in this Python environment, whatever Horovod was there, and nothing else."""
+    """Return the command that installs the wheel alone, replacing any Horovod."""
     pip = (plan.machine.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-index")
     return BuildCommand((*pip, "--force-reinstall", str(wheel)))
 
 
 def uninstall(plan: BuildPlan) -> BuildCommand:
-    """Take Horovod out of this Python environment."""
     return BuildCommand((plan.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
 
 
-def trials(plan: BuildPlan) -> dict[str, BuildCommand]:
-    """For each transport, the command whose two ranks reduce known values and compare them."""
+def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
+    """Return, for each transport, the command that runs smoke_test.py on two ranks."""
     python = plan.machine.python
     program = (python, "-m", "dualdist.horovod_build.smoke_test", "--expect", "nccl" if plan.options.gpu else "cpu")
     horovodrun = str(Path(sysconfig.get_path("scripts")) / "horovodrun")
@@ -163,7 +167,7 @@ def trials(plan: BuildPlan) -> dict[str, BuildCommand]:
 
 
 def source_folder(plan: BuildPlan, work: Path) -> Path:
-    """Where the sdist lies unpacked."""
+    """Return the folder of the unpacked sdist."""
     return work / f"horovod-{plan.options.version}"
 
 
@@ -172,7 +176,7 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
     mpi = machine.mpi if plan.options.mpi else None
     variables = {
         "PATH": plan.path,
-        # Bundled Gloo asks for CMake 2.8, which CMake 4 no longer imitates.
+        # The bundled Gloo requires CMake 2.8, with which CMake 4 is no longer compatible.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "CMAKE_GENERATOR": "Unix Makefiles",
         "HOROVOD_CMAKE": machine.cmake or "",
@@ -184,14 +188,14 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
         "HOROVOD_WITHOUT_MPI": "" if mpi else "1",
         "HOROVOD_GPU_OPERATIONS": "NCCL" if gpu else "",
         "HOROVOD_BUILD_ARCH_FLAGS": " ".join(f"-m{flag}" for flag in machine.arch_flags),
-        # A default for the run that would be baked in, a version that would not match, and flags that contradict ours.
+        # Removed: a run-time default that would be compiled in, a version suffix, and contradicting flags.
         "HOROVOD_CPU_OPERATIONS": "",
         "HOROVOD_LOCAL_VERSION": "",
         "HOROVOD_WITHOUT_PYTORCH": "",
         "HOROVOD_WITHOUT_GLOO": "",
         "HOROVOD_WITH_TENSORFLOW": "",
         "HOROVOD_WITH_MXNET": "",
-        # Under make these hold its own flags, and Horovod would compile one file at a time.
+        # Under make these hold the outer flags, and Horovod would compile one file at a time.
         "MAKEFLAGS": f"-j{plan.options.jobs or machine.jobs}",
         "MFLAGS": "",
         "MAKELEVEL": "",
@@ -211,41 +215,40 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
 
 
 def nccl_folder(work: Path) -> Path:
-    """Where the library is linked as libnccl.so: PyPI's package has only libnccl.so.2, which no linker looks for."""
+    """Return the folder of a libnccl.so link: PyPI's package only has libnccl.so.2, which linkers do not search."""
     return work / "nccl"
 
 
 def _openmpi_variables() -> tuple[tuple[str, str], ...]:
-    """Two ranks start as root and on a single core; other MPIs pass these over. PRTE is Open MPI 5."""
+    """Let two ranks start as root and on one core; other MPIs ignore these. PRTE is Open MPI 5."""
     return (
         ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
         ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
         ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
-        # Where neither of the first two is installed Open MPI 4 ends at once, though nothing is started elsewhere.
+        # Open MPI 4 exits if no agent is installed, even for local ranks: `false` is the fallback.
         ("OMPI_MCA_plm_rsh_agent", "ssh:rsh:false"),
         ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
     )
 
 
-def describe(plan: BuildPlan, work: Path, kept: bool) -> list[str]:
-    """The lines of --dry-run: comments for what happens in this process, commands for what is started."""
+def describe(plan: BuildPlan, work: Path, *, is_cached: bool) -> list[str]:
+    """Return the lines of --dry-run: the commands, and comments for the other steps."""
     record = plan.record
-    lines = [f"# {summary(record)}, key {plan.key}"]
-    if not kept:
+    lines = [f"# {summarize(record)}, key {plan.key}"]
+    if not is_cached:
         lines += [
             f"# in an empty temporary folder, such as {work}:",
             str(download(plan, work)),
-            f"# unpack horovod-{record.horovod}.tar.gz there, write {RECORD_NAME}, and change:",
+            f"# unpack horovod-{record.horovod}.tar.gz there, write {RECORD_NAME}, and patch:",
             *(f"#   {patch.path}: {patch.old!r} -> {patch.new!r} ({patch.why})" for patch in plan.patches),
             str(build(plan, work)),
-            f"# keep the wheel in {plan.wheel_folder}, the output in {plan.log}",
+            f"# save the wheel in {plan.wheel_folder}, the output in {plan.log}",
         ]
-    lines += [str(install(plan, plan.kept_wheel)), *(str(command) for command in trials(plan).values())]
+    lines += [str(install(plan, plan.cached_wheel)), *(str(command) for command in smoke_tests(plan).values())]
     return lines
 
 
-def summary(record: BuildRecord) -> str:
-    """One line on what is built for what."""
+def summarize(record: BuildRecord) -> str:
     parts = ["Gloo", record.mpi_version, f"NCCL {record.nccl}" if record.nccl else None]
     transports = ", ".join(part for part in parts if part)
     return f"Horovod {record.horovod} ({transports}) for torch {record.torch} and {record.python}"

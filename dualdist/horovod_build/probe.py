@@ -1,4 +1,4 @@
-"""A look at the machine before a build; nothing is changed."""
+"""Probe the machine before a build, without changing it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dualdist.horovod_build.machine import (
 from dualdist.utils.package_probe import probe_torch
 from dualdist.utils.resource_limits import memory_limit, usable_cores
 
-# Import names and package names of what Horovod needs to build and to run beside torch.
-NEEDED = {
+# Import and package names of what Horovod needs, besides torch, to build and to run.
+REQUIRED_PACKAGES = {
     "pip": "pip",
     "setuptools": "'setuptools<81'",
     "wheel": "wheel",
@@ -38,17 +38,17 @@ NEEDED = {
     "yaml": "pyyaml",
     "numpy": "numpy",
 }
-# A file that includes torch's headers takes about this much memory to compile.
+# Memory to compile one file that includes torch's headers.
 GB_PER_JOB = 1.5
 CXX_STANDARDS = (17, 20, 23)
 ARCH_FLAGS = ("f16c", "avx", "fma")
 
-# The headers that refuse an older C++, as `#if ... __cplusplus < 201703L`.
-GUARDING_HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
+# The headers that check the C++ standard: `#if ... __cplusplus < 201703L`.
+HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 
 
-def look(environ: Mapping[str, str]) -> BuildMachine:
-    """Everything a build depends on; slow by one import of torch in a process of its own."""
+def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
+    """Return all that a build depends on; imports torch in a subprocess, which is slow."""
     path = search_path(environ)
     torch, torch_problem = _torch(environ)
     mpi, mpi_problem = _mpi(path, environ)
@@ -64,7 +64,7 @@ def look(environ: Mapping[str, str]) -> BuildMachine:
         arch_flags=_arch_flags(),
         torch=torch,
         torch_problem=torch_problem,
-        missing_packages=tuple(package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None),
+        missing_packages=_missing_packages(),
         setuptools=_package_version("setuptools"),
         cxx=cxx,
         cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
@@ -84,22 +84,22 @@ def look(environ: Mapping[str, str]) -> BuildMachine:
 
 
 def search_path(environ: Mapping[str, str]) -> str:
-    """PATH with the interpreter's own programs first, unless an active environment has placed them already."""
+    """Return PATH with this interpreter's scripts, which come first unless PATH already has them."""
     programs = sysconfig.get_path("scripts")
     path = environ.get("PATH", os.defpath)
     return path if programs in path.split(os.pathsep) else os.pathsep.join((programs, path))
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where this user's caches of dualdist lie."""
+    """Return the folder of this user's caches of dualdist."""
     base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".cache")
     return Path(base) / "dualdist"
 
 
-def demanded_standard(headers: Path) -> int | None:
-    """The C++ standard below which torch's headers refuse to compile; None if they do not say."""
+def required_standard(headers: Path) -> int | None:
+    """Return the oldest C++ standard that torch's headers accept, such as 17; None if they have no check."""
     years: list[int] = []
-    for name in GUARDING_HEADERS:
+    for name in HEADERS:
         try:
             text = (headers / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -108,10 +108,10 @@ def demanded_standard(headers: Path) -> int | None:
     return max(years, default=None)
 
 
-def mpi_identity(macros: str) -> tuple[str, str] | None:
-    """Vendor and version from what the preprocessor defines after `#include <mpi.h>`."""
+def parse_mpi_macros(macros: str) -> tuple[str, str] | None:
+    """Return the vendor and version from the macros that mpi.h defines."""
     defined = dict(re.findall(r'^#define (\w+) "?([^"\n]*)"?$', macros, flags=re.MULTILINE))
-    # Those that are built on MPICH or Open MPI come before them: they define its macros too.
+    # Derivatives of MPICH come first: they define its macros, too.
     for vendor, macro in (("Intel MPI", "I_MPI_VERSION"), ("MVAPICH2", "MVAPICH2_VERSION"), ("MPICH", "MPICH_VERSION")):
         if macro in defined:
             return vendor, defined[macro]
@@ -120,20 +120,20 @@ def mpi_identity(macros: str) -> tuple[str, str] | None:
     return None
 
 
-def library_dirs(link_line: str) -> tuple[str, ...]:
-    """The folders after -L and -rpath in what `mpicxx -show` prints, in order."""
+def parse_library_dirs(link_line: str) -> tuple[str, ...]:
+    """Return the folders of -L and -rpath in the output of `mpicxx -show`."""
     words = shlex.split(link_line.replace("-Wl,-rpath -Wl,", "-Wl,-rpath,"))
-    found = [word.removeprefix("-L").removeprefix("-Wl,-rpath,").removeprefix("-Wl,-rpath=") for word in words
+    dirs = [word.removeprefix("-L").removeprefix("-Wl,-rpath,").removeprefix("-Wl,-rpath=") for word in words
              if word.startswith(("-L", "-Wl,-rpath,", "-Wl,-rpath="))]  # fmt: skip
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(dirs))
 
 
 def _torch(environ: Mapping[str, str]) -> tuple[TorchInstallation | None, str]:
-    said = probe_torch(environ)
-    if isinstance(said, str):
-        return None, said
-    standard = demanded_standard(Path(said.headers))
-    return TorchInstallation(said.version, said.git, said.cxx11_abi, said.cuda, said.hip, standard), ""
+    probe = probe_torch(environ)
+    if isinstance(probe, str):
+        return None, probe
+    standard = required_standard(Path(probe.headers))
+    return TorchInstallation(probe.version, probe.git, probe.cxx11_abi, probe.cuda, probe.hip, standard), ""
 
 
 def _mpi(path: str, environ: Mapping[str, str]) -> tuple[MpiInstallation | None, str]:
@@ -146,20 +146,19 @@ def _mpi(path: str, environ: Mapping[str, str]) -> tuple[MpiInstallation | None,
         source = Path(folder) / "mpi.cc"
         source.write_text("#include <mpi.h>\n")
         code, output = _run([compiler, "-E", "-dM", str(source)], environ)
-    identity = mpi_identity(output) if code == 0 else None
+    identity = parse_mpi_macros(output) if code == 0 else None
     if identity is None:
-        reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is of an unknown MPI"
+        reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is that of an unknown MPI"
         return None, f"{compiler} does not work: {reason}"
-    _, shown = _run([compiler, "-show"], environ)
+    _, output = _run([compiler, "-show"], environ)
     prefix = Path(sys.prefix).resolve()
-    outside = tuple(d for d in library_dirs(shown) if not Path(d).resolve().is_relative_to(prefix))
-    beside = str(Path(compiler).parent)
-    mpirun = shutil.which("mpirun", path=os.pathsep.join((beside, path)))
+    outside = tuple(d for d in parse_library_dirs(output) if not Path(d).resolve().is_relative_to(prefix))
+    mpirun = shutil.which("mpirun", path=os.pathsep.join((str(Path(compiler).parent), path)))
     return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun), ""
 
 
 def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
-    """The command of the C++ compiler; CXX may hold more words, such as "ccache g++"."""
+    """Return the command of the C++ compiler; CXX may have several words, such as "ccache g++"."""
     named = environ.get("CXX", "").strip()
     if named:
         return named if shutil.which(shlex.split(named)[0], path=path) else None
@@ -183,7 +182,7 @@ def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
     homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     folders = [*(os.path.join(home, "bin") for home in homes), path]
     for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
-        # nvcc on PATH may be a script that starts the real one: it tells where that lies.
+        # nvcc on PATH may be a wrapper script: --dryrun prints the folder of the real one.
         _, output = _run([nvcc, "--dryrun", "-x", "cu", os.devnull])
         version = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"])[1])
         top = re.search(r"^#\$ TOP=(.+)$", output, flags=re.MULTILINE)
@@ -196,7 +195,7 @@ def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
 def _nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
     folders = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
     package = importlib.util.find_spec("nvidia")
-    folders += [Path(place) / "nccl" for place in (package.submodule_search_locations or ())] if package else []
+    folders += [Path(root) / "nccl" for root in (package.submodule_search_locations or ())] if package else []
     folders += [Path("/usr"), Path("/usr/local")]
     for folder in folders:
         header = folder / "include" / "nccl.h"
@@ -210,7 +209,7 @@ def _nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
 
 
 def _arch_flags() -> tuple[str, ...]:
-    """The vector instructions of this processor that Horovod's half-precision sums can use."""
+    """Return the vector instructions of this CPU that Horovod's half-precision sums use."""
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -235,6 +234,10 @@ def _free_gb(folder: Path) -> float:
     return shutil.disk_usage(folder).free / 1e9
 
 
+def _missing_packages() -> tuple[str, ...]:
+    return tuple(package for name, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(name) is None)
+
+
 def _package_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -243,7 +246,7 @@ def _package_version(name: str) -> str | None:
 
 
 def _run(argv: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 60) -> tuple[int, str]:
-    """Exit code and combined output; 127 if the program could not be started or did not answer."""
+    """Return the exit code and combined output; 127 if the program cannot be started or times out."""
     try:
         done = subprocess.run(
             argv,

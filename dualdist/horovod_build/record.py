@@ -1,4 +1,4 @@
-"""What the installed Horovod was built for, read without importing it or torch."""
+"""Build record of the installed Horovod, read without importing it or torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from dualdist.utils.horovod_names import real_horovod
 
-# The record lies inside the wheel; setup.py is patched to pack it.
+# The record is a file in the wheel; setup.py is patched to include it.
 RECORD_NAME = "dualdist_build.json"
-# Horovod's own build leaves the torch version there, also where somebody else built it.
+# Horovod's setup.py writes the torch version there, whoever builds it.
 METADATA_NAME = "metadata.json"
-# Of the fields that are no texts.
-KINDS: dict[str, type] = {"cxx11_abi": bool, "gloo": bool, "mpi": bool, "patches": tuple}
+# Types of the fields that are not strings.
+FIELD_TYPES: dict[str, type] = {"cxx11_abi": bool, "gloo": bool, "mpi": bool, "patches": tuple}
 
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """One built Horovod; None where nothing is known, as for a Horovod that dualdist did not build."""
+    """The versions and options of a Horovod build; None for unknown, such as in a build without dualdist."""
 
     horovod: str
     torch: str | None = None
@@ -36,35 +36,34 @@ class BuildRecord:
     key: str | None = None
 
     def fits(self, torch_version: str) -> bool:
-        """Whether this was built for that torch; pip leaves out the "+cu130" of PyPI's CUDA builds."""
+        """Return True if this was built for that torch; pip omits the "+cu130" of PyPI's CUDA builds."""
         if self.torch is None or ("+" in self.torch and "+" in torch_version):
             return self.torch in (None, torch_version)
         return self.torch.partition("+")[0] == torch_version.partition("+")[0]
 
 
 def to_json(record: BuildRecord) -> str:
-    """The record as the text of its file."""
     return json.dumps(asdict(record), indent=2) + "\n"
 
 
 def from_json(text: str) -> BuildRecord:
-    """The record of a file's text; fields of a later dualdist are passed over. ValueError or TypeError if damaged."""
+    """Parse a record, ignoring unknown fields; raise ValueError or TypeError if it is damaged."""
     try:
         data = json.loads(text)
     except RecursionError as error:
-        raise ValueError("lists stand too deep in one another") from error
+        raise ValueError("the JSON is nested too deeply") from error
     known = {field.name: data[field.name] for field in fields(BuildRecord) if field.name in data}
     if known.get("patches") is not None:
         known["patches"] = tuple(known["patches"])
-    wrong = [name for name, value in known.items() if not isinstance(value, (KINDS.get(name, str), type(None)))]
+    wrong = [name for name, value in known.items() if not isinstance(value, (FIELD_TYPES.get(name, str), type(None)))]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}: expected other kinds of values")
+        raise ValueError(f"{', '.join(wrong)}: wrong types")
     return BuildRecord(**known)
 
 
 @real_horovod()
 def read_record() -> BuildRecord | None:
-    """What the Horovod that `import horovod` would find was built for; None if there is none."""
+    """Return the build record of the installed Horovod; None without one."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -76,7 +75,7 @@ def read_record() -> BuildRecord | None:
 
 
 def _foreign_record(folder: Path) -> BuildRecord | None:
-    """The little that a Horovod built without dualdist says about itself."""
+    """Return the versions of a Horovod that dualdist did not build."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:

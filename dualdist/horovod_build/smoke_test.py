@@ -1,4 +1,4 @@
-"""The program of the two ranks that try a fresh Horovod: known values, reduced and compared."""
+"""Program of the two ranks that test a new Horovod: allreduce known values and compare the sums."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ LENGTH = 1000
 
 
 def main() -> int:
-    """0 if this rank got the right sums over the right transport."""
+    """Return 0 if this rank got correct sums over the expected transport."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--expect", choices=("cpu", "nccl"), default="cpu")
     parser.add_argument("transport", choices=("gloo", "mpi"))
-    arguments = parser.parse_args()
+    args = parser.parse_args()
 
     import horovod.torch as hvd
     import torch
 
     hvd.init()
+    rank = hvd.rank()
     if hvd.size() != SIZE:
-        print(f"trial: a world of {hvd.size()}, expected {SIZE}", file=sys.stderr)
-        return 1
-    enabled = hvd.gloo_enabled() if arguments.transport == "gloo" else hvd.mpi_enabled()
-    if not enabled:
-        print(f"trial: {arguments.transport} does not carry the ranks", file=sys.stderr)
-        return 1
-    if arguments.expect == "nccl" and not hvd.nccl_built():
-        print("trial: NCCL was not built in", file=sys.stderr)
-        return 1
-    on_gpu = arguments.expect == "nccl" and torch.cuda.device_count() >= SIZE
+        return _fail(f"the size is {hvd.size()}, expected {SIZE}")
+    if not (hvd.gloo_enabled() if args.transport == "gloo" else hvd.mpi_enabled()):
+        return _fail(f"Horovod does not run over {args.transport}")
+    if args.expect == "nccl" and not hvd.nccl_built():
+        return _fail("Horovod was built without NCCL")
+    on_gpu = args.expect == "nccl" and torch.cuda.device_count() >= SIZE
     device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
     for dtype in (torch.float32, torch.float64, torch.int64, torch.float16):
         ramp = torch.arange(LENGTH, device=device) % 97
-        summed = hvd.allreduce((ramp * (hvd.rank() + 1)).to(dtype), op=hvd.Sum, name=f"trial.{dtype}")
-        if not torch.equal(summed, (ramp * 3).to(dtype)):
-            print(f"trial: wrong sums of {dtype} on rank {hvd.rank()}", file=sys.stderr)
-            return 1
-    print(f"trial: rank {hvd.rank()} of {hvd.size()} got the right sums on {device.type}", flush=True)
+        result = hvd.allreduce((ramp * (rank + 1)).to(dtype), op=hvd.Sum, name=f"smoke_test.{dtype}")
+        if not torch.equal(result, (ramp * 3).to(dtype)):
+            return _fail(f"wrong sums of {dtype} on rank {rank}")
+    print(f"smoke test: rank {rank} of {hvd.size()}: correct sums on {device.type}", flush=True)
     hvd.shutdown()
     return 0
+
+
+def _fail(problem: str) -> int:
+    print(f"smoke test: {problem}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A machine that has everything, for the tests of the builder to take things from."""
+"""A machine that meets all requirements, from which tests remove some."""
 
 from __future__ import annotations
 

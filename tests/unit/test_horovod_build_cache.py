@@ -1,4 +1,4 @@
-"""The kept wheels and the record inside: whole or not there."""
+"""The wheel cache and the build record in a wheel."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def make_wheel(folder: Path, record: BuildRecord = RECORD) -> Path:
     return folder / NAME
 
 
-def test_a_kept_wheel_is_found_under_its_key_alone(tmp_path: Path) -> None:
-    kept = cache.keep(make_wheel(tmp_path / "built"), tmp_path / "cache")
-    assert cache.find(tmp_path / "cache", "k1") == kept
-    assert cache.find(tmp_path / "cache", "k2") is None
-    assert cache.find(tmp_path / "nowhere", "k1") is None
+def test_a_cached_wheel_is_found_by_its_key_only(tmp_path: Path) -> None:
+    cached = cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache")
+    assert cache.find_wheel(tmp_path / "cache", "k1") == cached
+    assert cache.find_wheel(tmp_path / "cache", "k2") is None
+    assert cache.find_wheel(tmp_path / "nowhere", "k1") is None
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [NAME]
 
 
-def test_a_wheel_kept_twice_is_replaced(tmp_path: Path) -> None:
+def test_caching_a_wheel_again_replaces_it(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    cache.keep(make_wheel(tmp_path / "first"), folder)
+    cache.cache_wheel(make_wheel(tmp_path / "first"), folder)
     second = make_wheel(tmp_path / "second")
-    assert cache.keep(second, folder).read_bytes() == second.read_bytes()
+    assert cache.cache_wheel(second, folder).read_bytes() == second.read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a flipped bit", "empty", "no record"])
-def test_a_damaged_wheel_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_wheel_is_ignored(tmp_path: Path, damage: str) -> None:
     wheel = make_wheel(tmp_path / "cache")
     data = bytearray(wheel.read_bytes())
     data[5_000] ^= 1
@@ -49,27 +49,27 @@ def test_a_damaged_wheel_is_passed_over(tmp_path: Path, damage: str) -> None:
             archive.writestr("horovod/__init__.py", "")
     else:
         wheel.write_bytes({"cut short": data[:9_000], "a flipped bit": data, "empty": b""}[damage])
-    assert cache.find(tmp_path / "cache", "k1") is None
+    assert cache.find_wheel(tmp_path / "cache", "k1") is None
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
-        cache.keep(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
+        cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
 
 
-def test_forget_leaves_no_wheel(tmp_path: Path) -> None:
+def test_clear_wheels_deletes_all(tmp_path: Path) -> None:
     make_wheel(tmp_path / "cache")
-    cache.forget(tmp_path / "cache")
-    cache.forget(tmp_path / "cache")
-    assert cache.find(tmp_path / "cache", "k1") is None
+    cache.clear_wheels(tmp_path / "cache")
+    cache.clear_wheels(tmp_path / "cache")
+    assert cache.find_wheel(tmp_path / "cache", "k1") is None
 
 
-def test_the_record_survives_its_file() -> None:
+def test_a_record_survives_json() -> None:
     assert from_json(to_json(RECORD)) == RECORD
 
 
-def test_a_record_of_another_dualdist_is_read_as_far_as_it_is_known() -> None:
+def test_unknown_record_fields_are_ignored() -> None:
     assert from_json('{"horovod": "0.28.1", "later": 1}') == BuildRecord(horovod="0.28.1")
 
 

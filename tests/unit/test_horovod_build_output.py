@@ -1,4 +1,4 @@
-"""What is read from the output of compilers, pip and MPI, and what the user sees of it."""
+"""Parsing the output of compilers, pip and MPI; progress and error messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.effects import environment, explain, run, telling_lines, unpack
-from dualdist.horovod_build.install import BuildProgress, percent_of
+from dualdist.horovod_build.commands import (
+    BuildProgress,
+    command_environ,
+    error_lines,
+    explain_failure,
+    parse_percent,
+    run_command,
+    unpack,
+)
 from dualdist.horovod_build.plan import BuildCommand
-from dualdist.horovod_build.probe import cache_folder, demanded_standard, library_dirs, mpi_identity, search_path
+from dualdist.horovod_build.probe import (
+    cache_folder,
+    parse_library_dirs,
+    parse_mpi_macros,
+    required_standard,
+    search_path,
+)
 
 FAILURES = [
     ("index down", "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: [Errno -3] "
@@ -29,14 +42,14 @@ FAILURES = [
 
 @pytest.mark.parametrize(("text", "words"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES])
 def test_a_failure_is_explained_by_its_first_error(text: str, words: list[str]) -> None:
-    explained = explain(text.splitlines(), "the step")
-    assert explained.startswith("the step failed")
+    explanation = explain_failure(text.splitlines(), "the step")
+    assert explanation.startswith("the step failed")
     for word in words:
-        assert word in explained
+        assert word in explanation
 
 
 def test_without_an_error_the_last_lines_are_shown() -> None:
-    assert telling_lines([str(n) for n in range(100)]) == ["94", "95", "96", "97", "98", "99"]
+    assert error_lines([str(n) for n in range(100)]) == ["94", "95", "96", "97", "98", "99"]
 
 
 OPENMPI = "#define OMPI_MAJOR_VERSION 4\n#define OMPI_MINOR_VERSION 1\n#define OMPI_RELEASE_VERSION 8\n"
@@ -52,8 +65,8 @@ OPENMPI = "#define OMPI_MAJOR_VERSION 4\n#define OMPI_MINOR_VERSION 1\n#define O
         ("#define MPI_VERSION 3\n", None),
     ],
 )
-def test_an_mpi_is_known_by_its_macros(macros: str, identity: tuple[str, str] | None) -> None:
-    assert mpi_identity(macros) == identity
+def test_mpi_macros_are_parsed(macros: str, identity: tuple[str, str] | None) -> None:
+    assert parse_mpi_macros(macros) == identity
 
 
 @pytest.mark.parametrize(
@@ -68,27 +81,27 @@ def test_an_mpi_is_known_by_its_macros(macros: str, identity: tuple[str, str] | 
         ("g++ -lmpi", ()),
     ],
 )
-def test_an_mpi_s_folders_are_those_it_links_with(shown: str, folders: tuple[str, ...]) -> None:
-    assert library_dirs(shown) == folders
+def test_library_dirs_are_parsed_from_the_link_line(shown: str, folders: tuple[str, ...]) -> None:
+    assert parse_library_dirs(shown) == folders
 
 
-def test_the_strictest_header_decides_on_the_standard(tmp_path: Path) -> None:
-    assert demanded_standard(tmp_path) is None
+def test_the_strictest_header_decides_the_standard(tmp_path: Path) -> None:
+    assert required_standard(tmp_path) is None
     (tmp_path / "ATen").mkdir()
     (tmp_path / "ATen/ATen.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 201703L\n#error C++17\n#endif\n")
-    assert demanded_standard(tmp_path) == 17
+    assert required_standard(tmp_path) == 17
     api = tmp_path / "torch/csrc/api/include/torch"
     api.mkdir(parents=True)
     (api / "all.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 202002L\n")
-    assert demanded_standard(tmp_path) == 20
+    assert required_standard(tmp_path) == 20
 
 
-def test_the_cache_is_the_user_s() -> None:
+def test_the_cache_is_in_the_home_folder() -> None:
     assert cache_folder({"HOME": "/home/u"}) == Path("/home/u/.cache/dualdist")
     assert cache_folder({"HOME": "/home/u", "XDG_CACHE_HOME": "/big"}) == Path("/big/dualdist")
 
 
-def test_the_environment_s_programs_are_found_without_activating_it() -> None:
+def test_scripts_are_found_without_activating_the_environment() -> None:
     first, *rest = search_path({"PATH": "/usr/bin:/bin"}).split(":")
     assert first.endswith("/bin")
     assert rest == ["/usr/bin", "/bin"]
@@ -103,8 +116,8 @@ def test_the_environment_s_programs_are_found_without_activating_it() -> None:
         ("  Compiling [1] x", None),
     ],
 )
-def test_progress_is_read_from_make_s_percentages(line: str, seen: tuple[int, str] | None) -> None:
-    assert percent_of(line) == seen
+def test_make_percentages_are_parsed(line: str, seen: tuple[int, str] | None) -> None:
+    assert parse_percent(line) == seen
 
 
 class Terminal(io.StringIO):
@@ -115,51 +128,51 @@ class Terminal(io.StringIO):
 def show(stream: io.StringIO) -> list[str]:
     progress = BuildProgress(stream)
     for percent in (1, 2, 9, 11, 12, 55, 100):
-        progress.line(f"[{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
-    progress.done()
+        progress.on_line(f"[{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
+    progress.end_step()
     return stream.getvalue().splitlines()
 
 
-def test_progress_is_sparse_where_nobody_watches() -> None:
+def test_progress_is_sparse_without_a_terminal() -> None:
     assert [line.split()[0] for line in show(io.StringIO())] == ["1%", "11%", "55%", "100%"]
 
 
-def test_progress_is_one_changing_line_on_a_terminal() -> None:
+def test_progress_updates_one_line_on_a_terminal() -> None:
     text = "\n".join(show(Terminal()))
     assert text.count("\r") + text.count("\n") >= 6
     assert "file100.cc.o" in text
 
 
-def test_a_command_s_variables_replace_and_remove() -> None:
+def test_command_variables_replace_and_remove() -> None:
     command = BuildCommand(("true",), (("A", "1"), ("B", "")))
-    assert environment(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
+    assert command_environ(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
     assert str(command) == "env -u B A=1 true"
 
 
-def test_a_failing_command_names_its_log_and_keeps_all_output(tmp_path: Path) -> None:
+def test_a_failed_command_names_its_log_with_all_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(BuildError, match=r"(?s)compiling failed.*x\.cc:1: error: wrong.*full output is in .*log"):
-        run(
+        run_command(
             BuildCommand(("sh", "-c", "echo one; echo 'x.cc:1: error: wrong' >&2; exit 3")),
             {},
-            what="compiling",
+            title="compiling",
             log=log,
         )
     assert log.read_text().splitlines()[1:] == ["one", "x.cc:1: error: wrong"]
 
 
-def test_a_command_that_does_not_end_is_stopped_with_its_children(tmp_path: Path) -> None:
+def test_a_command_that_times_out_is_killed_with_its_children(tmp_path: Path) -> None:
     command = BuildCommand(("/bin/sh", "-c", "/bin/sleep 600 & echo started; wait"))
-    with pytest.raises(BuildError, match=r"the trial did not end within 0\.5 s"):
-        run(command, {}, what="the trial", log=tmp_path / "log", timeout_s=0.5)
+    with pytest.raises(BuildError, match=r"the test did not end within 0\.5 s"):
+        run_command(command, {}, title="the test", log=tmp_path / "log", timeout_s=0.5)
 
 
-def test_a_command_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_missing_command_is_a_build_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"installing failed: .*no-such-program"):
-        run(BuildCommand(("/no-such-program",)), {}, what="installing", log=tmp_path / "log")
+        run_command(BuildCommand(("/no-such-program",)), {}, title="installing", log=tmp_path / "log")
 
 
-def test_a_damaged_archive_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_a_build_error(tmp_path: Path) -> None:
     (tmp_path / "horovod.tar.gz").write_bytes(b"not a tar")
     with pytest.raises(BuildError, match=r"horovod\.tar\.gz could not be unpacked"):
         unpack(tmp_path / "horovod.tar.gz", tmp_path)

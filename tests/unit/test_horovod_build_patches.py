@@ -1,4 +1,4 @@
-"""The patches against pieces of Horovod 0.28.1's text, and against others."""
+"""The patches applied to excerpts of Horovod 0.28.1's sources, and to other text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build.patches import SourcePatch, apply, digest, patched, patches_for
+from dualdist.horovod_build.patches import SourcePatch, apply, digest, patch_text, patches_for
 
-# Copied from the sdist of Horovod 0.28.1 around each place that is changed.
+# From the sdist of Horovod 0.28.1, around each patch.
 SOURCES = {
     "CMakeLists.txt": """\
 project(horovod CXX)
@@ -85,29 +85,29 @@ def test_the_patches_change_horovod_s_sources(source: Path) -> None:
     assert not any("distutils" in text for text in texts.values())
 
 
-def test_every_patch_is_for_a_text_that_is_shown_here() -> None:
+def test_every_patched_file_has_an_excerpt_here() -> None:
     assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_another_text_is_refused_and_nothing_is_written(source: Path, name: str) -> None:
+def test_other_text_is_an_error_and_changes_nothing(source: Path, name: str) -> None:
     (source / name).write_text("another version\n")
-    with pytest.raises(BuildError, match=rf"{name} holds .* 0 times, expected 1"):
+    with pytest.raises(BuildError, match=rf"{name} has .* 0 times, expected 1"):
         apply(source, patches_for(17, ()))
     assert all((source / other).read_text() == text for other, text in SOURCES.items() if other != name)
 
 
-def test_a_missing_file_is_refused_by_name(source: Path) -> None:
+def test_a_missing_file_is_named(source: Path) -> None:
     (source / "horovod/runner/js_run.py").unlink()
     with pytest.raises(BuildError, match=r"no horovod/runner/js_run\.py"):
         apply(source, patches_for(17, ()))
 
 
-def test_a_text_that_stands_twice_is_refused() -> None:
+def test_text_that_occurs_twice_is_an_error() -> None:
     with pytest.raises(BuildError, match="2 times, expected 1"):
-        patched("a a", SourcePatch("f", "a", "b", "why"))
+        patch_text("a a", SourcePatch("f", "a", "b", "why"))
 
 
-def test_other_patches_have_another_digest() -> None:
+def test_different_patches_have_different_digests() -> None:
     assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
     assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3

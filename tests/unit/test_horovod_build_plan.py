@@ -1,4 +1,4 @@
-"""The steps of install-horovod and the key of its wheel, decided from a machine alone."""
+"""The build plan and the key of the cached wheel."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def key(machine: BuildMachine = MACHINE, options: BuildOptions | None = None, de
     return plan.make_plan(options or BuildOptions(), machine, PATH, debug).key
 
 
-def variables(todo: plan.BuildPlan) -> dict[str, str]:
-    return dict(plan.build(todo, WORK).variables)
+def variables(build_plan: plan.BuildPlan) -> dict[str, str]:
+    return dict(plan.build(build_plan, WORK).variables)
 
 
 CHANGES = {
@@ -41,7 +41,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("machine", CHANGES.values(), ids=CHANGES.keys())
-def test_another_input_is_another_key(machine: BuildMachine) -> None:
+def test_a_different_input_changes_the_key(machine: BuildMachine) -> None:
     assert key(machine) != key()
 
 
@@ -60,9 +60,9 @@ def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
         replace(MACHINE, mpi=replace(MPI, version="4.1.9")),
         replace(MACHINE, work_free_gb=9.0, jobs=64, cmake_version=(3, 28)),
     ],
-    ids=["another environment", "another patch level of MPI", "another day"],
+    ids=["another environment", "another patch level of MPI", "other resources"],
 )
-def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: BuildMachine) -> None:
+def test_other_inputs_keep_the_key(machine: BuildMachine) -> None:
     assert key(machine) == key()
 
 
@@ -70,60 +70,60 @@ def test_what_does_not_change_the_wheel_does_not_change_the_key(machine: BuildMa
     ("version", "header_says", "standard"),
     [("2.13.0+cpu", 17, 17), ("2.15.0", 20, 20), ("2.13.0", None, 17), ("2.15.1+cu130", None, 20), ("3.0.0", None, 20)],
 )
-def test_torch_s_headers_decide_on_the_c_standard(version: str, header_says: int | None, standard: int) -> None:
+def test_torch_headers_decide_the_cxx_standard(version: str, header_says: int | None, standard: int) -> None:
     machine = replace(MACHINE, torch=replace(TORCH, version=version, cxx_standard=header_says))
     assert plan.cxx_standard(machine) == standard
     patches = plan.make_plan(BuildOptions(), machine, PATH).patches
     assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
 
 
-def test_the_build_does_not_see_the_flags_of_a_make_around_it() -> None:
+def test_outer_make_flags_are_removed() -> None:
     seen = variables(plan.make_plan(BuildOptions(), MACHINE, PATH))
     assert seen["MAKEFLAGS"] == "-j2"
     assert seen["MFLAGS"] == seen["MAKELEVEL"] == ""
     assert variables(plan.make_plan(BuildOptions(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
 
 
-def test_without_mpi_the_build_takes_gloo_alone() -> None:
-    todo = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi=None), PATH)
-    assert variables(todo)["HOROVOD_WITHOUT_MPI"] == "1"
-    assert variables(todo)["HOROVOD_WITH_MPI"] == ""
-    assert list(plan.trials(todo)) == ["gloo"]
-    assert (todo.record.mpi, todo.record.mpi_version) == (False, None)
+def test_without_mpi_the_build_uses_gloo_only() -> None:
+    build_plan = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi=None), PATH)
+    assert variables(build_plan)["HOROVOD_WITHOUT_MPI"] == "1"
+    assert variables(build_plan)["HOROVOD_WITH_MPI"] == ""
+    assert list(plan.smoke_tests(build_plan)) == ["gloo"]
+    assert (build_plan.record.mpi, build_plan.record.mpi_version) == (False, None)
 
 
-def test_gpu_asks_for_nccl_from_the_package() -> None:
-    todo = plan.make_plan(BuildOptions(gpu=True), GPU_MACHINE, PATH)
-    seen = variables(todo)
+def test_gpu_uses_nccl_of_the_package() -> None:
+    build_plan = plan.make_plan(BuildOptions(gpu=True), GPU_MACHINE, PATH)
+    seen = variables(build_plan)
     assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert seen["HOROVOD_CUDA_HOME"] == CUDA.home
     assert seen["HOROVOD_NCCL_INCLUDE"] == NCCL.include
     assert seen["HOROVOD_NCCL_LIB"] == str(plan.nccl_folder(WORK))
-    assert (todo.record.nccl, todo.record.cuda) == ("2.27.5", "12.8")
+    assert (build_plan.record.nccl, build_plan.record.cuda) == ("2.27.5", "12.8")
 
 
-def test_dry_run_prints_commands_that_a_shell_can_read() -> None:
-    todo = plan.make_plan(BuildOptions(), MACHINE, PATH)
-    lines = plan.describe(todo, WORK, kept=False)
+def test_dry_run_prints_shell_commands() -> None:
+    build_plan = plan.make_plan(BuildOptions(), MACHINE, PATH)
+    lines = plan.describe(build_plan, WORK, is_cached=False)
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     programs = [
         [word for word in words if word in ("download", "wheel", "install", "gloo", "mpi")] for words in commands
     ]
     assert programs == [["download"], ["wheel"], ["install"], ["gloo"], ["mpi"]]
-    assert f"horovod=={todo.record.horovod}" in commands[0]
-    assert commands[1][-1] == str(plan.source_folder(todo, WORK))
-    assert commands[2][-1].startswith("/home/u/.cache/dualdist/wheels/" + todo.key)
+    assert f"horovod=={build_plan.record.horovod}" in commands[0]
+    assert commands[1][-1] == str(plan.source_folder(build_plan, WORK))
+    assert commands[2][-1].startswith("/home/u/.cache/dualdist/wheels/" + build_plan.key)
     assert commands[3][3:8] == ["-np", "2", "--gloo", "-H", "localhost:2"]
-    assert sum(f"{patch.path}: " in line for patch in todo.patches for line in lines) >= len(todo.patches)
+    assert sum(f"{patch.path}: " in line for patch in build_plan.patches for line in lines) >= len(build_plan.patches)
 
 
-def test_dry_run_with_a_kept_wheel_neither_downloads_nor_builds() -> None:
-    text = "\n".join(plan.describe(plan.make_plan(BuildOptions(), MACHINE, PATH), WORK, kept=True))
+def test_dry_run_with_a_cached_wheel_neither_downloads_nor_builds() -> None:
+    text = "\n".join(plan.describe(plan.make_plan(BuildOptions(), MACHINE, PATH), WORK, is_cached=True))
     assert " download " not in text
     assert " wheel " not in text
     assert "--force-reinstall" in text
 
 
-def test_the_wheel_s_name_is_what_pip_will_call_it() -> None:
-    name = plan.make_plan(BuildOptions(), MACHINE, PATH).kept_wheel.name
+def test_the_wheel_name_is_the_one_pip_uses() -> None:
+    name = plan.make_plan(BuildOptions(), MACHINE, PATH).cached_wheel.name
     assert name == "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

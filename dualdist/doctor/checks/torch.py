@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dualdist.doctor.context import DoctorContext, Finding
 from dualdist.doctor.host import HIDE_ALL, VISIBLE
-from dualdist.horovod_build.checks import OLDEST_TORCH
+from dualdist.horovod_build.machine import OLDEST_TORCH
 from dualdist.utils.package_probe import TorchProbe
 
 OLDEST_PYTHON = (3, 10)
