@@ -26,7 +26,7 @@ setup() { # makes python the one that has dualdist
 # ==== to here; what follows needs no change ====
 
 set -eo pipefail
-# The ranks look for this file, save when it is there, and stop; then there is a second one beside it.
+# When this file appears the ranks save and stop; then rank 0 writes a second one, .done.
 DUALDIST_NOTICE="$LS_SUBCWD/.dualdist-stop-$LSB_JOBID"
 variables+=("DUALDIST_NOTICE=$DUALDIST_NOTICE")
 rm -f "$DUALDIST_NOTICE" "$DUALDIST_NOTICE.done"

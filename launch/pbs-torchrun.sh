@@ -25,7 +25,7 @@ set -eo pipefail
 cd "$PBS_O_WORKDIR"
 setup
 export "${variables[@]}"
-# This script runs on the first node: a port that is free here is free where the ranks meet.
+# The ranks meet on the first node, where this script runs: take a port that is free here.
 head="$(hostname)"
 port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 folder="$PBS_O_WORKDIR"
@@ -39,13 +39,13 @@ agent() {
         --rdzv-backend=c10d --rdzv-id="$PBS_JOBID" --rdzv-endpoint="$head:$port" \
         "${program[@]}"
 }
-# Another host's shell sees no variables of this one: it is told what it needs.
-told="$(declare -f setup agent; declare -p folder program variables nodes ranks_per_node head port)"$'\n'agent
+# The shell of another host has none of these variables and functions: send their definitions.
+agent_script="$(declare -f setup agent; declare -p folder program variables nodes ranks_per_node head port)"$'\n'agent
 # pbsdsh counts the lines of the nodefile from 0: one agent for the first line of each host.
 mapfile -t slots < <(awk '!seen[$1]++ { print NR - 1 }' "$PBS_NODEFILE")
 pids=()
 for slot in "${slots[@]}"; do
-    pbsdsh -n "$slot" -- bash -c "$told" &
+    pbsdsh -n "$slot" -- bash -c "$agent_script" &
     pids+=($!)
 done
 code=0

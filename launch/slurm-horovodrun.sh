@@ -27,7 +27,7 @@ export "${variables[@]}"
 # horovodrun reaches the other nodes by ssh, which must not ask for a password.
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" |
     awk -v slots="$SLURM_NTASKS_PER_NODE" '{ printf "%s%s:%s", comma, $1, slots; comma = "," }')"
-# The launcher hands all variables that it has to all hosts: it gets those that concern a job.
+# The launcher exports its whole environment to all hosts: give it what concerns a job, and no secrets.
 secret='SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|(API|ACCESS|PRIVATE)_?KEY|TOKEN(_|$)|(^|_)KEY$|(^|_)(PASS|PW|PAT)(_|$)|_PWD$'
 kept=()
 for name in $(compgen -e); do

@@ -26,7 +26,7 @@ set -eo pipefail
 setup
 export "${variables[@]}"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-# This script runs on the first node: a port that is free here is free where the ranks meet.
+# The ranks meet on the first node, where this script runs: take a port that is free here.
 head="$(hostname)"
 port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 srun --kill-on-bad-exit=1 \

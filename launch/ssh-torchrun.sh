@@ -27,13 +27,13 @@ agent() {
         --rdzv-backend=c10d --rdzv-id="$port" --rdzv-endpoint="$head:$port" \
         "${program[@]}"
 }
-# Another host's shell sees no variables of this one: it is told what it needs.
-told="$(declare -f setup agent; declare -p folder program variables nodes ranks_per_node head port)"$'\n'agent
-# With a terminal (-tt) the far side ends together with this script.
+# The shell of another host has none of these variables and functions: send their definitions.
+agent_script="$(declare -f setup agent; declare -p folder program variables nodes ranks_per_node head port)"$'\n'agent
+# With a terminal (-tt) the remote side ends together with this script.
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 for host in "${hosts[@]}"; do
-    ssh -tt -o BatchMode=yes "$host" "bash -c $(printf %q "$told")" < /dev/null &
+    ssh -tt -o BatchMode=yes "$host" "bash -c $(printf %q "$agent_script")" < /dev/null &
     pids+=($!)
 done
 code=0

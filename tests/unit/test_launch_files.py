@@ -11,7 +11,7 @@ import pytest
 from harness.base_env import ROOT
 
 from dualdist.cli import main
-from dualdist.launch.schedulers.shell import EDIT_BEGIN, EDIT_END
+from dualdist.launch.schedulers import EDIT_BEGIN, EDIT_END
 
 LAUNCH = ROOT / "launch"
 JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))

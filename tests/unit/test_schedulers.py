@@ -16,9 +16,8 @@ from dualdist.cli import main
 from dualdist.cli.schedule import build_script_request, submit_script
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import parse_duration, parse_mebibytes
-from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, job_script
+from dualdist.launch.schedulers import EDIT_END, SCHEDULERS, ScriptRequest, job_script
 from dualdist.launch.schedulers.request import format_clock
-from dualdist.launch.schedulers.shell import EDIT_END
 
 GOLDEN = """\
 #!/bin/bash
@@ -48,7 +47,7 @@ set -eo pipefail
 setup
 export "${variables[@]}"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-# This script runs on the first node: a port that is free here is free where the ranks meet.
+# The ranks meet on the first node, where this script runs: take a port that is free here.
 head="$(hostname)"
 port="$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 srun --kill-on-bad-exit=1 \\

@@ -1,4 +1,4 @@
-"""What is requested of a scheduler, checked once; times and amounts of memory in the words of each."""
+"""A request to a scheduler: the program, its ranks and resources, checked once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,33 @@ from pathlib import PurePath
 from typing import TypeVar
 
 from dualdist.errors import UsageError
-from dualdist.launch import job as units
-from dualdist.launch.job import find_resource_conflicts
+from dualdist.launch.job import (
+    BACKEND_VARIABLE,
+    TRANSPORT_VARIABLE,
+    check_job_name,
+    check_word,
+    find_resource_conflicts,
+    parse_duration,
+    parse_mebibytes,
+)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """A Python program on `nodes` times `tasks_per_node` ranks, and what they need.
+    """A Python program on `nodes` times `tasks_per_node` ranks, and the resources that they need.
 
-    `program` is what follows `python`. A rank has `cpus_per_task`; GPUs are asked for per node or per task. `memory` is
-    one node's, as "64G"; `time` is [days-]hours:minutes:seconds, and `requeue` how many seconds before it is up the job
-    is told to stop, to be queued again. `setup` are lines of shell that make `python` the one with dualdist;
-    `container` is an image that has it. `hosts` are for ssh alone.
-    `handed_on` names variables whose values the script takes from where it is submitted, and does not hold.
+    Attributes:
+        program: what follows `python`.
+        gpus_per_node, gpus_per_task: GPUs, requested in one of two ways.
+        memory, memory_per_task: such as "64G", of a node or of a task.
+        time: the time limit, [days-]hours:minutes:seconds.
+        requeue: seconds before the time limit at which the job is told to stop, to be queued again.
+        setup: lines of shell that make `python` the one that has dualdist.
+        container: an image that has dualdist.
+        hosts: host names, for the scheduler ssh.
+        handed_on: names of variables whose values the script takes from the shell that submits it.
     """
 
     program: tuple[str, ...]
@@ -49,10 +61,14 @@ class ScriptRequest:
     requeue: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_words()
-        for found in find_resource_conflicts(vars(self)):
-            raise UsageError(found.message)
+        for name in ("nodes", "tasks_per_node", "cpus_per_task"):
+            _check_count(name, getattr(self, name), 1)
+        for name, minimum in (("gpus_per_node", 0), ("gpus_per_task", 0), ("requeue", 1)):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), minimum)
+        self._check_texts()
+        for conflict in find_resource_conflicts(vars(self)):
+            raise UsageError(conflict.message)
         if self.launcher == "torchrun" and self.gpus_per_task:
             raise UsageError(
                 f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, and its ranks see all GPUs: "
@@ -64,81 +80,89 @@ class ScriptRequest:
                 "the backend horovod runs under all of them"
             )
 
-    def _check_numbers(self) -> None:
-        for name, least in (("nodes", 1), ("tasks_per_node", 1), ("cpus_per_task", 1)):
-            _at_least(name, getattr(self, name), least)
-        for name in ("gpus_per_node", "gpus_per_task"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 0)
-        self.node_memory_mib()
-        self.seconds()
-        if self.requeue is not None:
-            _at_least("requeue", self.requeue, 1)
-
-    def _check_words(self) -> None:
+    def _check_texts(self) -> None:
         if not self.program:
             raise UsageError("a job needs a program: a script, or -m and a module")
+        _ = self.memory_mib, self.seconds
         if self.job_name is not None:
-            _read("--job-name", self.job_name, units.check_job_name)
+            _parse("--job-name", self.job_name, check_job_name)
         for option, text in (("partition", self.queue), ("account", self.account), ("container", self.container)):
             if text is not None:
-                _read(f"--{option}", text, units.check_word)
+                _parse(f"--{option}", text, check_word)
 
     @property
     def size(self) -> int:
         return self.nodes * self.tasks_per_node
 
     @property
+    def layout(self) -> str:
+        """The numbers of nodes and ranks, in words."""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        ranks = "1 rank" if self.tasks_per_node == 1 else f"{self.tasks_per_node} ranks"
+        return f"{nodes}, {ranks} on each"
+
+    @property
     def title(self) -> str:
-        """The job's name: as given, or as the program is called. It begins with a letter, as PBS wants it."""
-        word = self.program[1] if self.program[0] == "-m" and len(self.program) > 1 else self.program[0]
-        stem = word.rpartition(".")[2] if self.program[0] == "-m" else PurePath(word).stem
-        known = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:50] or "train"
-        return self.job_name or (known if known[0].isalpha() else f"job-{known}")
+        """The job's name, by default the program's. It begins with a letter, as PBS requires."""
+        is_module = self.program[0] == "-m" and len(self.program) > 1
+        stem = self.program[1].rpartition(".")[2] if is_module else PurePath(self.program[0]).stem
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", stem).strip("-._")[:50] or "train"
+        return self.job_name or (name if name[0].isalpha() else f"job-{name}")
 
     @property
     def node_gpus(self) -> int:
         """GPUs on each node."""
         return self.gpus_per_node or (self.gpus_per_task or 0) * self.tasks_per_node
 
-    def variables(self) -> dict[str, str]:
-        """What every rank must find in its environment."""
-        chosen = {"DUALDIST_BACKEND": self.backend, "DUALDIST_TRANSPORT": self.transport}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        own = {"OMP_NUM_THREADS": str(self.cpus_per_task), "PYTHONUNBUFFERED": "1"}
-        return {**own, **self.env, **given}
+    @property
+    def uses_mpi(self) -> bool:
+        return "mpi" in (self.backend, self.transport)
 
-    def node_memory_mib(self) -> int | None:
-        """Memory of one node in MiB, None where the scheduler shall choose."""
+    @property
+    def memory_mib(self) -> int | None:
+        """Memory of one node in MiB; None for the scheduler's default."""
         if self.memory is not None:
-            return _read("--memory", self.memory, units.parse_mebibytes)
+            return _parse("--memory", self.memory, parse_mebibytes)
         if self.memory_per_task is not None:
-            return _read("--memory-per-task", self.memory_per_task, units.parse_mebibytes) * self.tasks_per_node
+            return _parse("--memory-per-task", self.memory_per_task, parse_mebibytes) * self.tasks_per_node
         return None
 
+    def memory_in(self, giga: str, mega: str) -> str | None:
+        """Return the memory of one node in the scheduler's units, such as "64G" or "1500M"."""
+        mib = self.memory_mib
+        if mib is None:
+            return None
+        return f"{mib}{mega}" if mib % 1024 else f"{mib // 1024}{giga}"
+
+    @property
     def seconds(self) -> int | None:
-        """The time limit, None where the scheduler shall choose."""
-        return None if self.time is None else _read("--time", self.time, units.parse_duration)
+        """The time limit in seconds; None for the scheduler's default."""
+        return None if self.time is None else _parse("--time", self.time, parse_duration)
 
+    @property
+    def clock(self) -> str | None:
+        """The time limit as hours:minutes:seconds, which all batch schedulers read alike."""
+        return None if self.seconds is None else format_clock(self.seconds)
 
-def format_memory(mib: int, *, giga: str, mega: str) -> str:
-    """An amount of memory in the scheduler's own units."""
-    return f"{mib}{mega}" if mib % 1024 else f"{mib // 1024}{giga}"
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of every rank."""
+        chosen = {BACKEND_VARIABLE: self.backend, TRANSPORT_VARIABLE: self.transport}
+        defaults = {"OMP_NUM_THREADS": str(self.cpus_per_task), "PYTHONUNBUFFERED": "1"}
+        return {**defaults, **self.env, **{name: value for name, value in chosen.items() if value is not None}}
 
 
 def format_clock(seconds: int) -> str:
-    """hours:minutes:seconds, the one form that all batch schedulers read alike."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of {least} or more")
+def _check_count(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of {minimum} or more")
 
 
-def _read(option: str, text: str, read: Callable[[str], T]) -> T:
-    """The text as `read` has it; UsageError where that raises what it expected."""
+def _parse(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Return parse(text); its ValueError, which says what was expected, becomes a UsageError."""
     try:
-        return read(text)
+        return parse(text)
     except ValueError as error:
         raise UsageError(f"{option} {text!r}: expected {error}") from error
