@@ -34,10 +34,9 @@ from dualdist.launch.launchers import Site
 from dualdist.launch.processes import JOB_MARK
 from dualdist.rendezvous import saved_choice
 from dualdist.utils.exit_codes import NOTICE
-from dualdist.utils.machine import machine, versions
+from dualdist.utils.machine import machine, usable_cores, versions
 from dualdist.utils.package_probe import probe_torch
 from dualdist.utils.redaction import redact_command
-from dualdist.utils.resource_limits import usable_cores
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:

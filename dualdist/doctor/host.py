@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dualdist.backends.shm.segment import FOLDER
+from dualdist.utils.machine import affinity_cores, quota_cores
 from dualdist.utils.network_interfaces import LOOPBACK, list_interfaces
-from dualdist.utils.resource_limits import affinity_cores, quota_cores
 from dualdist.version import __version__
 
 UNLIMITED = -1

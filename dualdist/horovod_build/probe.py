@@ -23,8 +23,8 @@ from dualdist.horovod_build.machine import (
     NcclInstallation,
     TorchInstallation,
 )
+from dualdist.utils.machine import memory_limit, usable_cores
 from dualdist.utils.package_probe import probe_torch
-from dualdist.utils.resource_limits import memory_limit, usable_cores
 
 # Import and package names of what Horovod needs, besides torch, to build and to run.
 REQUIRED_PACKAGES = {

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
+from dualdist.utils.machine import usable_cores
 from dualdist.utils.network_interfaces import failure_reason, list_interfaces
-from dualdist.utils.resource_limits import usable_cores
 from dualdist.version import __version__
 
 REACH_S = 5.0

@@ -1,4 +1,4 @@
-"""A rank that has failed ends so that its launcher sees it, even if its program went on as if nothing had happened."""
+"""Failed exit: a rank whose collective failed exits with an error that its launcher sees, even if it was ignored."""
 
 from __future__ import annotations
 
@@ -9,48 +9,45 @@ import sys
 import time
 from pathlib import Path
 
-from dualdist.utils.output import STDERR, wait_until_read
+from dualdist.utils.deadline import STDERR, wait_until_read
 
 HYDRA = "hydra_pmi_proxy"
-REGARDLESS = "the program went on after an operation between ranks had failed"
+CONTINUED = "the program continued after a failed collective"
 
 
 class RefusedCalls:
-    """Calls between ranks that a program made after one had failed, each of which raised an error again."""
+    """Calls that the program made after a collective had failed, each of which raised again."""
 
     def __init__(self) -> None:
-        self._first: float | None = None
+        self._first_at: float | None = None
 
     def __bool__(self) -> bool:
-        return self._first is not None
+        return self._first_at is not None
 
     def add(self, timeout_s: float, failure: BaseException) -> None:
-        """SystemExit where the program has gone on for so long that no other rank waits for it any more."""
+        """Count a call; raise SystemExit if the program has continued for so long that its peers have timed out."""
         now = time.monotonic()
-        self._first = now if self._first is None else self._first
-        if now > self._first + timeout_s:
-            _say(f"{REGARDLESS}, for {now - self._first:.0f} s", str(failure))
+        self._first_at = now if self._first_at is None else self._first_at
+        if now > self._first_at + timeout_s:
+            _print(f"{CONTINUED}, for {now - self._first_at:.0f} s", str(failure))
             raise SystemExit(1)
 
 
 def exit_if_failed(failure: str) -> None:
-    """For atexit: the exit code is not 0, whatever the program thinks, unless an exception ends it anyway.
-
-    `failure` is that of an operation after which the program went on, "" for none.
-    """
+    """Exit with status 1 if `failure`, of a collective after which the program continued, is not empty; for atexit."""
     if getattr(sys, "last_value", None) is not None:
-        if _only_signals_count():
-            _leave()
+        if _is_under_hydra():
+            _exit()
     elif failure:
-        _say(f"{REGARDLESS}, and ends with code 1", failure)
-        _leave()
+        _print(f"{CONTINUED}; exits with status 1 regardless", failure)
+        _exit()
 
 
-def _only_signals_count() -> bool:
-    """Whether MPICH's launcher has started this process.
+def _is_under_hydra() -> bool:
+    """Return True if MPICH's launcher started this process.
 
-    It ends the other ranks where one ends by a signal. Where one ends with a code it waits for them, and for ever for
-    one that is stuck.
+    It ends the other ranks only if one dies by a signal. If one exits with a status, it waits for them, forever if one
+    is stuck.
     """
     try:
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == HYDRA
@@ -58,16 +55,16 @@ def _only_signals_count() -> bool:
         return False
 
 
-def _leave() -> None:
+def _exit() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if _only_signals_count():
-        wait_until_read(STDERR)  # it goes with the others
+    if _is_under_hydra():
+        wait_until_read(STDERR)  # the launcher's reader is killed too
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     os._exit(1)
 
 
-def _say(what: str, failure: str) -> None:
-    print(f"dualdist: {what}: {failure.splitlines()[0]}", file=sys.stderr, flush=True)
+def _print(message: str, failure: str) -> None:
+    print(f"dualdist: {message}: {failure.splitlines()[0]}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Operations that say which they are when they fail, and which ranks were missing; those that succeed send nothing."""
+"""Monitored operations: errors name the operation and the missing ranks; operations that succeed send nothing."""
 
 from __future__ import annotations
 
@@ -16,71 +16,67 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Lets the errors of operations between these ranks say which operation failed, and who was missing."""
+    """Adds the operation and the missing ranks to errors of operations between these ranks."""
 
     def __init__(self, probe: RankProbe | None, ranks: Sequence[int]) -> None:
         self.probe = probe  # None in a job of one rank
         self.ranks = ranks
-        # Is told "begun" or "done", the kind, the name and the size of what a watched backend moves.
+        # Called with "begun" or "done", and the kind, name and bytes of an operation of a MonitoredBackend.
         self.observer: Callable[[str, str, str, int], None] | None = None
 
     def begun(self, kind: str, name: str, tensor: torch.Tensor) -> Callable[[], None]:
-        """The observer knows that a move has begun; calling the result tells it, once, that the move is over."""
+        """Notify the observer that an operation began; return a function that notifies it, once, of its end."""
         observer = self.observer
         if observer is None:
-            return _nothing
+            return lambda: None
         nbytes = tensor.nbytes
         observer("begun", kind, name, nbytes)
-        unheard = [observer]
-        return lambda: unheard.pop()("done", kind, name, nbytes) if unheard else None
+        pending = [observer]
+        return lambda: pending.pop()("done", kind, name, nbytes) if pending else None
 
     def operation(self, what: object) -> _OperationScope:
-        """A block in which this rank is in the operation `what`."""
+        """Return a context manager for the time in which this rank is in the operation `what`."""
         return _OperationScope(self, what)
 
 
 class _OperationScope:
-    """Says where this rank is while it lasts, and which operation it was when it fails."""
+    """Sets this rank's position for the block, and names the operation in errors that leave it."""
 
     def __init__(self, monitor: Monitor, what: object) -> None:
         self._monitor = monitor
         self._what = what
-        self._before: tuple[object, float] | None = None
+        self._previous: tuple[object, float] | None = None
 
     def __enter__(self) -> None:
         if self._monitor.probe is not None:
-            self._before = self._monitor.probe.enter(self._what)
+            self._previous = self._monitor.probe.enter(self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         probe = self._monitor.probe
         try:
             if isinstance(error, (CollectiveError, UnsupportedError)) and not error.names_operation:
-                told = type(error)(self._told(error))
-                told.names_operation = True
-                raise told from error.__cause__
+                named = type(error)(self._describe(error))
+                named.names_operation = True
+                raise named from error.__cause__
         finally:
             if probe is not None:
-                probe.leave(self._before)
+                probe.leave(self._previous)
 
-    def _told(self, error: BaseException) -> str:
-        """The error, and which operation it was of, and which ranks were missing."""
+    def _describe(self, error: BaseException) -> str:
+        """Return the error's message with the operation and the missing ranks."""
         probe, ranks, what = self._monitor.probe, self._monitor.ranks, str(self._what)
         if probe is None:
             return f"{what}: {error}"
         if isinstance(error, CollectiveTimeoutError):
             return report_timeout(probe, ranks, what, str(error))
         if isinstance(error, RankLostError) and not error.ranks:
-            gone = find_lost_ranks(probe, ranks)
-            return f"{what}: {error}" + (f"; no answer from {format_ranks(gone)}" if gone else "")
+            lost = find_lost_ranks(probe, ranks)
+            return f"{what}: {error}" + (f"; no answer from {format_ranks(lost)}" if lost else "")
         return f"{what}: {error}"
 
 
-def _nothing() -> None:
-    """There is nobody to tell."""
-
-
 def require_responsive(monitor: Monitor) -> None:
-    """CollectiveTimeoutError unless all ranks still say where they are, wherever that may be."""
+    """Raise CollectiveTimeoutError unless all ranks still answer, wherever they are."""
     if monitor.probe is None:
         return
     try:
@@ -88,11 +84,11 @@ def require_responsive(monitor: Monitor) -> None:
     except (RendezvousError, TimeoutError) as error:
         raise CollectiveTimeoutError(STORE_GONE) from error
     if silent:
-        raise CollectiveTimeoutError("some ranks have gone quiet")
+        raise CollectiveTimeoutError(f"{format_ranks(silent)} stopped responding")
 
 
 class MonitoredWork:
-    """Work whose errors say which operation it is, and which tells when it was first found to be over."""
+    """Work whose errors name its operation; calls `ended` when it is first found to be done."""
 
     def __init__(self, work: Work, what: object, monitor: Monitor, ended: Callable[[], None]) -> None:
         self._work = work
@@ -119,7 +115,7 @@ class MonitoredWork:
 
 
 class _MonitoredBuffer:
-    """A buffer whose reductions are watched."""
+    """A buffer whose reductions are monitored."""
 
     def __init__(self, backend: MonitoredBackend, buffer: Buffer) -> None:
         self.values = buffer.values
@@ -134,7 +130,7 @@ class _MonitoredBuffer:
 
 
 class MonitoredBackend:
-    """A backend whose failing operations say which they are, and name the ranks that are missing."""
+    """A backend whose errors name the operation and the missing ranks."""
 
     def __init__(self, backend: Backend, monitor: Monitor) -> None:
         self._backend = backend

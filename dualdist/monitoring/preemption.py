@@ -1,11 +1,10 @@
-"""After which step all ranks stop: one of them is told to, by a signal or a file, and all stop at the same place.
+"""Preemption: one rank gets a signal or sees a file, and all ranks stop after the same step.
 
-Note [last step]: a rank that is told to stop must not stop by itself, as the others would wait for it; and to ask each
-other after every step whether one was told would cost every step something. So a thread of each rank looks into the
-job's store once a second. When it finds the request there, it answers with the number of the step that this rank has
-done, and from then on this rank goes no further than the next step until all answers are known. The last step is the
-one after the highest answer: nobody is past it, and all come to it, as they do the same steps. Those who wait for
-answers wait for threads only, never for a rank that waits for theirs.
+Note [last step]: a rank that is preempted must not stop alone, as the others would wait for it, and a collective after
+every step would slow down each step. So a thread of each rank polls the job's store once a second. When it finds a
+request there, it answers with the number of steps that this rank has done, and from then on this rank does at most one
+more step until all answers are known. The last step is the one after the highest answer: no rank is past it, and all
+reach it. Ranks wait for answers of threads only, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from dualdist.backends.base import Store
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.exit_codes import DONE, NOTICE, SIGNALS
+from dualdist.utils.suggest import format_ranks
 
 LOOK_S = 1.0
 POLL_S = 0.02
-# Seconds in which a rank's thread answers, unless the rank is gone.
+# Seconds in which a live rank's thread answers.
 ANSWER_S = 15.0
 CLOSE_S = 2.5
 
@@ -39,65 +39,65 @@ STOP, CHANGE = "stop", "change"
 
 
 class PreemptionNotice:
-    """What this rank was told to do: by SIGTERM or SIGUSR1, by a file that appears, or by the program itself."""
+    """A request to this rank to stop: by SIGTERM or SIGUSR1, by a file that appears, or by the program."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.kind = ""
         self.reason = ""
         self.file = file
-        self.launcher_requests: Sequence[str] = ()  # of a launcher, whose ranks come and go
-        self._listens_to: list[signal.Signals] = []
+        self.launcher_requests: Sequence[str] = ()  # of an elastic launcher
+        self._handled: list[signal.Signals] = []
 
     def request(self, kind: str, reason: str) -> None:
-        """Only the first time counts. For any thread, and for signal handlers: it takes no lock."""
+        """Record the first request. Takes no lock: callable from any thread and from signal handlers."""
         if not self.kind:
             self.reason = reason
-            self.kind = kind  # last, for other threads look at it first
+            self.kind = kind  # last, since other threads check it first
 
     def install_handlers(self) -> None:
-        """Signals that would end this process tell it to stop; those for which the program has a handler do not.
+        """Turn signals that would kill this process into requests, unless the program handles them.
 
-        Only the main thread can arrange that; elsewhere nothing changes.
+        Does nothing outside the main thread, which alone can set handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            if number not in self._listens_to and signal.getsignal(number) == signal.SIG_DFL:
+            if number not in self._handled and signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
-                self._listens_to.append(number)
+                self._handled.append(number)
 
     def poll(self) -> None:
-        """See whether there is news, or the file."""
+        """Check for the launcher's requests and for the file."""
         if self.launcher_requests:
             self.request(CHANGE, self.launcher_requests[0])
         if self.file is not None and not self.kind:
             with contextlib.suppress(OSError):
                 with os.scandir(self.file.parent) as entries:
-                    next(entries, None)  # so that NFS looks again for a file that was not there a moment ago
+                    next(entries, None)  # refreshes NFS's cache of missing files
                 if self.file.exists():
                     self.request(STOP, f"the file {self.file}")
 
     def acknowledge(self) -> None:
-        """Whoever wrote the file finds that the job has stopped, and saved its state."""
+        """Tell the file's writer that the job has stopped and saved its state."""
         if self.file is not None:
             self.file.with_name(self.file.name + DONE).touch()
 
     def close(self) -> None:
-        """Signals end this process again."""
+        """Restore the default signal handlers."""
         if threading.current_thread() is threading.main_thread():
-            for number in self._listens_to:
+            for number in self._handled:
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, signal.SIG_DFL)
-        self._listens_to.clear()
+        self._handled.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request(STOP, signal.Signals(number).name)
 
 
 class LastStep:
-    """Finds the step after which all ranks do what one of them was told: Note [last step].
+    """Finds the step after which all ranks follow a request to one of them: Note [last step].
 
-    The store is None where there is one rank.
+    `store` is None in a job of one rank.
     """
 
     def __init__(
@@ -122,29 +122,29 @@ class LastStep:
         self._lock = threading.Lock()
         self._has_answered = False
         self._last: int | None = None
-        self._found: tuple[str, str] = "", ""
+        self._result: tuple[str, str] = "", ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="dualdist-last-step", daemon=True)
 
     def start(self) -> None:
-        """Look from now on whether another rank was told something."""
+        """Start polling for requests of other ranks."""
         self._thread.start()
-        atexit.register(self.close)  # as for RankProbe: a thread in the store's code must not outlive the interpreter
+        atexit.register(self.close)  # as in RankProbe: a thread in the store's code must not outlive the interpreter
 
     def after_step(self) -> tuple[str, str]:
-        """This rank has done one step more. What all ranks do now, and why: both empty where they go on.
+        """Count a step; return what all ranks do now and the reason, ("", "") to continue.
 
-        Every rank calls this after every step; only where a rank was told something does it wait for answers.
+        Every rank calls this after every step. It waits for answers only if there is a request.
         """
         with self._lock:
             self._steps += 1
-            must_know = self._has_answered
-        if not must_know and not self.notice.kind:
+            must_wait = self._has_answered
+        if not must_wait and not self.notice.kind:
             return "", ""
         if self._store is None:
             return self.notice.kind, self.notice.reason
         try:
-            if not must_know:
+            if not must_wait:
                 self._ask(self._store)
                 self._answer(self._store)
             if self._last is None:
@@ -152,17 +152,17 @@ class LastStep:
         except (RendezvousError, TimeoutError) as error:
             raise CollectiveTimeoutError(f"the ranks are to stop together, but {error}") from error
         assert self._last is not None
-        return self._found if self._steps >= self._last else ("", "")
+        return self._result if self._steps >= self._last else ("", "")
 
     def close(self) -> None:
-        """This rank does no more steps, and answers no more."""
+        """Stop polling; this rank does no more steps."""
         atexit.unregister(self.close)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
     def _look(self) -> None:
-        """What the thread does."""
+        """Run in the thread."""
         while not self._stop.wait(self._look_s):
             self.notice.poll()
             if self._store is None:
@@ -174,19 +174,19 @@ class LastStep:
                     self._answer(self._store)
                     return
             except (RendezvousError, TimeoutError):
-                return  # the process that served the store has ended; whoever waits learns it from the operation
+                return  # the process that served the store has exited; operations raise that
         if self._store is not None:
             with contextlib.suppress(RendezvousError, TimeoutError):
-                self._answer(self._store)  # the others need not wait for this rank's
+                self._answer(self._store)  # other ranks need not wait for it
 
     def _ask(self, store: Store) -> None:
-        """The first request counts."""
+        """Publish this rank's request, if it is the first."""
         if not store.has(self._at("asked")) and store.add(self._at("askers"), 1) == 1:
             where = f" on rank {self._rank}" if len(self._ranks) > 1 else ""
             store.set(self._at("asked"), f"{self.notice.kind} {self.notice.reason}{where}")
 
     def _answer(self, store: Store) -> None:
-        """Tell the others, once, how far this rank is; the last one to tell finds the last step."""
+        """Publish this rank's step count, once; the last rank to answer computes the last step."""
         with self._lock:
             if self._has_answered:
                 return
@@ -198,28 +198,28 @@ class LastStep:
             store.set(self._at("last"), str(1 + max(answers)))
 
     def _wait(self, store: Store) -> None:
-        """Until the last step is known; CollectiveTimeoutError where a rank does not answer."""
+        """Wait until the last step is known; raise CollectiveTimeoutError if a rank does not answer."""
         deadline = Deadline(self._answer_s)
         while not store.has(self._at("last")):
             if deadline.passed():
-                silent = [str(rank) for rank in self._ranks if not store.has(self._at(f"answer/{rank}"))]
+                silent = [rank for rank in self._ranks if not store.has(self._at(f"answer/{rank}"))]
                 raise CollectiveTimeoutError(
-                    f"the ranks are to stop together, but rank {', '.join(silent)} did not say within "
-                    f"{self._answer_s:g} s how far it is: ended or stopped"
+                    f"the ranks are to stop together, but {format_ranks(silent)} did not report a step count within "
+                    f"{self._answer_s:g} s: exited or stopped"
                 )
             deadline.sleep(POLL_S)
         self._last = int(store.get(self._at("last"), self._answer_s))
-        kind, _, words = store.get(self._at("asked"), self._answer_s).partition(" ")
-        self._found = kind, words
+        kind, _, reason = store.get(self._at("asked"), self._answer_s).partition(" ")
+        self._result = kind, reason
 
     def _at(self, name: str) -> str:
         return f"{self._key}/last-step/{name}"
 
 
 def unhandled_signals() -> tuple[signal.Signals, ...]:
-    """The signals that tell this process to stop, or would end it; for the others the program has a handler.
+    """Return the signals that this process takes as requests, or that would kill it; the program handles the others.
 
-    None where a process cannot learn who sent it a signal: it could not obey its parent.
+    () where a process cannot learn a signal's sender, as exit_with_parent() needs.
     """
     if sys.platform != "linux":
         return ()
@@ -233,9 +233,9 @@ def unhandled_signals() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def block_signals(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Processes that this thread starts in the block, and all their threads, get none of the signals; this one later.
+    """Block the signals in processes started in the block; this process gets them afterwards.
 
-    Until obey_parent() nothing but SIGKILL ends them.
+    The processes must call exit_with_parent(), or only SIGKILL ends them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -245,17 +245,17 @@ def block_signals(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def exit_with_parent(numbers: Collection[signal.Signals]) -> None:
-    """From now on only the parent ends this process by the signals, and its own end does.
+    """Exit on the signals if the parent sends them, and when the parent exits; ignore them from other senders.
 
-    As torch's own workers have it, except that they end their rank, too, where anybody else sends the signal.
+    torch's DataLoader workers also exit with their parent, but end the rank if another process sends the signal.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not numbers:
         return
-    started_by = os.getppid()  # not the parent where a server of multiprocessing forks, which may outlive it
+    started_by = os.getppid()  # not the parent if forked by multiprocessing's server, which may outlive it
 
     def exit_on_signal() -> None:
-        # A forked process does not see the end of its parent by is_alive() while later ones run.
+        # In a forked process is_alive() stays True while later siblings run.
         while parent.is_alive() and os.getppid() == started_by:
             came = signal.sigtimedwait(numbers, LOOK_S)
             if came is not None and came.si_pid == parent.pid:
@@ -268,9 +268,9 @@ def exit_with_parent(numbers: Collection[signal.Signals]) -> None:
 
 
 def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
-    """Programs and processes that this process starts can be ended by the signals: they would inherit what is blocked.
+    """Unblock the signals in programs and processes that this process starts; they would inherit the mask.
 
-    While it starts a program a signal of anybody else's ends this process, too.
+    While this process starts a program, a signal from any sender ends it.
     """
     popen: Any = subprocess.Popen
     execute = popen._execute_child
@@ -288,10 +288,10 @@ def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
 
 
 def parse_notice_file(text: str | None) -> Path | None:
-    """The file that the variable names; UsageError where that depends on the folder."""
+    """Return the path in the variable's value; raise UsageError for a relative one."""
     if not text:
         return None
     path = Path(text)
     if not path.is_absolute():
-        raise UsageError(f"{NOTICE}={text!r}: expected the full path of a file, whose appearance tells the job to stop")
+        raise UsageError(f"{NOTICE}={text!r}: expected the absolute path of a file, whose creation requests a stop")
     return path

@@ -1,8 +1,8 @@
-"""What the process of another rank of this host does, where it does not answer: by the kernel, and its Python stack.
+"""Process state: what another rank's process on this host is doing, from the kernel, and its Python stack.
 
-Note [dumps]: whose interpreter is locked, by C code that never lets go of it, answers nothing. But a signal handler
-in C runs: faulthandler writes the stacks of all threads to a file in memory, which other processes of the same user
-read under /proc. A process that is stopped runs no handler, so that its stack cannot be had.
+Note [dumps]: a process whose GIL is held by C code answers nothing. But a signal handler in C runs: faulthandler
+writes the stacks of all threads to a memfd, which other processes of the same user read under /proc. A stopped process
+runs no handler, so its stack is unavailable.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ from types import FrameType
 from dualdist.errors import RankLostError
 from dualdist.utils.deadline import call_within
 
-# A file, a line's number and the function in which it is, as in a traceback, the most recent call last.
+# File, line number and function, as in a traceback; the most recent call last.
 Line = tuple[str, int, str]
 
-# Threads of ours have names that begin so.
+# Prefix of the names of dualdist's threads.
 OUR_THREADS = "dualdist-"
 OUR_FOLDER = f"{Path(__file__).parents[1]}/"
-# What stands between the interpreter and the program where a launcher starts it.
+# Frames between the interpreter and the program, where a launcher starts it.
 STARTERS = ("<frozen ", f"{Path(threading.__file__).parent}/multiprocessing/", OUR_FOLDER)
 SHOWN = 12
-# Seconds that the source may take to read: where a disk hangs, ranks are late.
+# Seconds in which the source must be read: a hanging disk may be why a rank is late.
 READ_S = 1.0
 
 
 def program_thread(preferred: int | None = None) -> int:
-    """The number of the preferred thread, if it is one of the program's and still runs, or else of the main one."""
+    """Return the preferred thread's ident if it is the program's and still runs, else the main thread's."""
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(OUR_THREADS)}
     if preferred is not None and preferred not in ours and preferred in sys._current_frames():
         return preferred
     main = threading.main_thread().ident
-    assert main is not None, "it has been started"
+    assert main is not None, "the main thread is running"
     return main
 
 
 def thread_stack(thread: int, *, is_in_operation: bool) -> list[Line]:
-    """The calls in which the thread is now, the last SHOWN of them; of an operation, up to where it was called."""
+    """Return the thread's stack, its last SHOWN lines; in an operation, down to the call of the operation."""
     frame = sys._current_frames().get(thread)
     return [] if frame is None else trim_stack(_lines(frame), is_in_operation=is_in_operation)
 
 
 def _lines(frame: FrameType) -> list[Line]:
-    """Without reading the source: a disk that hangs may be the reason for the question."""
+    """Return the lines of a stack without reading the source: see READ_S."""
     calls = list(traceback.walk_stack(frame))[::-1]
     return [(called.f_code.co_filename, number, called.f_code.co_name) for called, number in calls]
 
 
 def trim_stack(lines: Sequence[Line], *, is_in_operation: bool) -> list[Line]:
-    """The program's own lines, which begin behind those of what started it."""
+    """Return the program's lines, without those of the launcher that started it."""
     first = next((n for n, (file, _, _) in enumerate(lines) if not file.startswith(STARTERS)), 0)
-    own = list(lines[first:])
+    kept = list(lines[first:])
     if is_in_operation:
-        own = own[: next((n for n, (file, _, _) in enumerate(own) if file.startswith(OUR_FOLDER)), None)]
-    return own[-SHOWN:]
+        kept = kept[: next((n for n, (file, _, _) in enumerate(kept) if file.startswith(OUR_FOLDER)), None)]
+    return kept[-SHOWN:]
 
 
 def format_stack(lines: Sequence[Line]) -> str:
-    """As in a traceback, with the source where this host has the files."""
+    """Return the lines as in a traceback, with the source if this host has the files."""
 
     def read() -> list[str]:
         return [linecache.getline(file, number).strip() for file, number, _ in lines]
@@ -87,37 +87,36 @@ def format_stack(lines: Sequence[Line]) -> str:
     )
 
 
-# Real-time signals have no meaning of their own; where the program has given this one a meaning, it keeps it.
-DUMP_BY = "SIGRTMIN"
-DUMP_OFFSET = 11
+# Real-time signals have no default meaning; if the program handles this one, it is left alone.
+DUMP_OFFSET = 11  # from SIGRTMIN
 NO_DUMP = -1
-# Seconds in which a dump begins, and after whose last byte it is over.
+# Seconds in which a dump begins, and without further output after which it is complete.
 BEGIN_S = 0.5
 QUIET_S = 0.05
-ENDED = "has ended"
+ENDED = "has exited"
 STATES = {
-    "T": "is stopped by a signal, so that its stack cannot be had",
+    "T": "is stopped by a signal, so its stack is unavailable",
     "t": "is held by a debugger",
     "D": "waits for a disk or another device",
     "Z": ENDED,
     "X": ENDED,
 }
-# Of a process that will not come by itself.
+# States in which a process makes no progress.
 NOT_RUNNING = (STATES["T"], STATES["t"], ENDED)
-BUSY = "runs but does not answer, as where C code keeps Python's lock"
+BUSY = "is running but does not answer, as when C code holds the GIL"
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A rank's process, as others on its host find it again."""
+    """Identifies a rank's process to other processes of its host."""
 
     pid: int
-    started: int  # at which of the kernel's ticks: another process that gets the number later differs
-    namespace: str  # in which the number counts
+    started: int  # in the kernel's ticks; differs for a later process with the same pid
+    namespace: str  # of the pid
     main_thread: int
-    dump: int  # the file there to which it writes its stacks, by its number; NO_DUMP where it does not
+    dump: int  # its file descriptor to which it dumps stacks, or NO_DUMP
 
     def dumps(self) -> str:
         return json.dumps(astuple(self))
@@ -127,59 +126,59 @@ class ProcessIdentity:
         return ProcessIdentity(*json.loads(text))
 
     def state(self) -> str:
-        """What it does, in words; nothing where that cannot be told from here."""
+        """Describe what the process is doing; "" if this process cannot see it."""
         if not self.namespace or self.namespace != _namespace("self"):
             return ""
-        seen = _seen(self.pid)
-        if seen is None or seen[1] != self.started:
+        stat = _read_stat(self.pid)
+        if stat is None or stat[1] != self.started:
             return ENDED
-        return STATES.get(seen[0], BUSY)
+        return STATES.get(stat[0], BUSY)
 
     def stack(self) -> list[Line]:
-        """Where its main thread is in the program: Note [dumps]. Nothing where that cannot be had."""
+        """Return its main thread's stack, [] if unavailable: Note [dumps]."""
         if self.dump == NO_DUMP or self.state() != BUSY:
             return []
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/fd/{self.dump}", "rb") as file:
             start = file.seek(0, os.SEEK_END)
             handle = os.pidfd_open(self.pid)
             try:
-                if self.state() == BUSY:  # of the process that the handle is for
-                    signal.pidfd_send_signal(handle, _signal())
+                if self.state() == BUSY:  # the process of the handle
+                    signal.pidfd_send_signal(handle, _dump_signal())
             finally:
                 os.close(handle)
-            return parse_dump(_written(file.fileno(), start), self.main_thread)
+            return parse_dump(_read_new(file.fileno(), start), self.main_thread)
         return []
 
 
 def current_process() -> ProcessIdentity:
-    """This process, which writes dumps from now on where it can."""
-    return _own(os.getpid())  # a child that was forked is another one
+    """Return this process's identity, and have it write dumps on request from now on."""
+    return _identify(os.getpid())  # cached, but a forked child differs
 
 
 @functools.cache
-def _own(pid: int) -> ProcessIdentity:
-    seen, main = _seen(pid), threading.main_thread().ident
-    return ProcessIdentity(pid, seen[1] if seen else 0, _namespace("self"), main or 0, _dump())
+def _identify(pid: int) -> ProcessIdentity:
+    stat, main = _read_stat(pid), threading.main_thread().ident
+    return ProcessIdentity(pid, stat[1] if stat else 0, _namespace("self"), main or 0, _register_dump())
 
 
-def _dump() -> int:
-    """The number of a new file to which the stacks go."""
-    if sys.platform != "linux" or signal.getsignal(_signal()) is not signal.SIG_DFL:
+def _register_dump() -> int:
+    """Return a new file descriptor to which stacks are dumped, or NO_DUMP."""
+    if sys.platform != "linux" or signal.getsignal(_dump_signal()) is not signal.SIG_DFL:
         return NO_DUMP
     try:
         file = os.memfd_create("dualdist-stacks")
-        faulthandler.register(_signal(), file=file, all_threads=True, chain=False)
+        faulthandler.register(_dump_signal(), file=file, all_threads=True, chain=False)
     except (OSError, RuntimeError):
         return NO_DUMP
     return file
 
 
-def _signal() -> int:
-    return int(getattr(signal, DUMP_BY)) + DUMP_OFFSET
+def _dump_signal() -> int:
+    return int(signal.SIGRTMIN) + DUMP_OFFSET
 
 
-def _seen(pid: int) -> tuple[str, int] | None:
-    """The state of a process, and when it started (proc(5): fields 3 and 22 of stat); None where there is none."""
+def _read_stat(pid: int) -> tuple[str, int] | None:
+    """Return state and start time of a process (proc(5): fields 3 and 22 of stat), None if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -194,8 +193,8 @@ def _namespace(process: str) -> str:
         return ""
 
 
-def _written(file: int, start: int) -> str:
-    """What is written from there on, until nothing more comes."""
+def _read_new(file: int, start: int) -> str:
+    """Return what is written to the file from `start` on, until nothing follows."""
     size, until = start, time.monotonic() + BEGIN_S
     while time.monotonic() < until:
         time.sleep(QUIET_S / 5)
@@ -206,7 +205,7 @@ def _written(file: int, start: int) -> str:
 
 
 def parse_dump(dump: str, thread: int) -> list[Line]:
-    """The stack of a thread in what faulthandler has written, the most recent call last."""
+    """Return a thread's stack from faulthandler's output, the most recent call last."""
     lines: list[Line] = []
     is_wanted = False
     for line in dump.splitlines():

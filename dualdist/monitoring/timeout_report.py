@@ -1,4 +1,4 @@
-"""Which ranks an operation waits for, in the words of its error: one format, whatever the backend."""
+"""Timeout reports: the ranks that an operation waits for and their positions, in one format for all backends."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualdist.errors import RendezvousError
-from dualdist.monitoring import process_state as stacks
-from dualdist.monitoring.process_state import ENDED, NOT_RUNNING, Line, ProcessIdentity
+from dualdist.monitoring.process_state import ENDED, NOT_RUNNING, Line, ProcessIdentity, format_stack, trim_stack
 from dualdist.monitoring.rank_probe import ANSWER_S, ProbeResult, RankPosition, RankProbe
 from dualdist.utils.deadline import call_within
 from dualdist.utils.suggest import SHOWN, format_ranks
 
 STORE_GONE = "the store of the job, which rank 0 or its launcher serves, does not answer"
-UNSEEN = "ended, stopped, or in C code that keeps Python's lock"
-# Seconds by which ranks that are all there have come one after the other, at most, to be told to have come together.
+UNKNOWN_STATE = "exited, stopped, or in C code that holds the GIL"
+# Ranks that arrive within so many seconds count as having arrived together.
 TOGETHER_S = 1.0
-# Seconds in which all must have printed what came out.
-TELL_S = 3.0
+# Seconds in which all ranks must have printed the report.
+PRINT_ALL_S = 3.0
 
 
 @dataclass(frozen=True)
 class SilentRank:
-    """A rank that does not answer: what its process does, and where, as far as its host shows it to this rank."""
+    """A rank that does not answer: state and stack of its process, if it is on this host."""
 
     rank: int
     state: str = ""
@@ -32,56 +31,48 @@ class SilentRank:
 
 
 def inspect_silent(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> list[SilentRank]:
-    """What can be seen from here of ranks that do not answer."""
+    """Inspect the processes of ranks that do not answer."""
     found = []
     for number, rank in enumerate(ranks):
         process = processes[rank]
         if process is None or number >= SHOWN:
             found.append(SilentRank(rank))
             continue
-        stack = process.stack()
-        found.append(
-            SilentRank(rank, process.state(), tuple(stacks.trim_stack(stack, is_in_operation=False)), process.pid)
-        )
-    return found
-
-
-def find_exited(ranks: Sequence[int], processes: Sequence[ProcessIdentity | None]) -> list[int]:
-    """Those whose processes have ended, as far as it can be seen from here."""
-    found = []
-    for rank in ranks:
-        process = processes[rank]
-        if process is not None and process.state() == ENDED:
-            found.append(rank)
+        stack = tuple(trim_stack(process.stack(), is_in_operation=False))
+        found.append(SilentRank(rank, process.state(), stack, process.pid))
     return found
 
 
 def report_timeout(probe: RankProbe, ranks: Sequence[int], what: str, reason: str) -> str:
-    """The whole error of an operation of these ranks; every rank of the job has printed it on return."""
+    """Return the error message of an operation of these ranks, once every rank of the job has printed it."""
     try:
-        called = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError("no answer"))
+        result = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError("no answer"))
     except (RendezvousError, TimeoutError):
-        return format_report(what, reason, [], _seen_amiss(probe, ranks), is_store_there=False)
-    missing = [rank for rank in ranks if rank not in called.answered()]
-    text = format_report(what, reason, _of(called, ranks), inspect_silent(missing, probe.processes))
-    late = [*missing, *(rank for where in _elsewhere(what, _of(called, ranks)) for rank in where.seconds)]
-    with contextlib.suppress(RendezvousError, TimeoutError):  # where the store has gone meanwhile
-        call_within(TELL_S, lambda: probe.broadcast(called, text, late), lambda: RendezvousError("no answer"))
+        processes = {rank: probe.processes[rank] for rank in ranks}
+        stopped = [rank for rank, each in processes.items() if each is not None and each.state() in NOT_RUNNING]
+        return format_report(what, reason, [], inspect_silent(stopped, probe.processes), is_store_there=False)
+    missing = [rank for rank in ranks if rank not in result.answered()]
+    positions = _positions_of(result, ranks)
+    text = format_report(what, reason, positions, inspect_silent(missing, probe.processes))
+    late = [*missing, *(rank for position in _elsewhere(what, positions) for rank in position.seconds)]
+    with contextlib.suppress(RendezvousError, TimeoutError):  # the store has gone since
+        call_within(PRINT_ALL_S, lambda: probe.broadcast(result, text, late), lambda: RendezvousError("no answer"))
     return text
 
 
 def find_lost_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
-    """The ranks whose processes have ended or do not answer."""
-    found = find_exited(ranks, probe.processes)
+    """Return the ranks whose processes have exited, or else those that do not answer."""
+    processes = {rank: probe.processes[rank] for rank in ranks}
+    exited = [rank for rank, process in processes.items() if process is not None and process.state() == ENDED]
     with contextlib.suppress(RendezvousError, TimeoutError):
-        return found or find_silent_ranks(probe, ranks)
+        return exited or find_silent_ranks(probe, ranks)
     return []
 
 
 def find_silent_ranks(probe: RankProbe, ranks: Sequence[int]) -> list[int]:
-    """Those that do not say where they are, wherever that may be; RendezvousError where nobody can be asked."""
-    called = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError(STORE_GONE))
-    return [rank for rank in ranks if rank not in called.answered()]
+    """Return the ranks that do not answer; raise RendezvousError if the store is gone."""
+    result = call_within(2 * ANSWER_S, probe.query, lambda: RendezvousError(STORE_GONE))
+    return [rank for rank in ranks if rank not in result.answered()]
 
 
 def format_report(
@@ -92,64 +83,59 @@ def format_report(
     *,
     is_store_there: bool = True,
 ) -> str:
-    """Who is missing and for how long, in one line, and below it where in the program they are."""
+    """Return one line with the missing ranks, their positions and since when, followed by their stacks."""
     elsewhere = _elsewhere(what, positions)
-    clauses = [f"{what}: {reason}", *([] if is_store_there else [STORE_GONE]), *_of_silent(silent)]
-    for place in dict.fromkeys(where.location for where in elsewhere):
-        seconds = {rank: s for where in elsewhere if where.location == place for rank, s in where.seconds.items()}
-        be = "is" if len(seconds) == 1 else "are"
-        clauses.append(f"{format_ranks(sorted(seconds))} {be} {place}, for {_span(seconds.values())}")
+    clauses = [f"{what}: {reason}", *([] if is_store_there else [STORE_GONE]), *_silent_clauses(silent)]
+    for location in dict.fromkeys(position.location for position in elsewhere):
+        clauses.append(_late_clause(location, [each for each in elsewhere if each.location == location]))
     if not silent and not elsewhere:
-        clauses.append(_order_of(positions) if is_store_there else "see what rank 0 printed last")
-    shown = [*((where.seconds, where.stack) for where in elsewhere), *(([one.rank], one.stack) for one in silent)]
-    blocks = [
-        f"\n  Stack of {format_ranks(sorted(ranks))}:{stacks.format_stack(stack)}"
-        for ranks, stack in shown[:SHOWN]
-        if stack
-    ]
+        clauses.append(_arrival_order(positions) if is_store_there else "see rank 0's last output")
+    stacks = [(sorted(each.seconds), each.stack) for each in elsewhere]
+    stacks += [([each.rank], each.stack) for each in silent]
+    blocks = [f"\n  Stack of {format_ranks(who)}:{format_stack(stack)}" for who, stack in stacks[:SHOWN] if stack]
     return "; ".join(clauses) + "".join(blocks)
 
 
 def _elsewhere(what: str, positions: Sequence[RankPosition]) -> list[RankPosition]:
-    return [where for where in positions if where.location != f"in {what}"]
+    return [position for position in positions if position.location != f"in {what}"]
 
 
-def _of_silent(silent: Sequence[SilentRank]) -> list[str]:
-    unseen = [one.rank for one in silent if not one.state]
+def _silent_clauses(silent: Sequence[SilentRank]) -> list[str]:
+    unknown = [one.rank for one in silent if not one.state]
     clauses = [f"no answer from rank {one.rank}: its process {one.pid} {one.state}" for one in silent if one.state]
-    return [*clauses, *([f"no answer from {format_ranks(unseen)}: {UNSEEN}"] if unseen else [])]
+    return [*clauses, *([f"no answer from {format_ranks(unknown)}: {UNKNOWN_STATE}"] if unknown else [])]
 
 
-def _order_of(positions: Sequence[RankPosition]) -> str:
-    """Who of those that are all there has come last."""
-    seconds = {rank: s for where in positions for rank, s in where.seconds.items()}
+def _late_clause(location: str, positions: Sequence[RankPosition]) -> str:
+    """Return e.g. "rank 3 did not arrive: in the program, outside any operation, for 7 s, at train.py:41"."""
+    seconds = {rank: s for position in positions for rank, s in position.seconds.items()}
+    lines = dict.fromkeys(f"{file}:{number}" for each in positions for file, number, _ in each.stack[-1:])
+    at = f", at {' and '.join(list(lines)[:2])}" if lines else ""
+    return f"{format_ranks(sorted(seconds))} did not arrive: {location}, for {_format_span(seconds.values())}{at}"
+
+
+def _arrival_order(positions: Sequence[RankPosition]) -> str:
+    """Return which ranks arrived last, where all did."""
+    seconds = {rank: s for position in positions for rank, s in position.seconds.items()}
     if not seconds:
-        return "no rank says where it is"
+        return "no rank reported its position"
     most, least = max(seconds.values()), min(seconds.values())
     if most - least < TOGETHER_S:
-        return "all ranks say that they are in this operation"
+        return "all ranks are in this operation"
     late = sorted(rank for rank, s in seconds.items() if s < least + TOGETHER_S)
-    return f"{format_ranks(late)} came {most - least:.0f} s after the first"
+    return f"{format_ranks(late)} arrived {most - least:.0f} s after the first"
 
 
-def _span(seconds: Iterable[float]) -> str:
+def _format_span(seconds: Iterable[float]) -> str:
     rounded = sorted({round(s) for s in seconds})
     return f"{rounded[0]} s" if len(rounded) == 1 else f"{rounded[0]} to {rounded[-1]} s"
 
 
-def _seen_amiss(probe: RankProbe, ranks: Sequence[int]) -> list[SilentRank]:
-    """Of ranks that cannot be asked, those of this host whose processes have ended, or are stopped."""
-    silent = [
-        rank for rank in ranks if (process := probe.processes[rank]) is not None and process.state() in NOT_RUNNING
-    ]
-    return inspect_silent(silent, probe.processes)
-
-
-def _of(called: ProbeResult, ranks: Sequence[int]) -> list[RankPosition]:
-    """Where these ranks are, those that share a place together."""
+def _positions_of(result: ProbeResult, ranks: Sequence[int]) -> list[RankPosition]:
+    """Return the positions of `ranks` alone."""
     found = []
-    for where in called.positions:
-        seconds = {rank: where.seconds[rank] for rank in ranks if rank in where.seconds}
+    for position in result.positions:
+        seconds = {rank: position.seconds[rank] for rank in ranks if rank in position.seconds}
         if seconds:
-            found.append(RankPosition(where.location, where.stack, seconds))
+            found.append(RankPosition(position.location, position.stack, seconds))
     return found

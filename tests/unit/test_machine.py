@@ -1,8 +1,10 @@
-"""The record of a machine, and the arithmetic of foreign load."""
+"""Description of a machine, its CPU and memory use, and limits of control groups from files of real containers."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from dualdist.utils.machine import (
 )
 
 
-def test_what_the_machine_did_beyond_all_ranks_is_foreign() -> None:
+def test_foreign_cores_are_the_machines_use_minus_all_ranks() -> None:
     ranks = [CpuUse(2.0, 3.5, 1.5), CpuUse(2.1, 3.6, 1.0)]
     assert foreign_cores(ranks) == pytest.approx(0.5)
     assert foreign_cores([CpuUse(2.0, 1.0, 1.5)]) == 0.0
@@ -34,11 +36,11 @@ def test_user_nice_system_and_stolen_time_count(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(machine_module, "PROC", tmp_path)
     monkeypatch.setattr(machine_module.os, "sysconf", lambda name: 100)
     assert read_cpu().machine_s == pytest.approx(5.23)
-    (tmp_path / "stat").write_text("nothing of the kind")
+    (tmp_path / "stat").write_text("no such line")
     assert read_cpu().machine_s is None
 
 
-def test_own_work_is_seen_as_ours() -> None:
+def test_own_work_is_counted_as_own() -> None:
     before = read_cpu()
     while time.process_time() < before.own_s + 0.2:
         pass
@@ -47,11 +49,11 @@ def test_own_work_is_seen_as_ours() -> None:
     assert use.window_s >= 0.15
 
 
-def test_a_reading_without_the_machines_is_no_difference() -> None:
+def test_cpu_use_without_the_machines_reading_is_unknown() -> None:
     assert CpuUse.between(CpuReading(0.0, None, 1.0), CpuReading(1.0, 5.0, 3.0)) == CpuUse(1.0, None, 2.0)
 
 
-def test_peak_memory_sees_what_was_there_for_a_moment() -> None:
+def test_peak_memory_counts_a_freed_block() -> None:
     if not reset_peak() or resident_kib() is None:
         pytest.skip("this system does not let a process reset its peak")
     before = peak_kib()
@@ -63,7 +65,7 @@ def test_peak_memory_sees_what_was_there_for_a_moment() -> None:
     assert after - before > 60 << 10
 
 
-def test_gpus_and_their_driver_are_named_as_the_driver_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_driver_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (Machine("p", 2, 4.0, False, "s").gpus, str(Machine("p", 2, 4.0, False, "s"))) == (
         (),
         "p, 2 cores, 4 GiB, s",
@@ -82,9 +84,61 @@ def test_gpus_and_their_driver_are_named_as_the_driver_does(tmp_path: Path, monk
         assert ", 2 x NVIDIA H200, driver 580.95.05, " in str(machine())
 
 
-def test_the_record_names_processor_cores_and_versions() -> None:
+def test_machine_has_processor_cores_and_versions() -> None:
     here = machine()
     assert here.cores >= 1
     assert here.memory_gib > 0.1
     assert here.processor
     assert "torch" in versions()
+
+
+PAGES = "9223372036854771712"
+ALONE_V1 = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000", "memory/memory.limit_in_bytes": PAGES}
+# Docker 20.10 with --cpus 1.5 --memory 2g, version 1: the path is the host's, the folders are the container's.
+DOCKER_V1 = {
+    "cpu,cpuacct/cpu.cfs_quota_us": "150000",
+    "cpu,cpuacct/cpu.cfs_period_us": "100000",
+    "memory/memory.limit_in_bytes": "2147483648",
+}
+# systemd's user slice with a quota, and a service inside it with a larger one.
+NESTED = {
+    "cpu.max": "max 100000",
+    "user.slice/cpu.max": "400000 100000",
+    "user.slice/memory.max": "8589934592",
+    "user.slice/job.service/cpu.max": "600000 100000",
+    "user.slice/job.service/memory.max": "max",
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores", "memory"),
+    [
+        pytest.param("3:memory:/\n1:cpu:/\n0::/", ALONE_V1, None, None, id="version 1, no limit"),
+        pytest.param("9:memory:/docker/1f\n4:cpu,cpuacct:/docker/1f", DOCKER_V1, 1, 2 << 30, id="version 1, Docker"),
+        pytest.param("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None, id="version 2, no limit"),
+        pytest.param("0::/", {"cpu.max": "250000 100000", "memory.max": "1024"}, 2, 1024, id="version 2, Docker"),
+        pytest.param("0::/", {"cpu.max": "20000 100000"}, 1, None, id="less than a core"),
+        pytest.param("0::/user.slice/job.service", NESTED, 4, 8 << 30, id="a group within a group"),
+        pytest.param("0::/../elsewhere", {"cpu.max": "100000 100000"}, 1, None, id="outside the visible tree"),
+        pytest.param("0::/", {"cpu.max": "", "memory.max": "lots"}, None, None, id="nonsense"),
+        pytest.param("", {}, None, None, id="no groups"),
+    ],
+)
+def test_limits_of_control_groups(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    groups: str,
+    files: Mapping[str, str],
+    cores: int | None,
+    memory: int | None,
+) -> None:
+    for name, text in {"proc/self/cgroup": groups, **{f"groups/{name}": text for name, text in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n" if text else "")
+    monkeypatch.setattr(machine_module, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine_module, "GROUPS", tmp_path / "groups")
+    assert machine_module.quota_cores() == cores
+    assert machine_module.memory_limit() == memory
+    affinity = len(os.sched_getaffinity(0))
+    assert machine_module.usable_cores() == min(affinity, cores or affinity)
+    assert machine_module.machine_cores() == min(os.cpu_count() or 1, cores or 10**6)

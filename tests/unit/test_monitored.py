@@ -1,4 +1,4 @@
-"""What fails says which operation it was, however it is found out."""
+"""Errors of monitored operations name the operation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Broken:
         raise RankLostError("a connection broke")
 
 
-@pytest.mark.parametrize("look", [MonitoredWork.done, MonitoredWork.wait])
-def test_an_error_names_the_operation_whether_it_is_waited_for_or_looked_at(look: object) -> None:
+@pytest.mark.parametrize("method", [MonitoredWork.done, MonitoredWork.wait])
+def test_an_error_from_done_or_wait_names_the_operation(method: object) -> None:
     work = MonitoredWork(
         Broken(), LazyDescription("allreduce", "x", torch.ones(3)), Monitor(None, [0, 1]), lambda: None
     )
     with pytest.raises(CollectiveError, match=r"allreduce 'x' of float32\(3,\): a connection broke"):
-        look(work)  # type: ignore[operator]
+        method(work)  # type: ignore[operator]

@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     here = LastStep(PreemptionNotice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
     here.start()
     here.notice.request(STOP, "SIGTERM")
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not say within 0\.3 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not report a step count within 0\.3 s"):
         here.after_step()
     here.close()
 
@@ -185,5 +185,5 @@ def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
 def test_a_file_has_a_full_path() -> None:
     assert parse_notice_file("") is parse_notice_file(None) is None
     assert parse_notice_file("/a/b") == Path("/a/b")
-    with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the full path"):
+    with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the absolute path"):
         parse_notice_file("a")

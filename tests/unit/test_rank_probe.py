@@ -1,4 +1,4 @@
-"""Ranks in this process ask each other where they are, over a real store."""
+"""RankProbe between ranks in this process, over a real store."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
 
 Enroll = Callable[[int, int], list[RankProbe]]
-# Seconds that the interpreter takes to end.
+# Seconds that the interpreter takes to exit.
 TAKES_S = 3
 STORE = """
 import sys
 from dualdist.backends.native import store as native_store
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
-listener = listen(0, loopback_only=True)
+listener = open_listener(0, loopback_only=True)
 port = listener.getsockname()[1]
 kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
 print(port, flush=True)
@@ -53,7 +53,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def enroll() -> Iterator[Enroll]:
-    """Makes so many ranks of a job of so many; the others never answer."""
+    """Return a function that makes `count` ranks of a job of `size`; the other ranks never answer."""
     listener = open_listener(0, loopback_only=True)
     port = listener.getsockname()[1]
     kept = [native_store.connect(LOOPBACK, port, listener, Deadline(10))]
@@ -70,7 +70,7 @@ def enroll() -> Iterator[Enroll]:
         probe.close()
 
 
-def test_all_who_give_up_at_once_ask_one_question_and_everybody_prints(
+def test_concurrent_timeouts_ask_one_question_and_every_rank_prints(
     enroll: Enroll, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probes = enroll(3, 4)
@@ -81,11 +81,11 @@ def test_all_who_give_up_at_once_ask_one_question_and_everybody_prints(
     for text in texts:
         first = text.splitlines()[0]
         assert first.startswith("barrier 'b': late; no answer from rank 3: ")
-        assert f"rank 2 is {IN_PROGRAM}" in first
+        assert f"rank 2 did not arrive: {IN_PROGRAM}" in first
         assert "rank 0" not in first
         assert "rank 1 " not in first
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dualdist: rank")]
-    assert len(printed) == 3, "two by those who ask, one by the one who hears of it"
+    assert len(printed) == 3, "two by the ranks that ask, one by the third"
     assert probes[2]._answered == 1
     assert find_silent_ranks(probes[1], range(4)) == [3]
 
@@ -95,22 +95,22 @@ def waits(probe: RankProbe, what: str) -> str:
         return report_timeout(probe, range(4), what, "late")
 
 
-def test_an_operation_within_another_is_left_for_that_one(enroll: Enroll) -> None:
+def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> None:
     probes = enroll(2, 2)
     monitor = Monitor(probes[0], range(2))
     with monitor.operation("join"):
         with monitor.operation("allreduce"):
             pass
-        places = {where.location for where in probes[1].query().positions if 0 in where.seconds}
-    assert places == {"in join"}
+        locations = {position.location for position in probes[1].query().positions if 0 in position.seconds}
+    assert locations == {"in join"}
 
 
 @pytest.mark.full
-def test_a_rank_that_ends_while_its_store_is_stopped_ends_well() -> None:
-    """Also where the store goes on while the interpreter is ending."""
-    with _python(STORE) as store:
+def test_a_rank_exits_cleanly_while_its_store_is_stopped() -> None:
+    """Also if the store resumes during interpreter shutdown."""
+    with _run_python(STORE) as store:
         port = _line(store)
-        with _python(RANK, port, str(TAKES_S)) as rank:
+        with _run_python(RANK, port, str(TAKES_S)) as rank:
             _line(rank)
             os.kill(store.pid, signal.SIGSTOP)
             try:
@@ -120,12 +120,12 @@ def test_a_rank_that_ends_while_its_store_is_stopped_ends_well() -> None:
                 time.sleep(2 * ANSWER_S + TAKES_S / 2)  # by now it has waited as long as it does
             finally:
                 os.kill(store.pid, signal.SIGCONT)
-            _, said = rank.communicate(timeout=20)
-        assert rank.returncode == 0, said
+            _, stderr = rank.communicate(timeout=20)
+        assert rank.returncode == 0, stderr
         store.communicate(timeout=20)
 
 
-def _python(code: str, *args: str) -> subprocess.Popen[str]:
+def _run_python(code: str, *args: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code, *args], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

@@ -1,4 +1,4 @@
-"""What counted times come to: who came last, and what the others waited for it."""
+"""Statistics of wait times: which rank arrived last, and how long the others waited for it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_names_the_slowest_first_and_says_where_there_is_none() -> None:
     found = summarize_waits([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
     lines = str(found).splitlines()
-    assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited for rank 1 most")
+    assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited most for rank 1")
     assert lines[1].split("  ")[0] == "rank"
     assert [line.split()[0] for line in lines[2:]] == ["1", "0"]
     assert "20.00 s, 20%" in lines[2]
@@ -83,5 +83,5 @@ def test_a_table_names_the_slowest_first_and_says_where_there_is_none() -> None:
 def test_nothing_counted_is_said_so() -> None:
     for ranks in ([0], [0, 1]):
         found: SlowRanks = summarize_waits(ranks, [counted([], [])] * len(ranks))
-        assert str(found) == "nothing has been counted yet that ranks did together"
+        assert str(found) == "no collectives have been counted yet"
         assert found.slowest is None

@@ -47,7 +47,7 @@ from dualdist.errors import (
 )
 from dualdist.topology import Topology
 from dualdist.utils.deadline import call_within
-from dualdist.utils.resource_limits import machine_cores, usable_cores
+from dualdist.utils.machine import machine_cores, usable_cores
 
 T = TypeVar("T")
 

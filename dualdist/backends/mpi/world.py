@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError, UnsupportedError
 from dualdist.topology import Topology
-from dualdist.utils.deadline import Deadline, call_within
-from dualdist.utils.output import STDERR, wait_until_read
+from dualdist.utils.deadline import STDERR, Deadline, call_within, wait_until_read
 from dualdist.utils.temporary_env import temporary_variables
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.utils.deadline import Deadline, stop_at_exit
-from dualdist.utils.resource_limits import SHM_BYTES_PER_RANK
+from dualdist.utils.machine import SHM_BYTES_PER_RANK
 
 ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
 Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface

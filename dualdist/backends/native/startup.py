@@ -16,7 +16,7 @@ from dualdist.backends.base import InitContext
 from dualdist.backends.native.backend import NativeBackend, ProcessGroup
 from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.errors import BackendUnavailableError, RendezvousError, UnsupportedError
-from dualdist.utils.resource_limits import needed_open_files
+from dualdist.utils.machine import needed_open_files
 from dualdist.utils.temporary_env import temporary_variables
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
