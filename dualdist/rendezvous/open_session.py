@@ -218,7 +218,7 @@ def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[st
         )
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
     invitation = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)
-    return native_store.connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
+    return native_store.connect(invitation.reachable_address(host, deadline), invitation.port, None, deadline)
 
 
 def _open_over_store(name: str, start: SessionConfig) -> Session:

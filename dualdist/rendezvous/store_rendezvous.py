@@ -296,7 +296,7 @@ def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: C
         if text is not None:
             invitation = StoreAddress.loads(text)
             try:
-                return connect(invitation.answering_address(host, deadline), invitation.port, None, deadline)
+                return connect(invitation.reachable_address(host, deadline), invitation.port, None, deadline)
             except RendezvousError:
                 if deadline.passed() or not isinstance(exchange, FileAddressExchange):
                     raise  # a file may be left over from a job that was killed: look again whether it was replaced

@@ -1,14 +1,14 @@
-"""How a job is told to stop, and how it tells that it has and can go on: what ranks, launchers and scripts share."""
+"""Preemption protocol: the signals, file and exit status that ranks, launchers and job scripts share."""
 
 from __future__ import annotations
 
 import signal
 
-# The exit code of a job that stopped because it was told to, and can go on: EX_TEMPFAIL of sysexits.h, "try again".
+# Exit status of a preempted job that can be requeued: EX_TEMPFAIL of sysexits.h, "try again".
 REQUEUE = 75
-# What tells a rank to stop: what schedulers send before they take a machine away, and what Slurm is asked to send.
+# Signals that preempt a rank: sent by schedulers before they reclaim a machine, and by Slurm on request.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# A file whose appearance tells the job to stop; rank 0 and `dualdist run` look for it.
+# Names a file whose creation preempts the job; rank 0 and `dualdist run` poll for it.
 NOTICE = "DUALDIST_NOTICE"
-# Beside that file: rank 0 says that the job has stopped. Some launchers lose the exit code.
+# Suffix of a file that rank 0 creates once the job has stopped, since some launchers lose the exit status.
 DONE = ".done"

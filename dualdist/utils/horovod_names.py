@@ -1,4 +1,4 @@
-"""What the name `horovod` means in this process: the installed package or, under an alias, modules of ours."""
+"""The name `horovod` in this process: the installed package, or dualdist's modules under an alias."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = "horovod"
-# Holds our package of that name. On sys.path it makes the alias known to child processes, which multiprocessing gives
-# their parent's sys.path, but none of its import hooks: importing the package puts the alias in place.
+# Holds dualdist's package of that name. Multiprocessing's child processes get their parent's sys.path, but none of its
+# import hooks: with this folder on sys.path, importing the package installs the alias there.
 FOLDER = str(Path(__file__).parents[1] / "hvd" / "named")
 
 
 class HorovodAlias(MetaPathFinder):
-    """An import hook that has the last word on `horovod` and all names below it.
+    """An import hook for `horovod` and all names below it.
 
-    `table` maps such names to modules of ours, which keep their own names too: one module object, hence the same
-    classes, whichever name it is imported by. Modules that have no name of their own are files in FOLDER. `absent` are
-    refused. Every other name is the installed Horovod's.
+    `table` maps such names to modules of dualdist: one module object, hence the same classes, under both names. Other
+    modules of the alias are files in FOLDER. Names in `absent` are refused. All others are the installed Horovod's.
     """
 
     def __init__(self, table: Mapping[str, str], absent: Collection[str]) -> None:
         self._table = table
         self._absent = absent
         self._lock = threading.RLock()
-        self._is_aside = False
+        self._is_suspended = False
         self._real: dict[str, ModuleType] = {}
 
     def install(self) -> None:
-        """Put the hook first. Modules of the real Horovod that were imported before are kept for real_horovod()."""
-        self._real = _taken_out(but_in=FOLDER)
+        """Install the hook in front. Modules of Horovod that were imported before are kept for real_horovod()."""
+        self._real = _pop_modules(except_in=FOLDER)
         if FOLDER not in sys.path:
             sys.path.insert(1, FOLDER)  # behind the script's folder, before the installed packages
         sys.meta_path.insert(0, self)
@@ -44,68 +43,67 @@ class HorovodAlias(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where the module comes from; None for names that are not Horovod's, ModuleNotFoundError where it is nowhere.
+        """Return the module's spec, None for names outside horovod; raise ModuleNotFoundError if there is none.
 
-        None would hand a name below `horovod.torch` to the next finder, which would find our file of that name and
-        load it a second time.
+        Returning None would pass a name below `horovod.torch` to the next finder, which would load FOLDER's file again.
         """
-        if self._is_aside or not is_horovod(fullname):
+        if self._is_suspended or not is_horovod(fullname):
             return None
         if fullname in self._table:
-            return self._found_as(fullname, self._table[fullname])
+            return self._alias_spec(fullname, self._table[fullname])
         ours = [FOLDER] if path is None else [entry for entry in path if entry.startswith(FOLDER)]
-        return PathFinder.find_spec(fullname, ours) or self._found_in_real(fullname)
+        return PathFinder.find_spec(fullname, ours) or self._real_spec(fullname)
 
-    def _found_as(self, fullname: str, name: str) -> ModuleSpec | None:
+    def _alias_spec(self, fullname: str, name: str) -> ModuleSpec | None:
         found = importlib.util.find_spec(name)
-        return found and _second_name(fullname, found, lambda: importlib.import_module(name))
+        return found and _alias_module_spec(fullname, found, lambda: importlib.import_module(name))
 
-    def _found_in_real(self, fullname: str) -> ModuleSpec:
-        face = ".".join(fullname.split(".")[:2])
-        if face in self._absent:
+    def _real_spec(self, fullname: str) -> ModuleSpec:
+        submodule = ".".join(fullname.split(".")[:2])
+        if submodule in self._absent:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: here {ROOT!r} is dualdist, which has the torch face only. Start the "
+                f"No module named {fullname!r}: here {ROOT!r} is dualdist, which has horovod.torch only. Start the "
                 "program with plain python, without dualdist.hvd and --as-horovod, to use an installed Horovod",
                 name=fullname,
             )
 
         def load() -> ModuleType:
-            with self.aside():
+            with self.suspended():
                 return importlib.import_module(fullname)
 
         found = None
-        with self.aside(), contextlib.suppress(ModuleNotFoundError):
+        with self.suspended(), contextlib.suppress(ModuleNotFoundError):
             found = importlib.util.find_spec(fullname)
         if found is None:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: here {ROOT!r} is dualdist, which does not have it; nor was it found in "
-                "an installed Horovod (dualdist install-horovod brings one)",
+                f"No module named {fullname!r}: here {ROOT!r} is dualdist, which does not have it, nor does an "
+                "installed Horovod (dualdist install-horovod installs one)",
                 name=fullname,
             )
-        return _second_name(fullname, found, load)
+        return _alias_module_spec(fullname, found, load)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """As if the alias had never been installed, for the block; one thread at a time, which may enter again."""
+    def suspended(self) -> Iterator[None]:
+        """Suspend the alias for the block; one thread at a time, reentrant."""
         with self._lock:
-            if self._is_aside:
+            if self._is_suspended:
                 yield
                 return
-            ours, place = _taken_out(), _removed_from_path()
+            aliased, index = _pop_modules(), _pop_folder()
             sys.modules.update(self._real)
-            self._is_aside = True
+            self._is_suspended = True
             try:
                 yield
             finally:
-                self._is_aside = False
-                self._real = _taken_out()
-                sys.modules.update(ours)
-                if place is not None:
-                    sys.path.insert(place, FOLDER)
+                self._is_suspended = False
+                self._real = _pop_modules()
+                sys.modules.update(aliased)
+                if index is not None:
+                    sys.path.insert(index, FOLDER)
 
 
 class _AliasLoader(Loader):
-    """Gives a module that has another name already, and leaves it as it was."""
+    """Returns a module that is imported under another name, unchanged."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
@@ -117,54 +115,53 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # in between the import system has put the second name's there
+        module.__spec__ = self._spec  # the import system has set the alias's spec
 
 
-def _second_name(fullname: str, found: ModuleSpec, load: Callable[[], ModuleType]) -> ModuleSpec:
+def _alias_module_spec(fullname: str, found: ModuleSpec, load: Callable[[], ModuleType]) -> ModuleSpec:
     is_package = found.submodule_search_locations is not None
     return ModuleSpec(fullname, _AliasLoader(load), origin=found.origin, is_package=is_package)
 
 
 def is_horovod(fullname: str) -> bool:
-    """Whether this is Horovod's package or a module in it."""
+    """Return True for Horovod's package and modules in it."""
     return fullname == ROOT or fullname.startswith(f"{ROOT}.")
 
 
 def installed_alias() -> HorovodAlias | None:
-    """The alias that is in place in this process."""
+    """Return the alias that is installed in this process, if any."""
     return next((finder for finder in sys.meta_path if isinstance(finder, HorovodAlias)), None)
 
 
 @contextlib.contextmanager
 def real_horovod() -> Iterator[None]:
-    """In the block `import horovod...` finds the installed package, also while an alias is in place.
+    """Make `import horovod...` in the block find the installed package, even if an alias is installed.
 
-    Its modules are imported once and kept from block to block. Functions of Horovod that import when they are called
-    must be called in a block; all other code of Horovod runs anywhere. Other threads should import nothing of these
-    names meanwhile: they would get the real ones, too.
+    Its modules are imported once and kept between blocks. Functions of Horovod that import when called must be called
+    in a block. Other threads must not import these names meanwhile: they would get the installed package too.
     """
     if installed_alias() is None and FOLDER in sys.path:
-        importlib.import_module(ROOT)  # a child process of a program that runs under the alias
+        importlib.import_module(ROOT)  # in a child process of a program under the alias
     alias = installed_alias()
-    with contextlib.nullcontext() if alias is None else alias.aside():
+    with contextlib.nullcontext() if alias is None else alias.suspended():
         yield
 
 
-def _taken_out(but_in: str | None = None) -> dict[str, ModuleType]:
-    """Horovod's names, no longer in sys.modules; those from a folder stay there."""
+def _pop_modules(except_in: str | None = None) -> dict[str, ModuleType]:
+    """Remove Horovod's modules from sys.modules, except those from a folder, and return them."""
     names = [
         name
         for name, module in list(sys.modules.items())
         if is_horovod(name)
-        and not (but_in is not None and (getattr(module, "__file__", None) or "").startswith(but_in))
+        and not (except_in is not None and (getattr(module, "__file__", None) or "").startswith(except_in))
     ]
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _removed_from_path() -> int | None:
-    """Where FOLDER was on sys.path; None if it was not."""
+def _pop_folder() -> int | None:
+    """Remove FOLDER from sys.path and return its index, or None if absent."""
     if FOLDER not in sys.path:
         return None
-    place = sys.path.index(FOLDER)
-    del sys.path[place]
-    return place
+    index = sys.path.index(FOLDER)
+    del sys.path[index]
+    return index

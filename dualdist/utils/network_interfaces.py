@@ -1,4 +1,4 @@
-"""Which addresses this host has, and whether another one answers."""
+"""Network interfaces and addresses of this host, and connections to others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dualdist.utils.deadline import Deadline
 LOOPBACK = "127.0.0.1"
 SLURM_NODE_NAME = "SLURMD_NODENAME"
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
-OWN_IPV6 = "/proc/net/if_inet6"  # each line begins with an address, and ends with its interface
+IPV6_INTERFACES = "/proc/net/if_inet6"  # each line starts with an address and ends with its interface
 PROBE_S = 5.0
 
 
 def list_interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one, by the interface's name."""
+    """Return the IPv4 address of each interface that has one, by the interface's name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -34,7 +34,7 @@ def list_interfaces() -> dict[str, str]:
 
 
 def host_addresses() -> list[str]:
-    """The addresses under which other hosts may reach this one, the likeliest first, without loopback."""
+    """Return this host's IPv4 addresses except loopback, that of its host name first."""
     addresses = [address for address in list_interfaces().values() if not address.startswith("127.")]
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
@@ -45,7 +45,7 @@ def host_addresses() -> list[str]:
 
 
 def resolve_address(host: str) -> str:
-    """An address of the host, IPv4 where it has such a one; RendezvousError where it has none."""
+    """Return an address of the host, preferably IPv4; raise RendezvousError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -54,7 +54,7 @@ def resolve_address(host: str) -> str:
 
 
 def interface_towards(address: str) -> str | None:
-    """The name of the interface from which packets to `address` leave, None where no route exists."""
+    """Return the interface through which packets to `address` leave, or None without a route."""
     try:
         found = resolve_address(address)
         with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -66,20 +66,20 @@ def interface_towards(address: str) -> str | None:
 
 
 def find_interface(address: str) -> str | None:
-    """The name of this host's interface that has the address, None where none has."""
+    """Return this host's interface that has the address, or None."""
     if ":" not in address:
-        return next((name for name, own in list_interfaces().items() if own == address), None)
+        return next((name for name, each in list_interfaces().items() if each == address), None)
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with contextlib.suppress(OSError):
-        lines = [line.split() for line in Path(OWN_IPV6).read_text().splitlines()]
-        return next((name for own, *_, name in lines if own == digits), None)
+        lines = [line.split() for line in Path(IPV6_INTERFACES).read_text().splitlines()]
+        return next((name for each, *_, name in lines if each == digits), None)
     return None
 
 
 def host_identity(environ: Mapping[str, str]) -> str:
-    """A text that is the same for two ranks exactly if they run on the same host.
+    """Return a string that is equal for two ranks exactly if they run on the same host.
 
-    Two containers or network namespaces of one machine are two hosts, and so are two Slurm nodes that share a machine.
+    Two containers or network namespaces of one machine are two hosts, as are two Slurm nodes that share a machine.
     """
     boot = namespace = ""
     with contextlib.suppress(OSError):
@@ -89,17 +89,17 @@ def host_identity(environ: Mapping[str, str]) -> str:
 
 
 def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) -> None:
-    """Return once a connection to address:port succeeds; RendezvousError, which says why it did not, at the deadline.
+    """Return once a connection to address:port succeeds; raise RendezvousError, with the reason, at the deadline.
 
-    A name that does not resolve is tried again as well: on Kubernetes a name appears when its pod is ready.
+    Name resolution is retried too: on Kubernetes a name appears when its pod is ready.
     """
     pause_s = 0.01
     while True:
         try:
             with socket.create_connection((address, port), timeout=max(0.1, min(PROBE_S, deadline.left_s()))):
                 return
-        except UnicodeError as error:  # before any name service is asked
-            raise RendezvousError(f"{who} at {address[:80]!r}:{port}: this is no name of a host") from error
+        except UnicodeError as error:  # raised before name resolution
+            raise RendezvousError(f"{who} at {address[:80]!r}:{port}: not a host name") from error
         except OSError as error:
             if deadline.passed():
                 raise RendezvousError(
@@ -111,18 +111,18 @@ def wait_until_listening(address: str, port: int, deadline: Deadline, who: str) 
 
 
 def failure_reason(error: OSError) -> str:
-    """Why a connection failed, in words."""
+    """Return the reason why a connection failed."""
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve ({error.strerror})"
     if isinstance(error, ConnectionRefusedError):
         return "the host answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
-        return "no answer; is the address right, and does a firewall stand between the hosts?"
+        return "no answer; is the address right, and is there a firewall between the hosts?"
     return error.strerror or str(error)
 
 
 def open_listener(port: int, loopback_only: bool) -> socket.socket:
-    """A socket that listens on `port`, 0 for any free one."""
+    """Return a socket that listens on `port`, 0 for any free one."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -131,7 +131,7 @@ def open_listener(port: int, loopback_only: bool) -> socket.socket:
     except OSError as error:
         server.close()
         raise RendezvousError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}): another program or an earlier run holds it; "
+            f"rank 0 cannot listen on port {port} ({error.strerror}): another program or an earlier run uses it; "
             "choose another port (MASTER_PORT, torchrun --master-port), or wait until that run has ended"
         ) from error
     return server
@@ -139,7 +139,7 @@ def open_listener(port: int, loopback_only: bool) -> socket.socket:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """What rank 0 tells the others: on which host and port it listens, and under which addresses it may be reached."""
+    """The host identity and port on which rank 0 listens, and the addresses at which it may be reached."""
 
     host: str
     addresses: tuple[str, ...]
@@ -147,7 +147,7 @@ class StoreAddress:
 
     @staticmethod
     def of(host: str, port: int, *, one_node: bool) -> StoreAddress:
-        """To this host; the addresses are left out where nobody comes from another one."""
+        """Return the address of this host; with `one_node`, only loopback will be used."""
         return StoreAddress(host, () if one_node else tuple(host_addresses()), port)
 
     def dumps(self) -> str:
@@ -161,10 +161,10 @@ class StoreAddress:
                 raise ValueError("no port")
             return StoreAddress(str(host), tuple(map(str, addresses)), int(port))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise RendezvousError(f"rank 0's address reads {text[:80]!r}, which this dualdist did not write") from error
+            raise RendezvousError(f"rank 0's address reads {text[:80]!r}, not as written by dualdist") from error
 
-    def answering_address(self, host: str, deadline: Deadline) -> str:
-        """The first address that answers from `host`; RendezvousError, which lists what was tried, where none does."""
+    def reachable_address(self, host: str, deadline: Deadline) -> str:
+        """Return the first address that answers from `host`; raise RendezvousError with all attempts if none does."""
         errors = []
         for address in (LOOPBACK,) if host == self.host else self.addresses:
             try:

@@ -1,4 +1,4 @@
-"""What torch, Horovod and mpi4py say of themselves, each in a process of its own: it may be broken, and is slow."""
+"""Probes of torch, Horovod and mpi4py, each in a subprocess: imports are slow, and may crash."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any
 
 TORCH_S, HOROVOD_S, MPI4PY_S = 120.0, 120.0, 60.0
 
-ASK_TORCH = """
+TORCH_PROGRAM = """
 import json, os, warnings
 import torch
-said = {
+found = {
     "version": torch.__version__, "git": torch.version.git_version, "cxx11_abi": torch.compiled_with_cxx11_abi(),
     "cuda": torch.version.cuda, "hip": torch.version.hip,
     "headers": os.path.join(os.path.dirname(torch.__file__), "include"),
     "has_distributed": torch.distributed.is_available(),
 }
 try:
-    said["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except Exception:
-    said["nccl"] = None
-with warnings.catch_warnings(record=True) as told:
+    found["nccl"] = None
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    said["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
-said["gpu_warning"] = str(told[0].message) if told else ""
+    found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+found["gpu_warning"] = str(caught[0].message) if caught else ""
 try:
     from importlib.util import find_spec
     from dualdist.utils.torchvision_import import load_operators
     vision = find_spec("torchvision")
-    said["has_vision_operators"] = None if vision is None else loads_operators(vision.submodule_search_locations)
+    found["has_vision_operators"] = None if vision is None else loads_operators(vision.submodule_search_locations)
 except Exception:
-    said["has_vision_operators"] = None
-print(json.dumps(said))
+    found["has_vision_operators"] = None
+print(json.dumps(found))
 """
-ASK_HOROVOD = """
+HOROVOD_PROGRAM = """
 import json
 import horovod.torch as hvd
 print(json.dumps({"gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": str(hvd.nccl_built() or "")}))
 """
-# Naming its library starts no MPI, which could end the process, and needs no launcher.
-ASK_MPI4PY = """
+# Querying the library's version does not initialize MPI, which could end the process, and needs no launcher.
+MPI4PY_PROGRAM = """
 import json, mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
@@ -55,10 +55,13 @@ print(json.dumps({"library": MPI.Get_library_version().strip("\\0 \\n"), "files"
 
 @dataclass(frozen=True)
 class TorchProbe:
-    """The torch that `import torch` finds. `nccl` is the version it has; `gpus` are those that it can use.
+    """The installed torch.
 
-    `gpu_warning` is what it said when it looked for them. `has_vision_operators` tells whether torchvision's compiled
-    part loads beside it, None where there is no torchvision.
+    Attributes:
+        nccl: Version of its NCCL.
+        gpus: Number of GPUs that it can use.
+        gpu_warning: Its warning when it looked for them.
+        has_vision_operators: True if torchvision's compiled operators load; None without torchvision.
     """
 
     version: str
@@ -76,7 +79,7 @@ class TorchProbe:
 
 @dataclass(frozen=True)
 class HorovodProbe:
-    """With what the installed Horovod was built; `nccl` is that version's number, as 21805, or ""."""
+    """The build options of the installed Horovod; `nccl` is the version's number, such as "21805", or ""."""
 
     gloo: bool
     mpi: bool
@@ -85,31 +88,31 @@ class HorovodProbe:
 
 @dataclass(frozen=True)
 class Mpi4pyProbe:
-    """The MPI that mpi4py would use: what it calls itself, and its files."""
+    """The MPI that mpi4py uses: its version string, and its library files."""
 
     library: str
     files: tuple[str, ...] = ()
 
 
 def probe_torch(environ: Mapping[str, str]) -> TorchProbe | str:
-    """What torch says, or the last words of a Python that cannot import it."""
-    said = _ask(ASK_TORCH, environ, TORCH_S)
-    return said if isinstance(said, str) else TorchProbe(**said)
+    """Return the installed torch, or the last line of the error if it cannot be imported."""
+    found = _run(TORCH_PROGRAM, environ, TORCH_S)
+    return found if isinstance(found, str) else TorchProbe(**found)
 
 
 def probe_horovod(environ: Mapping[str, str]) -> HorovodProbe | str:
-    """What Horovod says, or the last words of a Python that cannot import it."""
-    said = _ask(ASK_HOROVOD, environ, HOROVOD_S)
-    return said if isinstance(said, str) else HorovodProbe(**said)
+    """Return the installed Horovod, or the last line of the error if it cannot be imported."""
+    found = _run(HOROVOD_PROGRAM, environ, HOROVOD_S)
+    return found if isinstance(found, str) else HorovodProbe(**found)
 
 
 def probe_mpi4py(environ: Mapping[str, str]) -> Mpi4pyProbe | str:
-    """What mpi4py says, or the last words of a Python that cannot import it."""
-    said = _ask(ASK_MPI4PY, environ, MPI4PY_S)
-    return said if isinstance(said, str) else Mpi4pyProbe(said["library"], tuple(said["files"]))
+    """Return mpi4py's MPI, or the last line of the error if it cannot be imported."""
+    found = _run(MPI4PY_PROGRAM, environ, MPI4PY_S)
+    return found if isinstance(found, str) else Mpi4pyProbe(found["library"], tuple(found["files"]))
 
 
-def _ask(program: str, environ: Mapping[str, str], timeout_s: float) -> dict[str, Any] | str:
+def _run(program: str, environ: Mapping[str, str], timeout_s: float) -> dict[str, Any] | str:
     try:
         done = subprocess.run(
             [sys.executable, "-c", program],
@@ -126,8 +129,8 @@ def _ask(program: str, environ: Mapping[str, str], timeout_s: float) -> dict[str
     except OSError as error:
         return str(error)
     try:
-        said = json.loads(done.stdout.strip().splitlines()[-1])
-        return said if isinstance(said, dict) else str(said)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        return found if isinstance(found, dict) else str(found)
     except (IndexError, ValueError):
-        ending = f"it was ended by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        ending = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
         return (done.stderr.strip().splitlines() or [ending])[-1]

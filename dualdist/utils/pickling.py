@@ -1,4 +1,4 @@
-"""Functions of programs and notebooks as bytes: cloudpickle where it is installed, pickle where it is not needed."""
+"""Pickling of functions from scripts and notebooks: cloudpickle if installed, else pickle."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dualdist.errors import UsageError
 
 
 def choose_pickler(func: Callable[..., Any]) -> ModuleType:
-    """cloudpickle, whose pickles plain pickle can load; pickle where it is not installed and need not be."""
+    """Return cloudpickle, or pickle if it is not installed; raise UsageError if `func` needs it."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return importlib.import_module("cloudpickle")
     if getattr(func, "__module__", None) == "__main__":
         raise UsageError(
-            f"{func!r} is part of the program that runs here, and new ranks cannot import it: pip install cloudpickle, "
-            "or define it in a module of its own"
+            f"{func!r} is defined in __main__, which new ranks cannot import: pip install cloudpickle, or define it "
+            "in a module"
         )
     return pickle
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """The exception as bytes from which it can be loaded; None for one that cannot be sent."""
+    """Return the pickled exception, or None if it cannot be pickled and loaded."""
     try:
         data = bytes(choose_pickler(type(error)).dumps(error))
         pickle.loads(data)
-    except Exception:  # whatever a foreign class raises when it is pickled
+    except Exception:  # raised by a foreign class
         return None
     return data

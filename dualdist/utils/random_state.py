@@ -1,4 +1,4 @@
-"""The states of all random generators that a training program draws from: torch's, Python's and NumPy's."""
+"""States of the random generators of a training program: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-RandomState = dict[str, Any]  # plain numbers, texts and tensors: what torch loads with weights_only=True
+RandomState = dict[str, Any]  # numbers, strings and tensors, which torch loads with weights_only=True
 
 
 def get_random_state(device: torch.device | None = None) -> RandomState:
-    """The states as they are; with a CUDA device, that of its generator too."""
+    """Return the current states; with a CUDA device, including its generator's."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.default_generator.get_state(),
@@ -28,7 +28,7 @@ def get_random_state(device: torch.device | None = None) -> RandomState:
 
 
 def set_random_state(state: RandomState, device: torch.device | None = None) -> None:
-    """Go on from the states."""
+    """Restore the states."""
     torch.default_generator.set_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -38,8 +38,8 @@ def set_random_state(state: RandomState, device: torch.device | None = None) -> 
 
 
 def seed_generators(number: int, device: torch.device | None = None) -> None:
-    """Begin anew from a number of 64 bits."""
-    # Not torch.manual_seed(): in a process that never uses its GPU it remembers a stack trace every time.
+    """Seed all generators with a 64-bit number."""
+    # Not torch.manual_seed(): in a process that never uses its GPU it keeps a stack trace on each call.
     torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -49,28 +49,28 @@ def seed_generators(number: int, device: torch.device | None = None) -> None:
 
 
 def make_random_state(number: int) -> RandomState:
-    """The states after seed(number); the program's own are left alone."""
-    own = get_random_state()
+    """Return the states after seed_generators(number), without changing the current ones."""
+    saved = get_random_state()
     try:
         seed_generators(number)
         return get_random_state()
     finally:
-        set_random_state(own)
+        set_random_state(saved)
 
 
 def derive_seed(*parts: object) -> int:
-    """63 bits that depend on all parts, alike in every process."""
+    """Return a 63-bit hash of the parts, the same in every process."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextmanager
 def use_random_state(state: RandomState) -> Iterator[None]:
-    """A block that draws from `state`, which goes on with it, and leaves the program's own states alone."""
-    own = get_random_state()
+    """Draw from `state` in the block, advance it, and restore the current states afterwards."""
+    saved = get_random_state()
     set_random_state(state)
     try:
         yield
     finally:
         state.update(get_random_state())
-        set_random_state(own)
+        set_random_state(saved)

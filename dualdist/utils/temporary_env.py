@@ -1,4 +1,4 @@
-"""Variables that foreign code reads once, set for so long."""
+"""Environment variables that are set temporarily, for foreign code that reads them once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 @contextlib.contextmanager
 def temporary_variables(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables (None: unset) for the block, and put them back as they were."""
+    """Set variables (None: unset) for the block, and restore them afterwards."""
     before = {name: environ.get(name) for name in settings}
     try:
-        _put(environ, settings)
+        _update(environ, settings)
         yield
     finally:
-        _put(environ, before)
+        _update(environ, before)
 
 
-def _put(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
+def _update(environ: MutableMapping[str, str], settings: Mapping[str, str | None]) -> None:
     for name, value in settings.items():
         if value is None:
             environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""torchvision's models, transforms and data sets, also where its compiled operators do not fit the installed torch."""
+"""Import of torchvision even if its compiled operators do not load with the installed torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from dualdist.errors import TorchvisionError
 
-# The two operators that `import torchvision` describes to torch's compiler; it dies where they do not exist.
+# Operators that `import torchvision` registers fake kernels for; it fails if they do not exist.
 SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -25,17 +25,19 @@ SCHEMAS = {
 def load_torchvision() -> ModuleType:
     """Return the module `torchvision`; call this before the program's first `import torchvision`.
 
-    Where torchvision's compiled operators cannot be loaded (a CUDA build beside a CPU torch, say), plain
-    `import torchvision` ends in "operator torchvision::nms does not exist". Here the missing operators are declared
-    first, without code behind them: models, transforms and data sets are pure Python and work; box operators such as
-    `torchvision.ops.nms` still raise when they are called. Nothing is declared where the operators load.
-    Raises TorchvisionError.
+    If torchvision's compiled operators cannot be loaded (a CUDA build with a CPU torch, say), plain
+    `import torchvision` fails with "operator torchvision::nms does not exist". This declares the missing operators
+    first, without implementations: models, transforms and data sets are pure Python and work; box operators such as
+    `torchvision.ops.nms` still raise when called.
+
+    Raises:
+        TorchvisionError: torchvision is not installed, or fails to import.
     """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.submodule_search_locations is None:
-        raise TorchvisionError(f"torchvision is not installed beside torch {torch.__version__}: {_advice()}")
+        raise TorchvisionError(f"torchvision is not installed with torch {torch.__version__}: {_advice()}")
     if not load_operators(spec.submodule_search_locations):
         _declare_operators()
     try:
@@ -47,7 +49,7 @@ def load_torchvision() -> ModuleType:
 
 
 class TorchvisionImportHook(MetaPathFinder):
-    """Prepares the first `import torchvision` of a program that cannot call load_torchvision(), and finds nothing."""
+    """Prepares a program's first `import torchvision` as load_torchvision() does; finds no modules itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,7 +64,7 @@ class TorchvisionImportHook(MetaPathFinder):
 
 
 def load_operators(folders: Sequence[str]) -> bool:
-    """Load torchvision's compiled operators into torch, as `import torchvision` will, and say whether that worked."""
+    """Load torchvision's compiled operators into torch; return True on success."""
     loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
     for folder in folders:
         found = importlib.machinery.FileFinder(folder, loader).find_spec("_C")
@@ -77,7 +79,7 @@ def load_operators(folders: Sequence[str]) -> bool:
 
 @functools.cache
 def _declare_operators() -> torch.library.Library:
-    """Declare those operators that torch does not know. They vanish with the returned object, which the cache keeps."""
+    """Declare the operators that torch lacks. They live as long as the returned object, which the cache keeps."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):
@@ -87,6 +89,6 @@ def _declare_operators() -> torch.library.Library:
 
 def _advice() -> str:
     return (
-        "install the release made for this torch without touching torch itself, "
-        "e.g. `pip install --no-deps torchvision==0.28.0 pillow` beside torch 2.13"
+        "install the release for this torch without replacing torch, "
+        "e.g. `pip install --no-deps torchvision==0.28.0 pillow` for torch 2.13"
     )

@@ -1,4 +1,4 @@
-"""Errors of ours show the frames of the program, not those of dualdist, unless DUALDIST_DEBUG is set."""
+"""Tracebacks of dualdist's errors: without dualdist's frames, unless DUALDIST_DEBUG is set."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dualdist.errors import DualdistError
 
 HOME = f"{Path(__file__).parent.parent}{os.sep}"
 DEBUG = "DUALDIST_DEBUG"
-HINT = f"{DEBUG}=1 shows the frames inside dualdist, too"
+HINT = f"{DEBUG}=1 shows the frames inside dualdist"
 
 
 def is_debug(environ: Mapping[str, str]) -> bool:
-    """Whether the user wants to see our frames, too."""
+    """Return True if DUALDIST_DEBUG is set."""
     return environ.get(DEBUG, "0") not in ("", "0")
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without our frames, and those of torch that we have called; None where nothing is left."""
-    kept, inside, ours = [], False, (HOME, *_folder_of("torch"))
+    """Return the traceback without frames of dualdist and of torch called by it; None if none is left."""
+    kept, inside, hidden = [], False, (HOME, *_folder_of("torch"))
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         inside = inside or file.startswith(HOME)
-        if not (inside and file.startswith(ours)):
+        if not (inside and file.startswith(hidden)):
             kept.append(trace)
         trace = trace.tb_next
     found: TracebackType | None = None
@@ -42,22 +42,22 @@ def _folder_of(package: str) -> list[str]:
 
 
 def format_own_error(error: BaseException, trace: TracebackType | None) -> str:
-    """The error as Python prints it, with the program's frames alone, and without what it was made from."""
+    """Return the error as Python prints it, with the program's frames alone and without its cause."""
     lines = traceback.format_exception(type(error), error, user_frames(trace), chain=False)
-    if not lines[0].startswith("Traceback"):  # a program of which no frame is left: `python -m dualdist...`
+    if not lines[0].startswith("Traceback"):  # no frames left: `python -m dualdist...`
         lines.insert(0, "Traceback (most recent call last):\n")
     return f"{lines[0]}  ({HINT})\n{''.join(lines[1:])}"
 
 
 def is_own_error(error: BaseException) -> bool:
-    """Whether it was raised on purpose: by dualdist, or by its face of Horovod."""
+    """Return True for dualdist's error classes, including dualdist.hvd's."""
     return isinstance(error, DualdistError) or type(error).__module__.startswith("dualdist.")
 
 
 def format_error(error: BaseException, environ: Mapping[str, str]) -> str:
-    """What is to be seen of an error in a function that we have called, without our frames unless these are wanted.
+    """Return the traceback of an error from a user's function, without dualdist's frames unless debugging.
 
-    Of a foreign one only those of ours are left out that led to the function: below it, they may be the reason.
+    For a foreign error, only the frames that led to the function are left out: those below may be the cause.
     """
     trace = error.__traceback__
     if is_own_error(error) and not is_debug(environ):
@@ -68,20 +68,20 @@ def format_error(error: BaseException, environ: Mapping[str, str]) -> str:
 
 
 def install_hooks(environ: Mapping[str, str]) -> None:
-    """From now on errors of ours that nobody catches are shown so, unless our frames are wanted; others as before.
+    """Install hooks that print uncaught errors of dualdist without its frames, unless debugging; also in IPython.
 
-    A hook that somebody else has set is left alone. IPython has its own way to show errors, and to be told another.
+    An excepthook that the program has set is kept.
     """
     if is_debug(environ):
         return
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _shown
+        sys.excepthook = _excepthook
     shell = _ipython()
     if shell is not None and not shell.custom_exceptions:
-        shell.set_custom_exc((DualdistError,), _shown_in_ipython)
+        shell.set_custom_exc((DualdistError,), _show_in_ipython)
 
 
-def _shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if is_own_error(error):
         sys.stderr.write(format_own_error(error, trace))
         sys.stderr.flush()
@@ -90,13 +90,13 @@ def _shown(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def _ipython() -> Any:
-    """The IPython in which this process runs, if it does."""
+    """Return the running IPython shell, if any."""
     module = sys.modules.get("IPython")
     get: Callable[[], Any] | None = getattr(module, "get_ipython", None)
     return None if get is None else get()
 
 
-def _shown_in_ipython(
+def _show_in_ipython(
     shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None, tb_offset: Any = None
 ) -> None:
     shell.showtraceback((kind, error.with_traceback(None), user_frames(trace)), tb_offset=tb_offset)

@@ -93,7 +93,7 @@ def test_another_frameworks_face_is_refused_with_the_reason(python: Python, name
     done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
     assert done.returncode == 1
     face = f"horovod.{name}".split(".")[1]
-    assert f"No module named 'horovod.{face}': here 'horovod' is dualdist, which has the torch face only" in done.stderr
+    assert f"No module named 'horovod.{face}': here 'horovod' is dualdist, which has horovod.torch only" in done.stderr
 
 
 @pytest.mark.full

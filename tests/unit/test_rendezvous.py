@@ -24,8 +24,8 @@ from dualdist.rendezvous.store_rendezvous import (
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.network_interfaces import (
+    IPV6_INTERFACES,
     LOOPBACK,
-    OWN_IPV6,
     StoreAddress,
     host_identity,
     interface_towards,
@@ -155,7 +155,11 @@ def test_loopback_is_an_interface() -> None:
 def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
     store = native_store.TcpStore(dist.HashStore(), address, "the test's store")
     places = [RankLocation(0, 0), RankLocation(1, 0)]
-    own = {line.split()[-1] for line in Path(OWN_IPV6).read_text().splitlines()} if Path(OWN_IPV6).exists() else set()
+    own = (
+        {line.split()[-1] for line in Path(IPV6_INTERFACES).read_text().splitlines()}
+        if Path(IPV6_INTERFACES).exists()
+        else set()
+    )
     expected = "lo" if address == LOOPBACK or "lo" in own else None
     assert [_interface(store, places, rank, "key", Deadline(5)) for rank in (1, 0)] == [expected] * 2
     assert store.get("key/reached", 5) == address

@@ -156,7 +156,7 @@ def _serve_or_find(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
             "see what rank 0 printed last"
         ) from error
-    return invitation.answering_address(host, deadline), invitation.port, _nothing
+    return invitation.reachable_address(host, deadline), invitation.port, _nothing
 
 
 @real_horovod()
