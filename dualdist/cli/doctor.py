@@ -198,7 +198,7 @@ def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
     detected = detect_topology(os.environ)
     explanation = explain(os.environ, detected, installed_backends(), has_gpu=may_use_gpus(os.environ))
     topology = topology_to_json(detected) if isinstance(detected, Topology) else None
-    _write_json(args, redact_json({"topology": topology, **explanation.to_json()}, redact))
+    _write_json(args, redact_json({"topology": topology, **asdict(explanation)}, redact))
     if args.json != "-":
         _print(format_explanation(explanation, Painter(sys.stdout, os.environ)), redact)
     return ERROR_CODE if explanation.error else 0

@@ -47,16 +47,11 @@ class MpiProgram:
 
 @dataclass(frozen=True)
 class InstallationFacts:
-    """The input of all checks; None for what was not probed or could not be.
+    """This Python and the MPIs on PATH; None for what is not installed.
 
-    Attributes:
-        abi_tag: this Python's tag for compiled modules.
-        python_on_path: the program `python` on PATH if it is not this Python, "" if there is none.
-        torch, mpi4py: the probe's result, or the last line of the error if the package cannot be imported.
-        torchvision_requires: the torch version that the installed torchvision pins.
-        srun_mpi_types: the types that `srun --mpi=list` prints.
-        is_master_unresolved: True if the host name of rank 0 does not resolve.
-        timeline_error: why DUALDIST_TIMELINE cannot be written.
+    `python_on_path` is the `python` of PATH unless it is this one, "" for none. `torch` and `mpi4py` are error messages
+    if the packages cannot be imported. `torchvision_requires` is the torch version that torchvision pins.
+    `timeline_error` says why DUALDIST_TIMELINE cannot be written.
     """
 
     versions: Mapping[str, str | None]

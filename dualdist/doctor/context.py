@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from dualdist.backends.availability import Availability
 from dualdist.doctor.collect import InstallationFacts
 from dualdist.environments.env_values import get_value
-from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
+from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import TorchProbe
 
@@ -22,35 +23,26 @@ Level = Literal["error", "warning", "info"]
 class Finding:
     """A problem: an error will stop the job, a warning may.
 
-    Attributes:
-        name: identifier, stable between releases.
-        message: what was found.
-        why: why it matters.
-        fix: what to do or type.
-        command: the command line that `--fix` runs, () where no command is safe to run unattended.
+    `fix` is what to do or type; `command` is the command line that `--fix` runs, () where none is safe to run.
     """
 
-    name: str
     level: Level
+    name: str
     message: str
     why: str
     fix: str
     command: tuple[str, ...] = ()
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 0 without problems, 1 if something may fail, 2 if something will."""
-    return max((EXIT_CODES[finding.level] for finding in findings), default=0)
+# Constructors: (name, message, why, fix, command).
+error, warning, info = partial(Finding, "error"), partial(Finding, "warning"), partial(Finding, "info")
 
 
 @dataclass(frozen=True)
 class DoctorContext:
-    """A process, its host and its job.
+    """A process, its host and its job; `topology` is None where the launcher's variables are invalid.
 
-    Attributes:
-        topology: None where the launcher's variables are invalid.
-        local_ranks: ranks on this host, started or planned.
-        is_planned: True if the user gave that number (`-np`).
+    `local_ranks` ranks are on this host, or shall be started there if `is_planned` (`-np`).
     """
 
     facts: InstallationFacts
@@ -82,17 +74,6 @@ class DoctorContext:
     def is_multi_node(self) -> bool:
         return self.topology is not None and self.topology.num_nodes > 1
 
-    @property
-    def requires_mpi(self) -> bool:
-        return "mpi" in (self.requested_backend, get_value(self.environ, TRANSPORT))
-
-    @property
-    def requires_horovod(self) -> bool:
-        requested = self.requested_backend
-        return requested == "horovod" or (requested in (None, "auto") and self.launcher == "horovodrun")
-
-    def pip_command(self, *args: str) -> tuple[str, ...]:
-        return (self.facts.python, "-m", "pip", *args)
-
-    def dualdist_command(self, *args: str) -> tuple[str, ...]:
-        return (self.facts.python, "-m", "dualdist", *args)
+    def command(self, *args: str) -> tuple[str, ...]:
+        """Return the command line of a Python module, such as pip."""
+        return (self.facts.python, "-m", *args)

@@ -11,7 +11,7 @@ from typing import Any
 from dualdist.backends.availability import Availability, available
 from dualdist.doctor.checks import horovod, host, launch, mpi, network, torch
 from dualdist.doctor.collect import InstallationFacts, collect_facts
-from dualdist.doctor.context import EXIT_CODES, DoctorContext, Finding, exit_code
+from dualdist.doctor.context import EXIT_CODES, DoctorContext, Finding, error
 from dualdist.doctor.host import installed_versions
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
@@ -35,7 +35,8 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        return exit_code(self.findings)
+        """0 without problems, 1 if something may fail, 2 if something will."""
+        return max((EXIT_CODES[finding.level] for finding in self.findings), default=0)
 
     def with_findings(self, findings: Iterable[Finding]) -> Diagnosis:
         """Return a copy with more findings."""
@@ -78,7 +79,7 @@ def evaluate(
     findings = [finding for check in CHECKS for finding in check.find(context)]
     if isinstance(detected, TopologyError):
         why = "dd.init() raises this error on every rank with these variables"
-        findings.insert(0, Finding("topology-unknown", "error", str(detected), why, "set the variables as it says"))
+        findings.insert(0, error("topology-unknown", str(detected), why, "set the variables as it says"))
     return Diagnosis(topology, backends, sort_findings(findings), facts.versions, context.visible_gpus)
 
 
@@ -97,39 +98,30 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
     return {**asdict(topology), "inferred": sorted(topology.inferred)}
 
 
-@dataclass(frozen=True)
-class Fix:
-    """A command line and the findings that it fixes."""
-
-    argv: tuple[str, ...]
-    findings: tuple[Finding, ...]
-
-    @property
-    def line(self) -> str:
-        return shlex.join(self.argv)
-
-
-def collect_fixes(findings: Iterable[Finding]) -> list[Fix]:
-    """Return each command once, in the order of the findings."""
-    by_argv: dict[tuple[str, ...], list[Finding]] = {}
+def collect_fixes(findings: Iterable[Finding]) -> dict[tuple[str, ...], list[Finding]]:
+    """Return the commands that fix the findings, each once, with the findings that it fixes."""
+    fixes: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         if finding.command:
-            by_argv.setdefault(finding.command, []).append(finding)
-    return [Fix(argv, tuple(fixed)) for argv, fixed in by_argv.items()]
+            fixes.setdefault(finding.command, []).append(finding)
+    return fixes
 
 
 def apply_fixes(
-    fixes: Sequence[Fix], environ: Mapping[str, str], confirm: Callable[[str], bool], log: Callable[[str], None]
+    fixes: Mapping[tuple[str, ...], Sequence[Finding]],
+    environ: Mapping[str, str],
+    confirm: Callable[[str], bool],
+    log: Callable[[str], None],
 ) -> int:
     """Run the fixes that `confirm` accepts, with their output on stderr, and return how many succeeded."""
     succeeded = 0
-    for fix in fixes:
-        for finding in fix.findings:
+    for argv, findings in fixes.items():
+        for finding in findings:
             log(f"{finding.level}: {finding.message}")
-        if not confirm(f"run {fix.line} ?"):
+        if not confirm(f"run {shlex.join(argv)} ?"):
             log("  skipped")
             continue
-        code = subprocess.run(fix.argv, env=dict(environ), stdout=STDERR, check=False).returncode
+        code = subprocess.run(argv, env=dict(environ), stdout=STDERR, check=False).returncode
         succeeded += code == 0
-        log(f"  {'done' if code == 0 else f'failed (exit code {code})'}: {fix.line}")
+        log(f"  {'done' if code == 0 else f'failed (exit code {code})'}: {shlex.join(argv)}")
     return succeeded

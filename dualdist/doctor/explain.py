@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from dualdist.backends.availability import Availability
 from dualdist.environments.env_values import RENDEZVOUS, get_value
@@ -50,9 +49,6 @@ class TopologyExplanation:
     fields: tuple[ExplainedField, ...]
     ignored: tuple[UnusedVariable, ...]
     error: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def explain(

@@ -14,7 +14,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,15 +35,9 @@ HIDE_ALL = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide every GPU
 class HostFacts:
     """One host; limits are (soft, hard) pairs, UNLIMITED where there is none.
 
-    Attributes:
-        cores: cores in this process's affinity mask.
-        total_cores: cores of the machine.
-        cpu_quota: cores that the cgroup quota allows at a time, or None.
-        shm_free: free bytes in /dev/shm, or None without /dev/shm.
-        gpus: GPUs that NVIDIA's driver lists, visible to this process or not.
-        address: address of the host's own name, "" if it does not resolve.
-        resolve_s: seconds to resolve that name.
-        reverse_lookup_s: seconds to look up the name of that address.
+    `cores` are in this process's affinity mask, `cpu_quota` is the cgroup's, `shm_free` is in bytes (None without
+    /dev/shm), `gpus` counts those of NVIDIA's driver, visible or not. `address` is that of the host's own name, "" if
+    unresolved; `resolve_s` and `reverse_lookup_s` are the seconds of looking up the name and the address.
     """
 
     name: str
@@ -92,10 +86,10 @@ def collect_host_facts() -> HostFacts:
     )
 
 
-def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
     """Return the installed versions without importing the packages; None for a missing one."""
     own: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
-    return own | {name: _version(name) for name in packages}
+    return own | {name: _version(name) for name in PACKAGES}
 
 
 def may_use_gpus(environ: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,8 @@ CLOCK_SAMPLES = 5
 ALL_CONNECTIONS_TIMEOUT_S = 10 * CONNECT_TIMEOUT_S
 
 
-@dataclass(frozen=True)
-class ListeningPorts:
-    """The ports on which a host's peer.py listens, and the nonce with which it greets."""
-
-    ports: tuple[int, ...] = ()
-    nonce: str = ""
+# The address, port and nonce at which another host can connect to peer.py.
+Target = tuple[str, int, str]
 
 
 class HostPeer:
@@ -100,10 +96,9 @@ def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> li
             stack.enter_context(_start_peer(host.name, site, env, folder / f"stderr-{number}"))
             for number, host in enumerate(hosts)
         ]
-        first = list(pool.map(_probe_host, peers, hosts))
-        reports = [report for report, _ in first]
-        listening = {report.name: ports for report, ports in first}
-        return list(pool.map(lambda peer, own: _connect_to_others(peer, own, reports, listening), peers, reports))
+        probed = list(pool.map(_probe_host, peers, hosts))
+        targets = {report.name: each for report, each in probed if report.facts is not None}
+        return list(pool.map(lambda peer, own: _connect_to_others(peer, own[0], targets), peers, probed))
 
 
 @contextmanager
@@ -121,21 +116,22 @@ def _start_peer(name: str, site: Site, env: Mapping[str, str], stderr: Path) -> 
             process.kill()
 
 
-def _probe_host(peer: HostPeer, host: Host) -> tuple[HostReport, ListeningPorts]:
+def _probe_host(peer: HostPeer, host: Host) -> tuple[HostReport, list[Target]]:
     try:
-        facts, listening = parse_greeting(host.name, peer.receive(STARTUP_TIMEOUT_S))
+        facts, targets = parse_greeting(host.name, peer.receive(STARTUP_TIMEOUT_S))
         skew_s, error_s = min((_measure_skew(peer) for _ in range(CLOCK_SAMPLES)), key=lambda sample: sample[1])
-        return HostReport(host.name, host.slots, "", facts, skew_s, error_s), listening
+        return HostReport(host.name, host.slots, "", facts, skew_s, error_s), targets
     except LaunchError as error:
-        return HostReport(host.name, host.slots, str(error)), ListeningPorts()
+        return HostReport(host.name, host.slots, str(error)), []
 
 
-def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, ListeningPorts]:
+def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, list[Target]]:
     """Parse a host's first message; raise LaunchError if its dualdist has another format."""
     try:
-        facts = dict(message["facts"])
-        facts |= {field: tuple(facts[field]) for field in ("open_files", "locked_memory", "infiniband")}
-        return HostFacts(**facts), ListeningPorts(tuple(message["ports"]), message["nonce"])
+        limits = {field: tuple(message["facts"][field]) for field in ("open_files", "locked_memory", "infiniband")}
+        facts, nonce = HostFacts(**{**message["facts"], **limits}), message["nonce"]
+        addresses = facts.external_interfaces().values()
+        return facts, [(address, port, nonce) for address in addresses for port in message["ports"]]
     except (KeyError, TypeError) as error:
         version = message.get("facts", {}).get("versions", {}).get("dualdist", "of an unknown version")
         raise LaunchError(
@@ -151,29 +147,21 @@ def _measure_skew(peer: HostPeer) -> tuple[float, float]:
     return remote - (sent + received) / 2, (received - sent) / 2
 
 
-def _connect_to_others(
-    peer: HostPeer, own: HostReport, reports: Sequence[HostReport], listening: Mapping[str, ListeningPorts]
-) -> HostReport:
+def _connect_to_others(peer: HostPeer, own: HostReport, targets: Mapping[str, Sequence[Target]]) -> HostReport:
     """Return the host's report with the results of its connections to the others."""
-    others = {each.name: each.facts for each in reports if each.facts is not None and each.name != own.name}
+    others = {name: each for name, each in targets.items() if name != own.name}
     if own.facts is None or not others:
         return own
-    targets = {
-        name: [(address, port) for address in facts.external_interfaces().values() for port in listening[name].ports]
-        for name, facts in others.items()
-    }
-    flat = [(*target, listening[name].nonce) for name, each in targets.items() for target in each]
+    flat = [target for each in others.values() for target in each]
+    request = {"request": "connect", "targets": flat, "names": [strip_user(name) for name in others]}
     try:
-        reply = peer.request(
-            {"request": "connect", "targets": flat, "names": [strip_user(name) for name in others]},
-            ALL_CONNECTIONS_TIMEOUT_S,
-        )
+        reply = peer.request(request, ALL_CONNECTIONS_TIMEOUT_S)
     except LaunchError as error:
         return replace(own, facts=None, problem=str(error))
-    errors = iter(reply["errors"])
-    addresses = own.facts.external_interfaces().values()
+    errors, addresses = iter(reply["errors"]), own.facts.external_interfaces().values()
     connections = {
-        name: drop_own_addresses({target: next(errors) for target in each}, addresses) for name, each in targets.items()
+        name: drop_own_addresses({(address, port): next(errors) for address, port, _ in each}, addresses)
+        for name, each in others.items()
     }
     return replace(own, connections=connections, resolved=reply["resolved"])
 

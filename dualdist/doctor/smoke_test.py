@@ -17,7 +17,7 @@ from pathlib import Path
 from dualdist.backends.availability import Availability
 from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, expand_configs, split_runnable
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
-from dualdist.doctor.context import Finding
+from dualdist.doctor.context import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import run_command
@@ -101,9 +101,8 @@ def find(results: Iterable[SmokeTestResult]) -> Iterator[Finding]:
     """Yield the failed cells."""
     for each in results:
         if each.problem:
-            yield Finding(
+            yield error(
                 "cell-failed",
-                "error",
                 f"{each.backend} over {each.transport} ({each.launcher}) fails: {each.problem}",
                 "no check ruled it out, and every such job will fail in the same way",
                 f"run it to see the full output of its ranks: {each.command}",

@@ -163,7 +163,7 @@ def test_may_use_gpus_needs_a_driver_visibility_and_a_gpu_build(
     assert host.may_use_gpus(environ) == expected
 
 
-FIXABLE = Finding("x", "error", "x is missing", "it is needed", "make x", (sys.executable, "-c", "open('made', 'w')"))
+FIXABLE = Finding("error", "x", "x is missing", "it is needed", "make x", (sys.executable, "-c", "open('made', 'w')"))
 
 
 @pytest.mark.parametrize(("typed", "is_made"), [("y\n", True), ("yes\n", True), ("n\n", False), ("\n", False)])

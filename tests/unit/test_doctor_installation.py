@@ -184,13 +184,13 @@ def test_the_worst_finding_comes_first_and_sets_the_exit_code() -> None:
 
 def test_only_safe_commands_are_fixes_and_each_appears_once() -> None:
     bare = diagnosis({}, BARE)
-    assert [fix.line for fix in collect_fixes(bare.findings)] == ["/v/python -m pip install torch"]
+    assert list(collect_fixes(bare.findings)) == [("/v/python", "-m", "pip", "install", "torch")]
     broken = with_horovod(torch="2.12.0", python="cpython-39", gloo=False)
     fixes = collect_fixes(diagnosis(REQUESTED, broken).findings)
-    assert [fix.line for fix in fixes] == ["/v/python -m dualdist install-horovod --force"]
-    assert len(fixes[0].findings) == 3
+    assert list(fixes) == [("/v/python", "-m", "dualdist", "install-horovod", "--force")]
+    assert [len(each) for each in fixes.values()] == [3]
     unsafe = with_host(shm_free=0, open_files=(9, 9), address="")
-    assert collect_fixes(diagnosis({}, unsafe).findings) == []
+    assert collect_fixes(diagnosis({}, unsafe).findings) == {}
 
 
 def test_invalid_variables_are_an_error_without_topology() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualdist.doctor.collect import mpi_family, mpi_name
-from dualdist.doctor.context import DoctorContext, Finding, Level
+from dualdist.doctor.context import DoctorContext, Finding, Level, warning
 from dualdist.horovod_build.record import BuildRecord
 from dualdist.rendezvous.backend_selection import BACKEND
 
@@ -17,24 +17,26 @@ OPENMPI_5_PATCH = "horovod/runner/mpi_run.py"
 def find(context: DoctorContext) -> Iterator[Finding]:
     """Yield problems of Horovod: errors if the job requires it."""
     record, torch = context.facts.horovod, context.facts.versions.get("torch")
-    is_required, is_requested = context.requires_horovod, context.requested_backend == "horovod"
+    requested = context.requested_backend
+    is_requested = requested == "horovod"
+    is_required = is_requested or (requested in (None, "auto") and context.launcher == "horovodrun")
     level: Level = "error" if is_required else "warning"
     if record is None:
         reason = f"{BACKEND}=horovod requires it" if is_requested else f"{context.launcher} starts Horovod"
         yield Finding(
-            "horovod-missing",
             "error" if is_required else "info",
+            "horovod-missing",
             "Horovod is not installed",
             reason if is_required else "the backend horovod is unavailable; nothing else needs it",
             f"{INSTALL}, or unset {BACKEND}" if is_requested else INSTALL,
-            context.dualdist_command("install-horovod") if torch is not None else (),
+            context.command("dualdist", "install-horovod") if torch is not None else (),
         )
         return
-    rebuild = context.dualdist_command("install-horovod", "--force")
+    rebuild = context.command("dualdist", "install-horovod", "--force")
     if torch is not None and not record.fits(torch):
         yield Finding(
-            "horovod-other-torch",
             level,
+            "horovod-other-torch",
             f"Horovod {record.horovod} was built for torch {record.torch}, but torch {torch} is installed",
             "its extension module does not load with another torch",
             REBUILD,
@@ -42,8 +44,8 @@ def find(context: DoctorContext) -> Iterator[Finding]:
         )
     if record.python is not None and context.facts.abi_tag and record.python != context.facts.abi_tag:
         yield Finding(
-            "horovod-other-python",
             level,
+            "horovod-other-python",
             f"Horovod {record.horovod} was built for {record.python}, but this Python is {context.facts.abi_tag}",
             "its extension module does not load in another Python",
             REBUILD,
@@ -52,18 +54,17 @@ def find(context: DoctorContext) -> Iterator[Finding]:
     yield from _check_mpi(context, record, level, rebuild)
     # A Horovod that dualdist did not build, and that cannot be imported, has neither field.
     if context.visible_gpus and record.nccl is None and record.gloo is not None:
-        yield Finding(
+        yield warning(
             "horovod-without-nccl",
-            "warning",
             f"torch sees {context.visible_gpus} GPU(s), but Horovod was built without NCCL",
             "GPU tensors go through host memory, many times slower",
             f"{INSTALL} --gpu --force, or {BACKEND}=native",
-            context.dualdist_command("install-horovod", "--gpu", "--force"),
+            context.command("dualdist", "install-horovod", "--gpu", "--force"),
         )
     if record.gloo is False:
         yield Finding(
-            "horovod-without-gloo",
             level if context.launcher in ("torchrun", "horovodrun", "spawn") else "warning",
+            "horovod-without-gloo",
             "Horovod was built without Gloo",
             "it has no transport under torchrun, horovodrun --gloo, dd.spawn and srun without PMIx",
             REBUILD,
@@ -79,8 +80,8 @@ def _check_mpi(
         return
     if record.mpi and "unknown" not in (built, mpirun.family) and built != mpirun.family:
         yield Finding(
-            "horovod-other-mpi",
             level if context.topology is not None and context.topology.mpi else "warning",
+            "horovod-other-mpi",
             f"Horovod was built with {record.mpi_version}, but mpirun is {mpirun}",
             "under that mpirun MPI does not start, or every rank becomes a 1-rank job",
             f"put the mpirun of {mpi_name(built)} first on PATH, or rebuild: {REBUILD}",
@@ -89,8 +90,8 @@ def _check_mpi(
     is_patched = any(patch.startswith(OPENMPI_5_PATCH) for patch in record.patches or ())
     if record.mpi is not False and mpirun.family == "openmpi5":
         yield Finding(
-            "horovodrun-openmpi-5",
             "info" if is_patched else "warning",
+            "horovodrun-openmpi-5",
             f"mpirun is {mpirun}",
             "this Horovod's horovodrun --mpi is patched for Open MPI 5; dualdist run refuses it, as it is untested"
             if is_patched

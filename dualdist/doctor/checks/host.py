@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.context import DoctorContext, Finding, info, warning
 from dualdist.doctor.host import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
@@ -33,18 +33,16 @@ def check_limits(host: HostFacts, local_ranks: int, size: int) -> Iterator[Findi
     required = local_ranks * SHM_BYTES_PER_RANK
     if host.shm_free is None or host.shm_free < required:
         state = "does not exist" if host.shm_free is None else f"has {host.shm_free / MIB:.0f} MiB free"
-        yield Finding(
+        yield warning(
             "shm-too-small",
-            "warning",
             f"/dev/shm {state}, but {local_ranks} ranks need at least {required / MIB:.0f} MiB",
             "ranks of one host fall back to Gloo, which is slower, and DataLoader workers may die with a bus error",
             "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm as root",
         )
     hard, needed = host.open_files[1], needed_open_files(size)
     if hard != UNLIMITED and hard < needed:
-        yield Finding(
+        yield warning(
             "too-few-files",
-            "warning",
             f"a process may open at most {hard} files (ulimit -Hn), but a rank of {size} may need {needed}",
             "every pair of ranks has connections, and DataLoader workers need files, too: `Too many open files`",
             "raise it in /etc/security/limits.conf (* hard nofile 65536) and log in again, or use docker's "
@@ -52,9 +50,8 @@ def check_limits(host: HostFacts, local_ranks: int, size: int) -> Iterator[Findi
         )
     soft = host.locked_memory[0]
     if host.infiniband and soft != UNLIMITED and soft < MIN_LOCKED_BYTES:
-        yield Finding(
+        yield warning(
             "locked-memory",
-            "warning",
             f"a process may lock at most {soft / MIB:.3g} MiB of memory (ulimit -l), but this host has InfiniBand "
             f"({', '.join(host.infiniband)})",
             "InfiniBand buffers must be locked: NCCL and MPI fail (`Cannot allocate memory`) or fall back to TCP",
@@ -75,25 +72,22 @@ def _check_threads(context: DoctorContext) -> Iterator[Finding]:
     fair = default_threads(usable, sharing)
     if threads is not None and sharing * threads > usable and threads > fair:
         setting = f"{THREADS}={threads}" if configured else f"{THREADS} is not set"
-        yield Finding(
+        yield warning(
             "thread-oversubscription",
-            "warning",
             f"{setting}: {sharing} rank(s) with {threads} threads each share {usable} core(s)",
             "threads that compete for cores make a step several times slower",
             f"export {THREADS}={fair}; dualdist run sets it if it is unset",
         )
     if context.is_distributed and sharing > usable:
-        yield Finding(
+        yield warning(
             "more-ranks-than-cores",
-            "warning",
             f"{sharing} ranks on this host share {usable} core(s)",
             "ranks wait for each other at every step",
             f"start {usable} rank(s) on this host, or request more cores",
         )
     if host.cpu_quota is not None and host.cpu_quota < host.cores and configured is None:
-        yield Finding(
+        yield warning(
             "cpu-quota",
-            "warning",
             f"this container's quota is {host.cpu_quota} core(s), but torch sees {host.cores}",
             "torch starts a thread per visible core, and the kernel throttles them all",
             f"export {THREADS}={fair}, or docker run --cpuset-cpus instead of --cpus",
@@ -110,9 +104,8 @@ def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
     visible, listed = context.environ.get(VISIBLE), context.facts.host.gpus
     gpus, ranks = context.visible_gpus, context.local_ranks
     if listed and visible in HIDE_ALL:
-        yield Finding(
+        yield info(
             "gpus-hidden",
-            "info",
             f"{VISIBLE}={visible} hides all {listed} GPU(s) of this host",
             "everything runs on the CPU",
             f"unset {VISIBLE} to use them",
@@ -121,9 +114,8 @@ def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
         return
     # The driver also lists GPUs that a task may not use: with fewer than ranks, no rank has one for itself.
     if gpus == 1 and context.launcher in RESTRICTS_GPUS and not 0 < listed < ranks:
-        yield Finding(
+        yield info(
             "gpus-hidden-per-task",
-            "info",
             f"{ranks} ranks are on this host, and this rank sees one GPU" + (f" ({visible})" if visible else ""),
             "each task has its own GPU, with index 0 in every task: torch.device('cuda', local_rank) would fail",
             "use dd.device(); where NCCL is slow within a host, let every task see all GPUs (--gpus-per-node "
@@ -131,8 +123,8 @@ def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
         )
     elif ranks > gpus:
         yield Finding(
-            "more-ranks-than-gpus",
             "error" if context.is_distributed else "warning",
+            "more-ranks-than-gpus",
             f"{ranks} ranks on this host, but torch sees {gpus} GPU(s)",
             "NCCL refuses two ranks on one GPU (`Duplicate GPU detected`)",
             f"start {gpus} rank(s) on this host, or hide the GPUs to train on the CPU: {VISIBLE}=",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dualdist.doctor.checks.host import check_limits
 from dualdist.doctor.checks.network import check_hostname
-from dualdist.doctor.context import Finding
+from dualdist.doctor.context import Finding, error, warning
 from dualdist.doctor.host import HostFacts
 
 MAX_SKEW_S = 1.0
@@ -17,14 +17,10 @@ COMPARED_PACKAGES = ("dualdist", "torch", "python", "horovod", "mpi4py")
 
 @dataclass(frozen=True)
 class HostReport:
-    """Results of probing one host.
+    """Results of probing one host; `facts` is None if that failed because of `problem`.
 
-    Attributes:
-        name: the host as the user named it.
-        problem: why probing failed; `facts` is None then.
-        skew_s: how far its clock is ahead of this host's, within +- `skew_error_s`.
-        connections: for each other host, the error of connecting to each of its (address, port) pairs, "" for success.
-        resolved: the address to which each other host's name resolves on this host.
+    Its clock is `skew_s` ahead of ours, +- `skew_error_s`. For each other host, `connections` maps (address, port) to
+    the error, "" for success, and `resolved` has the address to which its name resolves.
     """
 
     name: str
@@ -42,9 +38,8 @@ def find(reports: Sequence[HostReport]) -> Iterator[Finding]:
     size = sum(report.slots for report in reports)
     for report in reports:
         if report.facts is None:
-            yield Finding(
+            yield error(
                 "host-unusable",
-                "error",
                 report.problem,
                 "every host of a job must be reachable by ssh and have the same folder and the same Python",
                 f"ssh {report.name} true, until it prints nothing and asks nothing",
@@ -64,17 +59,15 @@ def _check_names(report: HostReport) -> Iterator[Finding]:
         if _is_address(other):
             continue
         if not address:
-            yield Finding(
+            yield error(
                 "host-name-unknown",
-                "error",
                 f"host {report.name} cannot resolve the name {other}",
                 "torchrun, mpirun and horovodrun pass host names to every host",
                 f"add {other} to /etc/hosts of {report.name}, or use addresses instead of names",
             )
         elif address.startswith("127."):
-            yield Finding(
+            yield error(
                 "host-name-is-loopback",
-                "error",
                 f"on host {report.name} the name {other} resolves to {address}",
                 "that is the host itself",
                 f"give {other} its network address in /etc/hosts of {report.name}",
@@ -83,22 +76,20 @@ def _check_names(report: HostReport) -> Iterator[Finding]:
 
 def _check_connections(report: HostReport) -> Iterator[Finding]:
     for other, connections in report.connections.items():
-        reached = list(dict.fromkeys(address for (address, _), error in connections.items() if not error))
-        failed = {target: error for target, error in connections.items() if error}
+        reached = list(dict.fromkeys(address for (address, _), failure in connections.items() if not failure))
+        failed = {target: failure for target, failure in connections.items() if failure}
         if not connections:
-            yield Finding(
+            yield error(
                 "no-network",
-                "error",
                 f"host {other} has no interface but loopback",
                 "no other host can connect to it",
                 "in a container: docker run --network host",
             )
         elif not reached:
-            (address, port), error = next(iter(failed.items()))
-            yield Finding(
+            (address, port), failure = next(iter(failed.items()))
+            yield error(
                 "hosts-cut-off",
-                "error",
-                f"host {report.name} cannot connect to {other} ({address} port {port}): {error}",
+                f"host {report.name} cannot connect to {other} ({address} port {port}): {failure}",
                 "ranks listen on ports that the system chooses; an open ssh port is not enough",
                 "open all TCP ports between the hosts of a job, on both sides: ufw allow from "
                 f"<address of {report.name}>, or firewall-cmd --zone=trusted --add-source=<its network>, or the "
@@ -112,20 +103,18 @@ def _check_partial_failure(
     name: str, other: str, reached: Sequence[str], failed: Mapping[tuple[str, int], str]
 ) -> Iterator[Finding]:
     """Yield the ports and addresses of a reachable host that failed."""
-    ports = [f"{port} ({error})" for (address, port), error in failed.items() if address in reached]
+    ports = [f"{port} ({failure})" for (address, port), failure in failed.items() if address in reached]
     if ports:
-        yield Finding(
+        yield warning(
             "port-blocked",
-            "warning",
             f"host {name} can connect to {other}, but not to its port {', '.join(ports)}",
             "a rank that listens there is unreachable; 29500 is the default port of torchrun and many scripts",
             "open all TCP ports between the hosts of a job, or set MASTER_PORT to an open one",
         )
     unreached = sorted({address for address, _ in failed if address not in reached})
     if unreached:
-        yield Finding(
+        yield warning(
             "networks-not-shared",
-            "warning",
             f"host {name} can connect to {other} at {', '.join(reached)}, but not at {', '.join(unreached)}",
             "libraries that choose a network that is not shared by all hosts cannot connect",
             "dualdist run --network-interface NAME, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, with the interface "
@@ -135,9 +124,8 @@ def _check_partial_failure(
 
 def _check_clock(report: HostReport) -> Iterator[Finding]:
     if abs(report.skew_s) - report.skew_error_s > MAX_SKEW_S:
-        yield Finding(
+        yield warning(
             "clock-skew",
-            "warning",
             f"the clock of host {report.name} is {abs(report.skew_s):.1f} s "
             f"{'ahead' if report.skew_s > 0 else 'behind'} (+- {report.skew_error_s:.3f} s)",
             "logs, file times and make disagree between hosts; from minutes on, munge (Slurm) and TLS fail",
@@ -152,8 +140,8 @@ def _check_versions(versions: Mapping[str, Mapping[str, str | None]]) -> Iterato
             listed = ", ".join(f"{name} has {version or 'none'}" for name, version in installed.items())
             is_error = package == "dualdist" or (package == "torch" and None in installed.values())
             yield Finding(
-                "versions-differ",
                 "error" if is_error else "warning",
+                "versions-differ",
                 f"{package} differs: {listed}",
                 "ranks with different versions may be incompatible",
                 f"install the same {package} on every host, preferably one shared environment",

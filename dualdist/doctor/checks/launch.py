@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualdist.diagnostics.trace_format import TIMELINE
-from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.context import DoctorContext, Finding, error, warning
 from dualdist.doctor.explain import invalid_choices, select_backend
 from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, get_value
@@ -33,16 +33,15 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 
 def _check_choices(context: DoctorContext) -> Iterator[Finding]:
     if context.facts.timeline_error:
-        yield Finding(
+        yield error(
             "timeline-unwritable",
-            "error",
             f"{TIMELINE}={get_value(context.environ, TIMELINE)}: {context.facts.timeline_error}",
             f"rank 0 writes the timeline; if it cannot, {REFUSED}",
             f"name a file in an existing, writable folder, or unset {TIMELINE}",
         )
     invalid = invalid_choices(context.environ)
     for problem in invalid:
-        yield Finding("choice-unknown", "error", problem, REFUSED, "use one of these values, or unset the variable")
+        yield error("choice-unknown", problem, REFUSED, "use one of these values, or unset the variable")
     if not invalid and context.topology is not None:
         yield from _check_transport(context, context.topology)
 
@@ -61,9 +60,8 @@ def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Fin
     if transport == "nccl" and isinstance(context.facts.torch, TorchProbe) and not gpus:
         problems.append("nccl moves GPU tensors, and torch sees no GPU here")
     for problem in problems:
-        yield Finding(
+        yield error(
             "transport-impossible",
-            "error",
             f"{variable}={transport}, and this process would use the backend {backend}: {problem}",
             REFUSED,
             f"unset {variable}, or choose a backend and a launcher that support it",
@@ -81,8 +79,8 @@ def _check_outside_step(context: DoctorContext) -> Iterator[Finding]:
     is_script = get_value(context.environ, slurm.VARIABLES.rank) is not None and not slurm.is_shell(context.environ)
     if tasks > 1:
         yield Finding(
-            "slurm-one-process",
             "warning" if is_script else "info",
+            "slurm-one-process",
             f"{variable}={tasks}, but this process is not a task of a Slurm step",
             f"a {'batch script' if is_script else 'shell of salloc'} is one process: a training that it starts without "
             "srun is a job of one rank",
@@ -97,9 +95,8 @@ def _check_single_task(context: DoctorContext, seen: str) -> Iterator[Finding]:
     listed = next((get_value(context.environ, name) for name in TASK_GPUS if get_value(context.environ, name)), None)
     gpus = len(listed.split(",")) if listed else 0
     if gpus > 1:
-        yield Finding(
+        yield warning(
             "slurm-one-task",
-            "warning",
             f"{seen} {gpus} GPUs ({listed})",
             "a rank uses one GPU; the others stay idle",
             f"srun --ntasks-per-node={gpus} python script.py, or "
@@ -112,10 +109,11 @@ def _check_pmix(context: DoctorContext) -> Iterator[Finding]:
     types = context.facts.srun_mpi_types
     if types is None or any(name.startswith(("pmix", "cray")) for name in types):
         return
-    is_needed = context.requires_mpi and context.launcher in ("none", "srun")
+    requested = (context.requested_backend, get_value(context.environ, TRANSPORT))
+    is_needed = "mpi" in requested and context.launcher in ("none", "srun")
     yield Finding(
-        "srun-without-pmix",
         "error" if is_needed else "info",
+        "srun-without-pmix",
         f"srun supports {', '.join(types) or 'no MPI type'}, but not pmix",
         f"{BACKEND}=mpi needs MPI" if is_needed else "ranks that srun starts cannot use MPI; native and Gloo work",
         "start with mpirun inside the allocation, or install Slurm's PMIx plugin (package slurm-pmix or libpmix)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualdist.doctor.collect import MPI_PROGRAMS, mpi_family, mpi_name
-from dualdist.doctor.context import DoctorContext, Finding, Level
+from dualdist.doctor.context import DoctorContext, Finding, Level, error, info, warning
 from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.package_probe import Mpi4pyProbe
@@ -25,18 +25,16 @@ def _check_programs(context: DoctorContext) -> Iterator[Finding]:
     programs = context.facts.mpi_programs
     first = [each for name in MPI_PROGRAMS if (each := context.facts.mpi_program(name)) is not None]
     if len({(each.family, each.version) for each in first}) > 1:
-        yield Finding(
+        yield warning(
             "two-mpis",
-            "warning",
             f"mpirun is {first[0]}, but mpiexec is {first[1]}",
             "ranks that one MPI starts and that load the other MPI's library become 1-rank jobs",
             "put the folder of one MPI first on PATH, so that both programs come from it",
         )
     elif len({(each.family, each.version) for each in programs}) > 1:
         others = dict.fromkeys(str(each) for each in programs if each not in first)
-        yield Finding(
+        yield info(
             "two-mpis",
-            "info",
             f"besides {first[0]}, PATH has {', '.join(others)}",
             f"the first one starts the ranks on every host; mpi4py and Horovod must use {mpi_name(first[0].family)}",
             "remove one of them from PATH",
@@ -49,8 +47,8 @@ def _check_mpi4py(context: DoctorContext) -> Iterator[Finding]:
     level: Level = "error" if context.is_distributed and is_needed else "warning"
     if isinstance(probe, str):
         yield Finding(
-            "mpi4py-broken",
             level,
+            "mpi4py-broken",
             f"mpi4py is installed, but cannot be imported: {probe}",
             "the mpi backend and the rendezvous under mpirun need it",
             "for mpi4py of PyPI, set MPI4PY_LIBMPI=/path/to/libmpi.so; else pip install --force-reinstall "
@@ -61,8 +59,8 @@ def _check_mpi4py(context: DoctorContext) -> Iterator[Finding]:
         if "unknown" not in (family, mpirun.family) and family != mpirun.family:
             files = f" ({', '.join(probe.files)})" if probe.files else ""
             yield Finding(
-                "mpi4py-other-mpi",
                 level,
+                "mpi4py-other-mpi",
                 f"mpi4py uses {probe.library.partition(',')[0].strip()}{files}, but mpirun is {mpirun}",
                 "under that mpirun MPI does not start, or every rank becomes a 1-rank job, which dd.init() refuses",
                 f"put the mpirun of {mpi_name(family)} first on PATH, or set MPI4PY_LIBMPI to mpirun's libmpi.so",
@@ -76,16 +74,15 @@ def _check_requested(context: DoctorContext) -> Iterator[Finding]:
         return
     why = f"{BACKEND}=mpi requires it"
     if not topology.mpi:
-        yield Finding(
+        yield error(
             "mpi-not-started",
-            "error",
             f"{topology.launcher} did not start MPI",
             why,
             f"start with mpirun, mpiexec, horovodrun --mpi or srun --mpi=pmix, or unset {BACKEND}",
         )
     elif not mpi.available:
-        command = context.pip_command("install", "mpi4py")
-        yield Finding("mpi4py-missing", "error", mpi.reason, why, f"pip install mpi4py, or unset {BACKEND}", command)
+        command = context.command("pip", "install", "mpi4py")
+        yield error("mpi4py-missing", mpi.reason, why, f"pip install mpi4py, or unset {BACKEND}", command)
 
 
 def _check_rendezvous(context: DoctorContext) -> Iterator[Finding]:
@@ -94,11 +91,10 @@ def _check_rendezvous(context: DoctorContext) -> Iterator[Finding]:
     if topology is None or topology.rendezvous != "mpi" or get_value(context.environ, RENDEZVOUS) is not None:
         return
     if context.facts.versions.get("mpi4py") is None and not (horovod.available and horovod.mpi is not False):
-        yield Finding(
+        yield error(
             "no-rendezvous",
-            "error",
             f"mpi4py is not installed, and {topology.launcher} does not pass the address of rank 0",
             "without an address, the ranks find each other over MPI",
             f"pip install mpi4py, or {ALTERNATIVE}",
-            context.pip_command("install", "mpi4py"),
+            context.command("pip", "install", "mpi4py"),
         )

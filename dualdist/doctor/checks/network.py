@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.context import DoctorContext, Finding, error, info, warning
 from dualdist.doctor.host import HostFacts
 from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACE_VARIABLES
@@ -29,34 +29,31 @@ def check_hostname(host: HostFacts, *, is_multi_node: bool) -> Iterator[Finding]
     """Yield problems of resolving the host's own name; used for remote hosts, too."""
     if not host.address:
         yield Finding(
-            "hostname-unresolved",
             "warning" if is_multi_node else "info",
+            "hostname-unresolved",
             f"this host's own name, {host.name}, does not resolve",
             "torchrun, Gloo and Open MPI look it up unless an interface is given",
             f"add a line to /etc/hosts, as root: echo '127.0.1.1 {host.name}' >>/etc/hosts"
             + (", with its network address instead, as the job uses several hosts" if is_multi_node else ""),
         )
     elif is_multi_node and host.address.startswith("127."):
-        yield Finding(
+        yield warning(
             "hostname-is-loopback",
-            "warning",
             f"this host's own name, {host.name}, resolves to {host.address}",
             "other hosts cannot connect to that address; torch's Gloo announces it unless an interface is given, "
             "which dualdist does",
             f"give {host.name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
     if host.resolve_s > SLOW_LOOKUP_S:
-        yield Finding(
+        yield warning(
             "hostname-slow",
-            "warning",
             f"resolving this host's own name, {host.name}, took {host.resolve_s:.1f} s",
             "every rank does so at startup, some libraries several times",
             f"add {host.name} to /etc/hosts, or remove unresponsive name servers from /etc/resolv.conf",
         )
     if host.reverse_lookup_s > SLOW_LOOKUP_S:
-        yield Finding(
+        yield warning(
             "reverse-lookup-slow",
-            "warning",
             f"the reverse lookup of {host.address or LOOPBACK} took {host.reverse_lookup_s:.1f} s",
             "torch's TCPStore does one for each connecting rank, and serves no other rank meanwhile",
             "remove unresponsive name servers from /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'",
@@ -68,9 +65,8 @@ def _check_interfaces(context: DoctorContext) -> Iterator[Finding]:
     for variable in INTERFACE_VARIABLES:
         value = get_value(environ, variable)
         if value is not None and (missing := _missing_interface(variable, value, host)):
-            yield Finding(
+            yield error(
                 "interface-missing",
-                "error",
                 f"{variable}={value}, but this host has no interface {missing} with an address",
                 "the library that reads this variable fails if the interface does not exist",
                 f"choose one of {_list_interfaces(host)}, or unset {variable}",
@@ -79,9 +75,8 @@ def _check_interfaces(context: DoctorContext) -> Iterator[Finding]:
         return
     external = host.external_interfaces()
     if not external:
-        yield Finding(
+        yield error(
             "no-network",
-            "error",
             "this host has no interface but loopback, and the job is on several hosts",
             "ranks on other hosts are unreachable",
             "in a container: docker run --network host",
@@ -89,17 +84,15 @@ def _check_interfaces(context: DoctorContext) -> Iterator[Finding]:
     bridges = [name for name in external if BRIDGES.match(name)]
     if bridges and context.topology is not None and context.topology.mpi:
         if not any(get_value(environ, name) for name in OPENMPI_INTERFACES):
-            yield Finding(
+            yield warning(
                 "bridges",
-                "warning",
                 f"this host has the bridge(s) {', '.join(bridges)}; other hosts may have the same address",
                 "Open MPI assumes that all hosts share every network, and hangs in the first allreduce",
                 f"mpirun --mca btl_tcp_if_exclude lo,{','.join(bridges)}; dualdist run -H does so automatically",
             )
     elif len(external) > 1 and not any(get_value(environ, name) for name in INTERFACE_VARIABLES):
-        yield Finding(
+        yield info(
             "several-networks",
-            "info",
             f"this host has several networks: {_list_interfaces(host)}",
             "if the hosts share only one of them, libraries may choose another",
             "if ranks do not connect: dualdist run --network-interface, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
@@ -111,17 +104,15 @@ def _check_master(context: DoctorContext) -> Iterator[Finding]:
     if topology is None or topology.address is None or topology.size == 1:
         return
     if context.facts.is_master_unresolved:
-        yield Finding(
+        yield error(
             "master-unresolved",
-            "error",
             f"the address of rank 0 is {topology.address}, which does not resolve",
             "no rank can connect to rank 0",
             "set MASTER_ADDR to a name or address that every host can resolve",
         )
     elif context.is_multi_node and (topology.address == "localhost" or topology.address.startswith("127.")):
-        yield Finding(
+        yield error(
             "master-is-loopback",
-            "error",
             f"the address of rank 0 is {topology.address}, but the job is on {topology.num_nodes} hosts",
             "on every host, that address is the host itself",
             "set MASTER_ADDR to the name of rank 0's host",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext, Finding
+from dualdist.doctor.context import DoctorContext, Finding, error, info, warning
 from dualdist.doctor.host import HIDE_ALL, VISIBLE
 from dualdist.horovod_build.machine import OLDEST_TORCH
 from dualdist.utils.package_probe import TorchProbe
@@ -21,18 +21,16 @@ def find(context: DoctorContext) -> Iterator[Finding]:
     yield from _check_python(context)
     probe, installed = context.facts.torch, context.facts.versions.get("torch")
     if installed is None:
-        yield Finding(
+        yield error(
             "torch-missing",
-            "error",
             "torch is not installed",
             "every backend needs it",
             "pip install torch, or a build for your CUDA from https://pytorch.org/get-started/locally",
-            context.pip_command("install", "torch"),
+            context.command("pip", "install", "torch"),
         )
     elif isinstance(probe, str):
-        yield Finding(
+        yield error(
             "torch-broken",
-            "error",
             f"torch {installed} is installed, but cannot be imported: {probe}",
             "every backend needs it",
             "check that no local file is named torch.py; else pip install --force-reinstall --no-deps "
@@ -47,17 +45,15 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 def _check_python(context: DoctorContext) -> Iterator[Finding]:
     version, other = context.facts.versions.get("python") or "", context.facts.python_on_path
     if (numbers := _major_minor(version)) and numbers < OLDEST_PYTHON:
-        yield Finding(
+        yield error(
             "python-old",
-            "error",
             f"this is Python {version}",
             "dualdist requires Python >= 3.10",
             "create an environment with a newer Python",
         )
     if other is not None and other != context.facts.python:
-        yield Finding(
+        yield info(
             "python-on-path",
-            "info",
             f"`python` on PATH is {other}, not {context.facts.python}" if other else "no `python` is on PATH",
             "mpirun, horovodrun and srun start the `python` on PATH; `dualdist run` uses this interpreter",
             "activate this environment, or give the launcher the interpreter's path",
@@ -66,25 +62,23 @@ def _check_python(context: DoctorContext) -> Iterator[Finding]:
 
 def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> Iterator[Finding]:
     if (numbers := _major_minor(probe.version)) and numbers < OLDEST_TORCH:
-        yield Finding(
+        yield error(
             "torch-old",
-            "error",
             f"torch {probe.version} is installed",
             "dualdist requires register_post_accumulate_grad_hook (torch >= 2.1)",
             "pip install --upgrade torch",
         )
     if _release(probe.version) != _release(installed):
-        yield Finding(
+        yield warning(
             "torch-twice",
-            "warning",
             f"pip reports torch {installed}, but `import torch` finds {probe.version}",
             "packages built for one of them do not load with the other",
             "pip uninstall torch until none is left, then install one of them",
         )
     if not probe.has_distributed:
         yield Finding(
-            "torch-without-distributed",
             "error" if context.requested_backend == "native" else "warning",
+            "torch-without-distributed",
             f"torch {probe.version} was built without torch.distributed",
             "the native backend requires it",
             "install another build of torch: pip install --force-reinstall torch",
@@ -95,9 +89,8 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
     gpus, visible = context.facts.host.gpus, context.environ.get(VISIBLE)
     is_gpu_build = probe.cuda is not None or probe.hip is not None
     if gpus and not is_gpu_build:
-        yield Finding(
+        yield warning(
             "torch-without-cuda",
-            "warning",
             f"this host has {_count(gpus)}, but torch {probe.version} is a CPU build",
             "everything runs on the CPU",
             f"pip install --force-reinstall --no-deps torch=={_release(probe.version)} with the index of your CUDA, "
@@ -105,18 +98,16 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
         )
     elif is_gpu_build and not probe.gpus and gpus and visible not in HIDE_ALL:
         reason = f": {probe.gpu_warning.strip()}" if probe.gpu_warning else ""
-        yield Finding(
+        yield warning(
             "torch-sees-no-gpu",
-            "warning",
             f"this host has {_count(gpus)}, but torch {probe.version} for CUDA {probe.cuda} can use none{reason}",
             "everything runs on the CPU",
             "compare torch's CUDA version with that of nvidia-smi, the newest that the driver supports; "
             f"update the driver, or install torch for that CUDA: pip install torch --index-url {INDEX}/cu126",
         )
     if probe.gpus and probe.nccl is None:
-        yield Finding(
+        yield warning(
             "torch-without-nccl",
-            "warning",
             f"torch {probe.version} sees {_count(probe.gpus)}, but was built without NCCL",
             "GPU tensors would go through host memory and Gloo",
             "install a build of torch with NCCL, such as PyPI's for Linux",
@@ -130,20 +121,18 @@ def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
     build = probe.version.partition("+")[2]
     index = ("--index-url", f"{INDEX}/{build}") if build else ()
     args = ("install", "--no-deps", "--force-reinstall", f"torchvision=={_matching_torchvision(probe.version)}", *index)
-    fix, command = f"pip {' '.join(args)}", context.pip_command(*args)
+    fix, command = f"pip {' '.join(args)}", context.command("pip", *args)
     if required is not None and _release(required) != _release(probe.version):
-        yield Finding(
+        yield warning(
             "torchvision-other-torch",
-            "warning",
             f"torchvision {installed} is built for torch {required}, but torch {probe.version} is installed",
             "`import torchvision` or its operators fail; without --no-deps pip may replace torch",
             fix,
             command,
         )
     elif probe.has_vision_operators is False:
-        yield Finding(
+        yield warning(
             "torchvision-operators",
-            "warning",
             f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
             "`import torchvision` raises `operator torchvision::nms does not exist`",
             f"{fix}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and "
