@@ -1,6 +1,6 @@
-"""What a training was, step by step: one file a rank, from which `dualdist compare` judges speed and sameness.
+"""Recording of a training run, step by step: one file per rank, which `dualdist compare` reads.
 
-A program of a user's is recorded without its knowledge, where the variables of session.py say so; see Recorder.attach.
+A user's program is recorded unmodified, if the variables of session.py request it; see Recorder.attach.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
 
 FOLDER = "/proc/self/fd"
-# struct tcp_info of linux/tcp.h: tcpi_bytes_acked stands at byte 120, in Linux 4.1 and later.
+# struct tcp_info of linux/tcp.h: tcpi_bytes_acked is at byte 120, since Linux 4.1.
 INFO_BYTES, ACKED_AT, ACKED = 128, 120, "=Q"
 
 
 def tcp_bytes_sent() -> int | None:
-    """What the open connections have sent and the other end has confirmed; None where the system does not tell.
+    """Return the acknowledged bytes of all open TCP connections, or None if the system does not count them.
 
-    Of shared memory, InfiniBand and NVLink it sees nothing.
+    Shared memory, InfiniBand and NVLink are not included.
     """
     if not os.path.isdir(FOLDER) or not hasattr(socket, "TCP_INFO"):
         return None
@@ -41,9 +41,9 @@ def tcp_bytes_sent() -> int | None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """A second handle on every TCP connection of this process, closed after use."""
+    """Yield a duplicate of every TCP connection of this process, closed after use."""
     for name in os.listdir(FOLDER):
-        with contextlib.suppress(OSError):  # closed since, or no socket
+        with contextlib.suppress(OSError):  # closed since, or not a socket
             if os.readlink(f"{FOLDER}/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as found:
                     if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
@@ -58,12 +58,12 @@ def _acknowledged(connection: socket.socket) -> int:
     return int(struct.unpack_from(ACKED, info, ACKED_AT)[0]) if len(info) == INFO_BYTES else 0
 
 
-SAMPLE = 1024  # elements that stand for all parameters where these need not agree to the bit
+SAMPLE = 1024  # elements that are compared where parameters need not agree bit by bit
 
 
 @dataclass(frozen=True)
 class RecordingPlan:
-    """Where to write, and which steps are timed: `steps` after the first `warmup`, which are training steps too."""
+    """The file to write, and the steps to time: `steps` after `warmup` untimed ones."""
 
     path: Path
     warmup: int
@@ -72,23 +72,23 @@ class RecordingPlan:
 
 @dataclass
 class Recorder:
-    """Collects the steps of one rank and writes them once, after the last planned one or where the program ends.
+    """Collects the steps of one rank and writes them once, after the last planned step or at exit.
 
-    `began` and `ready` are times of day, at which this rank began and had found the others.
+    `began` and `ready` are the times of day at which this rank started and had finished rendezvous.
     """
 
     plan: RecordingPlan
-    place: Mapping[str, Any]
+    run: Mapping[str, Any]  # from describe_run
     device: torch.device
     began: float
     ready: float = field(default_factory=time.time)
     _ends: list[float] = field(default_factory=list)
     _losses: list[torch.Tensor | None] = field(default_factory=list)
-    _pending: list[torch.Tensor] = field(default_factory=list)  # what backward() was called on since the last step
+    _pending: list[torch.Tensor] = field(default_factory=list)  # losses of backward() since the last step
     _first_step: float = math.nan
     _start: list[float] = field(default_factory=list)
     _optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    _depth: int = 0  # of steps that call each other
+    _depth: int = 0  # of nested step() calls
     _at_warm: tuple[int | None, Any] = (None, None)
     _is_written: bool = False
 
@@ -97,11 +97,11 @@ class Recorder:
         return len(self._ends) >= self.plan.warmup + self.plan.steps
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The first step is about to change these; the first call counts."""
+        """Sample the parameters before the first step; later calls do nothing."""
         self._start = self._start or sample_parameters(parameters)
 
     def step(self, loss: torch.Tensor | None) -> None:
-        """A training step has ended, of this loss."""
+        """Record the end of a training step and its loss."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._ends.append(time.perf_counter())
@@ -112,7 +112,7 @@ class Recorder:
             self._at_warm = (tcp_bytes_sent(), read_cpu())
 
     def write(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The record is in its file; the first call counts."""
+        """Write the record; later calls do nothing."""
         if self._is_written or not self._ends:
             return
         self._is_written = True
@@ -121,8 +121,8 @@ class Recorder:
         cpu = None if cpu_before is None else CpuUse.between(cpu_before, read_cpu())
         is_known = sent is not None and sent_before is not None and timed > 0
         parameters = list(parameters)
-        kept = {
-            **self.place,
+        record = {
+            **self.run,
             "began": self.began,
             "ready": self.ready,
             "first_step": self._first_step,
@@ -143,41 +143,41 @@ class Recorder:
         }
         draft = self.plan.path.with_suffix(f".{os.getpid()}")
         draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(kept))
+        draft.write_text(json.dumps(record))
         draft.replace(self.plan.path)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the program by this optimizer's steps; the first one's, where it wraps several.
+        """Record this optimizer's steps; if the program wraps several optimizers, those of the first.
 
-        After the last planned step the program ends, on every rank alike: SystemExit leaves the optimizer's step().
-        Torch calls the hooks for the step of a base class too; only the outermost is a step of the training.
+        After the last planned step the program exits, on every rank: the optimizer's step() raises SystemExit. torch
+        also calls the hooks for a base class's step(); only the outermost is a training step.
         """
         self._optimizers.append(optimizer)
         if len(self._optimizers) > 1:
             return
-        self._listen()
-        atexit.register(self._write_own, os.getpid())
-        optimizer.register_step_pre_hook(lambda *_: self._steps())
-        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._wrap_backward()
+        atexit.register(self._write_at_exit, os.getpid())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
 
-    def _listen(self) -> None:
-        """Hear of every loss: Tensor.backward() calls torch.autograd.backward, whoever calls it."""
+    def _wrap_backward(self) -> None:
+        """Record every loss: Tensor.backward() calls torch.autograd.backward."""
         backward = torch.autograd.backward
 
         @functools.wraps(backward)
-        def heard(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            self._pending.extend(tensor.detach().clone() for tensor in found if tensor.numel() == 1)
+        def recorded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._pending.extend(tensor.detach().clone() for tensor in losses if tensor.numel() == 1)
             return backward(tensors, *args, **kwargs)
 
-        torch.autograd.backward = heard
+        torch.autograd.backward = recorded
 
-    def _steps(self) -> None:
+    def _before_step(self) -> None:
         self._depth += 1
         if not self._ends:
             self.start(self._parameters())
 
-    def _stepped(self) -> None:
+    def _after_step(self) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -189,11 +189,11 @@ class Recorder:
             raise SystemExit(0)
 
     def finish(self) -> None:
-        """The program has come to its end, as far as it is recorded."""
-        self._write_own(os.getpid())
+        """Write the record of a program that is complete."""
+        self._write_at_exit(os.getpid())
 
-    def _write_own(self, pid: int) -> None:
-        if pid == os.getpid():  # no process that the program has forked
+    def _write_at_exit(self, pid: int) -> None:
+        if pid == os.getpid():  # not in a forked child
             self.write(self._parameters())
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -202,7 +202,7 @@ class Recorder:
 
 
 def describe_run(topology: Topology, backend: str, transport: str, device: torch.device) -> dict[str, Any]:
-    """What a figure was measured on."""
+    """Return the setup of a measurement: job, backend, device and versions."""
     cuda = device.type == "cuda"
     return {
         "ranks": topology.size,
@@ -220,12 +220,12 @@ def describe_run(topology: Topology, backend: str, transport: str, device: torch
 
 
 def sample_parameters(parameters: Iterable[torch.Tensor]) -> list[float]:
-    """About SAMPLE elements, at the same places of each tensor every time."""
+    """Return about SAMPLE elements, always the same ones."""
     tensors = [parameter.detach().reshape(-1) for parameter in parameters]
     stride = max(1, sum(tensor.numel() for tensor in tensors) // SAMPLE)
     return [float(value) for tensor in tensors for value in tensor[::stride][:SAMPLE].cpu().double()]
 
 
 def coarsest_eps(parameters: Iterable[torch.Tensor]) -> float:
-    """The coarsest of their types: a number is kept as itself times 1 plus or minus half of this."""
+    """Return the largest machine epsilon of the parameters' dtypes."""
     return max((torch.finfo(each.dtype).eps for each in parameters if each.is_floating_point()), default=0.0)

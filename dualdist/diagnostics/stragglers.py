@@ -1,4 +1,4 @@
-"""Who waited for whom, on request: between all ranks, or by rank 0 when the program ends."""
+"""Stragglers: ranks that others waited for, by a collective call or in rank 0's report at exit."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ from dualdist.utils.suggest import format_ranks
 if TYPE_CHECKING:
     from dualdist.rendezvous.open_session import Session
 
-# Seconds that rank 0 waits for what the others have counted.
+# Seconds that rank 0 waits for the others' wait times.
 COLLECT_S = 5.0
 POLL_S = 0.05
 
 
 def slow_ranks(group: Group) -> SlowRanks:
-    """Who waited for whom since the last call; all ranks of the group call this, and count anew from there."""
+    """Return the wait times since the last call, and reset them; all ranks of the group must call this."""
     name = group.next_name("slow_ranks")
 
-    def perform(line: Backend) -> SlowRanks:
+    def perform(backend: Backend) -> SlowRanks:
         counted = group.wait_times or WaitTimes()
         group.wait_times = WaitTimes()
-        return summarize_waits(group.ranks, ControlAllgather(line, counted.dumps(), name).wait())
+        return summarize_waits(group.ranks, ControlAllgather(backend, counted.dumps(), name).wait())
 
     return run_agreed(group, "slow_ranks", name, {}, perform)
 
 
 class StragglerReport:
-    """What rank 0 prints when the program ends, once; through the store, so that nobody waits for a rank that is not
-    there any more.
-    """
+    """Prints the wait times on rank 0 at exit, once; collected through the store, as some ranks may have exited."""
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session if session.store is not None else None
@@ -52,23 +50,23 @@ class StragglerReport:
         if session is None or not session.world.is_usable:
             return
         world, store, key = session.world, session.store, f"{session.key}/waits"
-        assert store is not None, "looked at above"
+        assert store is not None, "checked in __init__"
         counted = (world.wait_times or WaitTimes()).dumps()
         try:
             if world.rank:
                 store.set(f"{key}/{world.rank}", base64.b64encode(counted).decode())
                 return
-            said = {0: counted, **_collected(store, key, world.ranks[1:])}
+            dumps = {0: counted, **_collect(store, key, world.ranks[1:])}
         except (RendezvousError, TimeoutError):
-            return  # rank 0 has ended before
-        silent = [rank for rank in world.ranks if rank not in said]
-        without = f" (nothing from {format_ranks(silent)})" if silent else ""
-        found = summarize_waits(sorted(said), [said[rank] for rank in sorted(said)])
-        print(f"dualdist: {found}{without}", file=sys.stderr, flush=True)
+            return  # rank 0 has exited
+        silent = [rank for rank in world.ranks if rank not in dumps]
+        missing = f" (nothing from {format_ranks(silent)})" if silent else ""
+        summary = summarize_waits(sorted(dumps), [dumps[rank] for rank in sorted(dumps)])
+        print(f"dualdist: {summary}{missing}", file=sys.stderr, flush=True)
 
 
-def _collected(store: Store, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
-    """What those have counted that come to the end in time, too; without keeping the store from others meanwhile."""
+def _collect(store: Store, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Return the wait times of ranks that exit in time; polls, so that other ranks can use the store meanwhile."""
     deadline = Deadline(COLLECT_S)
     found: dict[int, bytes] = {}
     while len(found) < len(ranks) and not deadline.passed():

@@ -1,4 +1,4 @@
-"""Chrome's Trace Event Format, which chrome://tracing, edge://tracing and ui.perfetto.dev load.
+"""Trace files: Chrome's Trace Event Format, for chrome://tracing, edge://tracing and ui.perfetto.dev.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -14,16 +14,13 @@ from typing import Any
 Event = dict[str, Any]
 
 STEPS, COMPUTE, COMMUNICATION = "steps", "compute", "communication"
-# The numbers of a rank's tracks. Communication that overlaps takes more of them, from the last one on.
+# Thread IDs of a rank's tracks. Overlapping communication uses further ones, from the last on.
 TRACKS = {STEPS: 1, COMPUTE: 2, COMMUNICATION: 10}
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """Something that a rank did, in nanoseconds of its clock. What began inside of it, and ended there, is within it.
-
-    `parts` are those of a communication: its own name, and where it begins and ends.
-    """
+    """An event of a rank, in nanoseconds of its clock; `parts` are (name, start_ns, end_ns) within it."""
 
     track: str
     name: str
@@ -34,43 +31,45 @@ class TraceSpan:
 
 
 def process_name_event(pid: int, name: str) -> Event:
-    """A process is called so."""
+    """Return the event that names a process."""
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
 def begin_event(pid: int, name: str, ts: float) -> Event:
+    """Return a begin event."""
     return {"name": name, "ph": "B", "pid": pid, "ts": ts}
 
 
 def end_event(pid: int, ts: float) -> Event:
+    """Return an end event."""
     return {"ph": "E", "pid": pid, "ts": ts}
 
 
 def instant_event(pid: int, name: str, ts: float) -> Event:
-    """An instant, across the whole picture."""
+    """Return an instant event with global scope."""
     return {"name": name, "ph": "i", "pid": pid, "ts": ts, "s": "g"}
 
 
 def rank_events(rank: int, title: str, spans: Sequence[TraceSpan], clock: ClockModel) -> list[Event]:
-    """One rank as a process of the trace: its steps, what it computed, and below that what it communicated."""
+    """Return a rank's events as a process with tracks for steps, computation and communication."""
     found = [
         process_name_event(rank, title),
         {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
     ]
-    lanes: list[int] = []  # of communication: when each will be free
-    told = set()
+    lanes: list[int] = []  # of communication: the end of each lane's last span
+    named = set()
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         tid = TRACKS[span.track]
         lane = _lane(lanes, span) if span.track == COMMUNICATION else 0
-        if (tid + lane) not in told:
-            told.add(tid + lane)
+        if (tid + lane) not in named:
+            named.add(tid + lane)
             found += _track(rank, tid + lane, span.track if lane == 0 else f"{span.track} {lane + 1}")
         found += _complete(rank, tid + lane, span, clock)
     return found
 
 
 def _lane(lanes: list[int], span: TraceSpan) -> int:
-    """The first lane that is free: what overlaps without one being inside the other cannot share a track."""
+    """Return the first free lane: spans that overlap without nesting cannot share a track."""
     for number, free_ns in enumerate(lanes):
         if free_ns <= span.start_ns:
             lanes[number] = span.end_ns
@@ -94,15 +93,15 @@ def _complete(rank: int, tid: int, span: TraceSpan, clock: ClockModel) -> Iterat
 
 
 def trace_document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
-    """The whole file."""
+    """Return the content of a trace file."""
     return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": about}
 
 
 @dataclass(frozen=True)
 class ClockModel:
-    """From this rank's clock to rank 0's: it was `ahead_ns` at `at_ns`, and later `ahead_later_ns` at `later_ns`.
+    """Converts this rank's clock to rank 0's: ahead by `ahead_ns` at `at_ns`, by `ahead_later_ns` at `later_ns`.
 
-    The trace begins at rank 0's `zero_ns`.
+    The trace starts at rank 0's `zero_ns`.
     """
 
     zero_ns: int
@@ -112,7 +111,7 @@ class ClockModel:
     ahead_later_ns: float = 0.0
 
     def microseconds(self, at_ns: int) -> float:
-        """Since the trace began, to the nanosecond."""
+        """Return the time since the start of the trace."""
         ahead = self.ahead_ns
         if self.later_ns is not None and self.later_ns > self.at_ns:
             share = min(1.0, max(0.0, (at_ns - self.at_ns) / (self.later_ns - self.at_ns)))
@@ -124,7 +123,7 @@ TIMELINE = "DUALDIST_TIMELINE"
 
 
 def find_write_problem(path: Path) -> str:
-    """Why rank 0, on this host, cannot write the file; "" where it can."""
+    """Return the reason why this host cannot write the file, "" if it can."""
     if path.is_dir():
         return "it is a folder"
     if not path.parent.is_dir():
@@ -133,5 +132,5 @@ def find_write_problem(path: Path) -> str:
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    """The file of one rank alone."""
+    """Return the path of one rank's part."""
     return path.with_stem(f"{path.stem}.rank-{rank}")

@@ -67,7 +67,7 @@ def test_ranks_that_do_not_shut_down_leave_one_file(launch: Launch) -> None:
     assert [each.name for each in launch.directory.glob("trace*")] == ["trace.json"], str(outcome)
     assert sorted(spans(trace_format.load(path), "allreduce metric 19")) == [0, 1]
     assert "Traceback" not in outcome.stderr, str(outcome)
-    assert outcome.stderr.count("dualdist: ") == outcome.stderr.count(".json: the ranks did not come together") <= 1
+    assert outcome.stderr.count("dualdist: ") == outcome.stderr.count(".json: the ranks did not all call dd.shutdown()") <= 1
 
 
 def test_a_rank_that_outlives_another_leaves_what_it_saw(launch: Launch) -> None:
@@ -84,7 +84,7 @@ def test_a_rank_that_outlives_another_leaves_what_it_saw(launch: Launch) -> None
     (part,) = launch.directory.glob("trace*")
     assert part.name == "trace.rank-0.json"
     assert sorted(spans(trace_format.load(part), "allreduce metric 19")) == [0]
-    assert f"{part}: the ranks did not come together in dd.shutdown(): it has what this rank did" in survivor.stderr
+    assert f"{part}: the ranks did not all call dd.shutdown(): the last rank to exit merges" in survivor.stderr
 
 
 def by_hand(launch: Launch, rank: int, path: Path) -> dict[str, str]:
