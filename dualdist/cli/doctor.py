@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dualdist.backends.availability import Availability
+from dualdist.bench.compare.matrix import MatrixFacts, expand_configs, split_runnable
+from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor.context import Level
 from dualdist.doctor.diagnosis import (
@@ -185,13 +187,16 @@ def _check(args: argparse.Namespace) -> None:
     if args.json not in (None, "-") and not Path(args.json).resolve().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {Path(args.json).resolve().parent}")
     if args.run:  # checked before the diagnosis, which takes seconds
-        from dualdist.bench.compare.matrix import expand_configs
-
         topology = detect_topology(os.environ)
         if not isinstance(topology, Topology) or topology.launcher != "none":
             raise UsageError("--run starts ranks itself: run it in a process that no launcher has started")
-        launchers, backends = _split(args.launchers), _split(args.backends)
-        expand_configs(launchers or MULTI_RANK_LAUNCHERS, backends or list(BACKEND_TRANSPORTS), None, os.environ)
+        _configs(args)
+
+
+def _configs(args: argparse.Namespace) -> list[RunConfig]:
+    """Return the configurations that --run tests; raise UsageError for unknown names."""
+    launchers, backends = _split(args.launchers) or MULTI_RANK_LAUNCHERS, _split(args.backends)
+    return expand_configs(launchers, backends or list(BACKEND_TRANSPORTS), None, os.environ)
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:
@@ -244,14 +249,13 @@ def _report_to_json(report: Any) -> dict[str, Any]:
 
 def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
     from dualdist.doctor import smoke_test
+    from dualdist.launch.env_defaults import SLURM_JOB
     from dualdist.launch.execute import find_site
     from dualdist.launch.processes import termination_raises
 
     site, ranks = find_site(), args.ranks or DEFAULT_RANKS
-    launchers, backends = _split(args.launchers), _split(args.backends)
-    cells, refused = smoke_test.select_cells(
-        ranks, os.environ, site, diagnosis.backends, diagnosis.visible_gpus, launchers, backends
-    )
+    facts = MatrixFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
+    cells, refused = split_runnable(_configs(args), MeasurementSettings(ranks), site, facts)
     with termination_raises():
         results = smoke_test.run_cells(cells, ranks, site, _log)
     report = {

@@ -6,10 +6,9 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from dualdist.diagnostics.trace_format import TIMELINE, find_write_problem
 from dualdist.doctor.host import HostFacts, collect_host_facts, installed_versions, resolve
 from dualdist.environments.env_values import get_value
+from dualdist.horovod_build.probe import run_tool
 from dualdist.horovod_build.record import BuildRecord, read_record
 from dualdist.launch.execute import parse_mpi_version
 from dualdist.launch.job import Mpi
@@ -97,8 +97,7 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
         host = pool.submit(collect_host_facts)
         srun = pool.submit(_srun_mpi_types, environ)
         master = pool.submit(_is_master_unresolved, topology)
-        programs = _find_mpi_programs(environ.get("PATH", os.defpath))
-        mpi_programs = tuple(pool.map(lambda found: _mpi_program(found[0], found[1], environ), programs))
+        mpi_programs = pool.submit(_find_mpi_programs, environ)
         timeline = get_value(environ, TIMELINE)
         return InstallationFacts(
             versions=versions,
@@ -110,7 +109,7 @@ def collect_facts(environ: Mapping[str, str], topology: Topology | None) -> Inst
             torchvision_requires=_torchvision_requires(),
             horovod=horovod.result(),
             mpi4py=mpi4py.result(),
-            mpi_programs=mpi_programs,
+            mpi_programs=mpi_programs.result(),
             srun_mpi_types=srun.result(),
             is_master_unresolved=master.result(),
             timeline_error=find_write_problem(Path(timeline).absolute()) if timeline else "",
@@ -128,26 +127,23 @@ def _probe_horovod(environ: Mapping[str, str]) -> BuildRecord | None:
     )
 
 
-def _find_mpi_programs(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each mpirun and mpiexec, in the order of PATH and without duplicates."""
-    for program in MPI_PROGRAMS:
-        seen = set()
-        for folder in dict.fromkeys(path.split(os.pathsep)):
-            file = shutil.which(program, path=folder) if folder else None
-            if file is not None and (real := os.path.realpath(file)) not in seen:
-                seen.add(real)
-                yield program, file
-
-
-def _mpi_program(program: str, path: str, environ: Mapping[str, str]) -> MpiProgram:
-    output = _output([path, "--version"], environ)
-    version = MPI_VERSION.search(output)
-    return MpiProgram(program, path, parse_mpi_version(output), version[1] if version else "")
+def _find_mpi_programs(environ: Mapping[str, str]) -> tuple[MpiProgram, ...]:
+    """Return each mpirun and mpiexec, in the order of PATH and without duplicates."""
+    programs: dict[tuple[str, str], MpiProgram] = {}
+    for name in MPI_PROGRAMS:
+        for folder in filter(None, environ.get("PATH", os.defpath).split(os.pathsep)):
+            path = shutil.which(name, path=folder)
+            if path is not None and (name, os.path.realpath(path)) not in programs:
+                _, output = run_tool([path, "--version"], environ, TIMEOUT_S)
+                version = MPI_VERSION.search(output)
+                program = MpiProgram(name, path, parse_mpi_version(output), version[1] if version else "")
+                programs[name, os.path.realpath(path)] = program
+    return tuple(programs.values())
 
 
 def _srun_mpi_types(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     srun = shutil.which("srun", path=environ.get("PATH", os.defpath))
-    return None if srun is None else parse_srun_mpi_types(_output([srun, "--mpi=list"], environ))
+    return None if srun is None else parse_srun_mpi_types(run_tool([srun, "--mpi=list"], environ, TIMEOUT_S)[1])
 
 
 def parse_srun_mpi_types(output: str) -> tuple[str, ...] | None:
@@ -179,21 +175,3 @@ def _torchvision_requires() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return next((match[1] for line in requirements if (match := REQUIRED_TORCH.match(line))), None)
-
-
-def _output(argv: list[str], environ: Mapping[str, str]) -> str:
-    """Return a program's output, or "" if it cannot be started or times out."""
-    try:
-        return subprocess.run(
-            argv,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            text=True,
-            errors="replace",
-            check=False,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

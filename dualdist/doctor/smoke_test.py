@@ -10,20 +10,17 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.backends.availability import Availability
-from dualdist.bench.compare.matrix import Cell, MatrixFacts, RefusedCell, expand_configs, split_runnable
+from dualdist.bench.compare.matrix import Cell
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
 from dualdist.doctor.context import Finding, error
 from dualdist.errors import LaunchError
-from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import EXCEPTION, extract_traceback
-from dualdist.launch.job import BACKEND_TRANSPORTS
-from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS, Site
+from dualdist.launch.launchers import Site
 from dualdist.launch.spawn import spawn_without_main
 
 SPAWN_OPTION = "--spawn"
@@ -69,21 +66,6 @@ class SmokeTestResult:
     command: str
     seconds: float
     problem: str = ""
-
-
-def select_cells(
-    ranks: int,
-    environ: Mapping[str, str],
-    site: Site,
-    backends: Mapping[str, Availability],
-    gpus: int,
-    launchers: Sequence[str] | None = None,
-    wanted: Sequence[str] | None = None,
-) -> tuple[list[Cell], list[RefusedCell]]:
-    """Return the cells that should work here, and the others with the reasons."""
-    facts = MatrixFacts(gpus, "auto", backends, is_in_slurm=SLURM_JOB in environ)
-    configs = expand_configs(launchers or MULTI_RANK_LAUNCHERS, wanted or list(BACKEND_TRANSPORTS), None, environ)
-    return split_runnable(configs, MeasurementSettings(ranks), site, facts)
 
 
 def run_cells(cells: Sequence[Cell], ranks: int, site: Site, log: Callable[[str], None]) -> list[SmokeTestResult]:

@@ -145,12 +145,12 @@ def _mpi(path: str, environ: Mapping[str, str]) -> tuple[MpiInstallation | None,
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "mpi.cc"
         source.write_text("#include <mpi.h>\n")
-        code, output = _run([compiler, "-E", "-dM", str(source)], environ)
+        code, output = run_tool([compiler, "-E", "-dM", str(source)], environ)
     identity = parse_mpi_macros(output) if code == 0 else None
     if identity is None:
         reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is that of an unknown MPI"
         return None, f"{compiler} does not work: {reason}"
-    _, output = _run([compiler, "-show"], environ)
+    _, output = run_tool([compiler, "-show"], environ)
     prefix = Path(sys.prefix).resolve()
     outside = tuple(d for d in parse_library_dirs(output) if not Path(d).resolve().is_relative_to(prefix))
     mpirun = shutil.which("mpirun", path=os.pathsep.join((str(Path(compiler).parent), path)))
@@ -166,14 +166,14 @@ def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _accepts(cxx: str, standard: int) -> bool:
-    code, _ = _run([*shlex.split(cxx), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
+    code, _ = run_tool([*shlex.split(cxx), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
     return code == 0
 
 
 def _cmake_version(cmake: str | None) -> tuple[int, ...]:
     if cmake is None:
         return ()
-    _, output = _run([cmake, "--version"])
+    _, output = run_tool([cmake, "--version"])
     found = re.search(r"cmake version (\d+)\.(\d+)", output)
     return (int(found[1]), int(found[2])) if found else ()
 
@@ -183,8 +183,8 @@ def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
     folders = [*(os.path.join(home, "bin") for home in homes), path]
     for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
         # nvcc on PATH may be a wrapper script: --dryrun prints the folder of the real one.
-        _, output = _run([nvcc, "--dryrun", "-x", "cu", os.devnull])
-        version = re.search(r"release (\d+\.\d+)", _run([nvcc, "--version"])[1])
+        _, output = run_tool([nvcc, "--dryrun", "-x", "cu", os.devnull])
+        version = re.search(r"release (\d+\.\d+)", run_tool([nvcc, "--version"])[1])
         top = re.search(r"^#\$ TOP=(.+)$", output, flags=re.MULTILINE)
         if version:
             home = os.path.normpath(top[1]) if top else str(Path(nvcc).resolve().parent.parent)
@@ -245,17 +245,12 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _run(argv: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 60) -> tuple[int, str]:
+def run_tool(argv: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 60) -> tuple[int, str]:
     """Return the exit code and combined output; 127 if the program cannot be started or times out."""
+    null, pipe, stdout = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     try:
         done = subprocess.run(
-            argv,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-            text=True,
-            check=False,
+            argv, env=environ, stdin=null, stdout=pipe, stderr=stdout, timeout=timeout_s, errors="replace", check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 127, str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from dualdist.doctor.context import DoctorContext, Finding, info, warning
 from dualdist.doctor.host import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
@@ -45,15 +45,13 @@ def check_limits(host: HostFacts, local_ranks: int, size: int) -> Iterator[Findi
             "too-few-files",
             f"a process may open at most {hard} files (ulimit -Hn), but a rank of {size} may need {needed}",
             "every pair of ranks has connections, and DataLoader workers need files, too: `Too many open files`",
-            "raise it in /etc/security/limits.conf (* hard nofile 65536) and log in again, or use docker's "
-            "--ulimit nofile=65536",
+            "/etc/security/limits.conf: * hard nofile 65536, then log in again; in docker: --ulimit nofile=65536",
         )
-    soft = host.locked_memory[0]
+    soft, devices = host.locked_memory[0], ", ".join(host.infiniband)
     if host.infiniband and soft != UNLIMITED and soft < MIN_LOCKED_BYTES:
         yield warning(
             "locked-memory",
-            f"a process may lock at most {soft / MIB:.3g} MiB of memory (ulimit -l), but this host has InfiniBand "
-            f"({', '.join(host.infiniband)})",
+            f"a process may lock at most {soft / MIB:.3g} MiB (ulimit -l), and this host has {devices}",
             "InfiniBand buffers must be locked: NCCL and MPI fail (`Cannot allocate memory`) or fall back to TCP",
             "ulimit -l unlimited, permanently in /etc/security/limits.conf (* - memlock unlimited); with Slurm also "
             "PropagateResourceLimitsExcept=MEMLOCK; with docker --ulimit memlock=-1",
@@ -66,7 +64,9 @@ def _check_threads(context: DoctorContext) -> Iterator[Finding]:
     is_bound = host.cores < host.total_cores and context.is_distributed
     sharing = 1 if is_bound else ranks
     usable = min(host.cores, host.cpu_quota or host.cores)
-    configured = threads = threads_set(context.environ)
+    # OMP_NUM_THREADS may be a list for nested regions.
+    value = (get_value(context.environ, THREADS) or "").partition(",")[0].strip()
+    configured = threads = int(value) if INTEGER.fullmatch(value) and int(value) else None
     if threads is None and context.is_distributed and ranks > 1 and context.launcher not in SETS_THREADS:
         threads = host.cores
     fair = default_threads(usable, sharing)
@@ -94,22 +94,12 @@ def _check_threads(context: DoctorContext) -> Iterator[Finding]:
         )
 
 
-def threads_set(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS, or the first number of its list for nested regions."""
-    value = (get_value(environ, THREADS) or "").partition(",")[0].strip()
-    return int(value) if INTEGER.fullmatch(value) and int(value) else None
-
-
 def _check_gpus(context: DoctorContext) -> Iterator[Finding]:
     visible, listed = context.environ.get(VISIBLE), context.facts.host.gpus
     gpus, ranks = context.visible_gpus, context.local_ranks
     if listed and visible in HIDE_ALL:
-        yield info(
-            "gpus-hidden",
-            f"{VISIBLE}={visible} hides all {listed} GPU(s) of this host",
-            "everything runs on the CPU",
-            f"unset {VISIBLE} to use them",
-        )
+        message, fix = f"{VISIBLE}={visible} hides all {listed} GPU(s) of this host", f"unset {VISIBLE} to use them"
+        yield info("gpus-hidden", message, "everything runs on the CPU", fix)
     if not gpus or ranks <= 1 or not (context.is_distributed or context.is_planned):
         return
     # The driver also lists GPUs that a task may not use: with fewer than ranks, no rank has one for itself.

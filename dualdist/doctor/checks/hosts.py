@@ -95,31 +95,23 @@ def _check_connections(report: HostReport) -> Iterator[Finding]:
                 f"<address of {report.name}>, or firewall-cmd --zone=trusted --add-source=<its network>, or the "
                 "cloud's security group",
             )
-        else:
-            yield from _check_partial_failure(report.name, other, reached, failed)
-
-
-def _check_partial_failure(
-    name: str, other: str, reached: Sequence[str], failed: Mapping[tuple[str, int], str]
-) -> Iterator[Finding]:
-    """Yield the ports and addresses of a reachable host that failed."""
-    ports = [f"{port} ({failure})" for (address, port), failure in failed.items() if address in reached]
-    if ports:
-        yield warning(
-            "port-blocked",
-            f"host {name} can connect to {other}, but not to its port {', '.join(ports)}",
-            "a rank that listens there is unreachable; 29500 is the default port of torchrun and many scripts",
-            "open all TCP ports between the hosts of a job, or set MASTER_PORT to an open one",
-        )
-    unreached = sorted({address for address, _ in failed if address not in reached})
-    if unreached:
-        yield warning(
-            "networks-not-shared",
-            f"host {name} can connect to {other} at {', '.join(reached)}, but not at {', '.join(unreached)}",
-            "libraries that choose a network that is not shared by all hosts cannot connect",
-            "dualdist run --network-interface NAME, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, with the interface "
-            f"that has {reached[0]}",
-        )
+        blocked = [f"{port} ({failure})" for (address, port), failure in failed.items() if address in reached]
+        if blocked:
+            yield warning(
+                "port-blocked",
+                f"host {report.name} can connect to {other}, but not to its port {', '.join(blocked)}",
+                "a rank that listens there is unreachable; 29500 is the default port of torchrun and many scripts",
+                "open all TCP ports between the hosts of a job, or set MASTER_PORT to an open one",
+            )
+        unreached = sorted({address for address, _ in failed if address not in reached})
+        if reached and unreached:
+            yield warning(
+                "networks-not-shared",
+                f"host {report.name} can connect to {other} at {', '.join(reached)}, but not at {', '.join(unreached)}",
+                "libraries that choose a network that is not shared by all hosts cannot connect",
+                "dualdist run --network-interface, or NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the interface with "
+                f"{reached[0]}",
+            )
 
 
 def _check_clock(report: HostReport) -> Iterator[Finding]:

@@ -69,7 +69,7 @@ def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Fin
 
 
 def _check_outside_step(context: DoctorContext) -> Iterator[Finding]:
-    """Check a process that is no task of a Slurm step: fine for a tool, wrong for a training without srun.
+    """Check a process that is not a task of a Slurm step: fine for a tool, wrong for a training.
 
     Slurm sets SLURM_PROCID in a batch script, though it is no task; in a shell of salloc it does not.
     """
@@ -82,8 +82,7 @@ def _check_outside_step(context: DoctorContext) -> Iterator[Finding]:
             "warning" if is_script else "info",
             "slurm-one-process",
             f"{variable}={tasks}, but this process is not a task of a Slurm step",
-            f"a {'batch script' if is_script else 'shell of salloc'} is one process: a training that it starts without "
-            "srun is a job of one rank",
+            f"without srun, a training in this {'batch script' if is_script else 'shell of salloc'} is a 1-rank job",
             f"start {tasks} ranks: {slurm.VARIABLES.command.replace('-n N', f'-n {tasks}')}, or dualdist run",
         )
     elif is_script:

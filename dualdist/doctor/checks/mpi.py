@@ -51,8 +51,8 @@ def _check_mpi4py(context: DoctorContext) -> Iterator[Finding]:
             "mpi4py-broken",
             f"mpi4py is installed, but cannot be imported: {probe}",
             "the mpi backend and the rendezvous under mpirun need it",
-            "for mpi4py of PyPI, set MPI4PY_LIBMPI=/path/to/libmpi.so; else pip install --force-reinstall "
-            "--no-deps mpi4py, with mpirun on PATH",
+            "with PyPI's mpi4py, set MPI4PY_LIBMPI=/path/to/libmpi.so; else, with mpirun on PATH, pip install "
+            "--force-reinstall --no-deps mpi4py",
         )
     elif isinstance(probe, Mpi4pyProbe) and mpirun is not None:
         family = mpi_family(probe.library)

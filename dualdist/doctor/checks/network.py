@@ -40,8 +40,7 @@ def check_hostname(host: HostFacts, *, is_multi_node: bool) -> Iterator[Finding]
         yield warning(
             "hostname-is-loopback",
             f"this host's own name, {host.name}, resolves to {host.address}",
-            "other hosts cannot connect to that address; torch's Gloo announces it unless an interface is given, "
-            "which dualdist does",
+            "torch's Gloo announces that address, which others cannot reach, unless given an interface, as by dualdist",
             f"give {host.name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
     if host.resolve_s > SLOW_LOOKUP_S:

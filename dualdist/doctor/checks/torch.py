@@ -45,12 +45,7 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 def _check_python(context: DoctorContext) -> Iterator[Finding]:
     version, other = context.facts.versions.get("python") or "", context.facts.python_on_path
     if (numbers := _major_minor(version)) and numbers < OLDEST_PYTHON:
-        yield error(
-            "python-old",
-            f"this is Python {version}",
-            "dualdist requires Python >= 3.10",
-            "create an environment with a newer Python",
-        )
+        yield error("python-old", f"this is Python {version}", "dualdist requires Python >= 3.10", "use a newer Python")
     if other is not None and other != context.facts.python:
         yield info(
             "python-on-path",
@@ -135,8 +130,7 @@ def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
             "torchvision-operators",
             f"the compiled operators of torchvision {installed} do not load with torch {probe.version}",
             "`import torchvision` raises `operator torchvision::nms does not exist`",
-            f"{fix}; or call dualdist.utils.torchvision_import.load_torchvision() first: models, transforms and "
-            "datasets need no compiled operators",
+            f"{fix}; or call dualdist.utils.torchvision_import.load_torchvision() first, which does without them",
             command,
         )
 
