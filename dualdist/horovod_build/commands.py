@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tarfile
@@ -38,17 +37,13 @@ CAUSES = (
     (NO_MEMORY, " for lack of memory: close other programs, or type: dualdist install-horovod --jobs 1"),
     (
         NETWORK,
-        " because the package index did not answer: check the network and pip's settings (pip config list); "
-        "without a network, set PIP_FIND_LINKS to a folder with the sdist",
+        " because the package index did not answer: check the network and pip's settings (pip config list); without a "
+        "network, set PIP_FIND_LINKS to a folder with the sdist",
     ),
-    (
-        NOT_FOUND,
-        " because the package index has no such version: leave out --version, or check pip's settings "
-        "(pip config list)",
-    ),
+    (NOT_FOUND, " because the package index has no such version: leave out --version, or see `pip config list`"),
 )
 # make's "[ 42%] Building CXX object ...", as CMake prints it.
-PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s+(.*)")
+PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s")
 STEP_PERCENT = 10
 
 
@@ -158,47 +153,28 @@ def unpack(archive: Path, folder: Path) -> None:
         raise BuildError(f"{archive.name} could not be unpacked in {folder}: {error}") from error
 
 
-def parse_percent(line: str) -> tuple[int, str] | None:
-    """Return the percentage and the step of a line of make's output."""
+def parse_percent(line: str) -> int | None:
+    """Return the percentage in a line of make's output."""
     match = PERCENT.match(line)
-    return (int(match[1]), match[2]) if match else None
+    return int(match[1]) if match else None
 
 
 @dataclass
 class BuildProgress:
-    """Prints the steps to `stream`, and the percentage of the compilation: in place on a terminal."""
+    """Prints the steps to `stream`, and every 10% of a compilation."""
 
     stream: TextIO
     started: float = field(default_factory=time.monotonic)
-    _shown: int = -STEP_PERCENT
-    _is_line_open: bool = False
+    _next_percent: int = 0
 
     def print(self, text: str) -> None:
         """Print a line."""
-        self.end_step()
         print(text, file=self.stream, flush=True)
 
-    def on_line(self, text: str) -> None:
-        """Show the percentage in a line of a command's output, if it has one."""
-        parsed = parse_percent(text)
-        if parsed is None:
-            return
-        percent, step = parsed
-        if self.stream.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            shown = f"  {percent:3d}%  {self._elapsed()}  {step.rsplit('/', 1)[-1]}"[:width]
-            print(f"\r{shown:<{width}}", end="", file=self.stream, flush=True)
-            self._is_line_open = True
-        elif percent >= self._shown + STEP_PERCENT:
-            self._shown = percent - percent % STEP_PERCENT
-            print(f"  {percent:3d}%  {self._elapsed()}", file=self.stream, flush=True)
-
-    def end_step(self) -> None:
-        """End the line that shows the percentage."""
-        if self._is_line_open:
-            print(file=self.stream, flush=True)
-        self._is_line_open, self._shown = False, -STEP_PERCENT
-
-    def _elapsed(self) -> str:
-        seconds = int(time.monotonic() - self.started)
-        return f"{seconds // 60}:{seconds % 60:02d}"
+    def on_line(self, line: str) -> None:
+        """Print the percentage and the elapsed time if `line` is make's output and another 10% are reached."""
+        percent = parse_percent(line)
+        if percent is not None and percent >= self._next_percent:
+            self._next_percent = percent - percent % STEP_PERCENT + STEP_PERCENT
+            seconds = int(time.monotonic() - self.started)
+            self.print(f"  {percent:3d}%  {seconds // 60}:{seconds % 60:02d}")

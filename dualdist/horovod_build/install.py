@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import shutil
 import tempfile
@@ -51,13 +50,6 @@ def cache_wheel(wheel: Path, folder: Path) -> Path:
         ) from error
 
 
-def clear_wheels(folder: Path) -> None:
-    """Delete the wheels in the folder."""
-    for wheel in folder.glob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):
-            wheel.unlink()
-
-
 def install_horovod(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> None:
     """Install Horovod in this Python environment and test it on two ranks; raise BuildError on failure."""
     try:
@@ -95,7 +87,6 @@ def _install(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> 
             return
         except BuildError as error:
             progress.print(f"the cached wheel does not work and is rebuilt: {error}")
-            clear_wheels(build.wheel_folder)
     _install_wheel(build, _build_wheel(build, environ, progress), environ, progress)
 
 
@@ -116,7 +107,6 @@ def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: Bu
         progress.print(f"compiling (some minutes; the output goes to {build.log})")
         title = "building Horovod"
         run_command(plan.build(build, work), environ, title=title, log=build.log, on_line=progress.on_line)
-        progress.end_step()
         wheels = sorted((work / "wheel").glob("*.whl"))
         if len(wheels) != 1 or not is_intact(wheels[0], build.key):
             raise BuildError(f"{title} succeeded, but left no usable wheel ({len(wheels)} found); see {build.log}")
@@ -131,7 +121,8 @@ def _install_wheel(build: plan.BuildPlan, wheel: Path, environ: Mapping[str, str
     try:
         _test(build, environ, progress)
     except BuildError:
-        run_command(plan.uninstall(build), environ, title="uninstalling horovod", log=build.log)
+        uninstall = plan.BuildCommand((build.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
+        run_command(uninstall, environ, title="uninstalling horovod", log=build.log)
         raise
 
 

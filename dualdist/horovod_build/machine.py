@@ -105,8 +105,7 @@ def check_requirements(options: BuildOptions, machine: BuildMachine) -> None:
     """Raise BuildError, naming what is missing and what to type, if the build cannot start."""
     require_torch(machine)
     _check_packages(machine)
-    _check_compiler(machine)
-    _check_cmake(machine)
+    _check_tools(machine)
     if options.mpi:
         require_mpi(machine)
     if options.gpu:
@@ -147,7 +146,7 @@ def _check_packages(machine: BuildMachine) -> None:
         )
 
 
-def _check_compiler(machine: BuildMachine) -> None:
+def _check_tools(machine: BuildMachine) -> None:
     if machine.cxx is None:
         raise BuildError(
             "no C++ compiler found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "
@@ -161,9 +160,6 @@ def _check_compiler(machine: BuildMachine) -> None:
         )
     if machine.make is None:
         raise BuildError("make not found on PATH; install it (Debian: apt-get install make)")
-
-
-def _check_cmake(machine: BuildMachine) -> None:
     if machine.cmake is None:
         raise BuildError(f"cmake not found on PATH; type: {_pip(machine)} cmake")
     if machine.cmake_version < OLDEST_CMAKE:
@@ -188,8 +184,7 @@ def require_cuda_nccl(machine: BuildMachine) -> tuple[CudaToolkit, NcclInstallat
     torch = require_torch(machine)
     if torch.cuda is None:
         raise BuildError(
-            f"--gpu requires a torch with CUDA, but torch {torch.version} is a CPU build; install a CUDA build of "
-            "torch, or leave out --gpu"
+            f"--gpu requires a CUDA build of torch, but {torch.version} is a CPU build; install one, or leave out --gpu"
         )
     if machine.cuda is None:
         raise BuildError(

@@ -28,7 +28,7 @@ class SourcePatch:
 
 def patches_for(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
     """Return all patches for torch's C++ standard and an MPI in `library_dirs` outside Python's prefix."""
-    return (*_build_patches(cxx_standard, library_dirs), *_engine_patches(), *_cuda_patches(), *_runner_patches())
+    return (*_build_patches(cxx_standard, library_dirs), *_source_patches())
 
 
 def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[SourcePatch, ...]:
@@ -63,12 +63,7 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Sour
             'set(CMAKE_CXX_EXTENSIONS OFF)\nset(CMAKE_SHARED_LINKER_FLAGS_RELEASE "-s")',
             "strip the library",
         ),
-        SourcePatch(
-            "setup.py",
-            "else 'RelWithDebInfo'",
-            "else 'Release'",
-            "no debug information, for a faster and smaller build",
-        ),
+        SourcePatch("setup.py", "else 'RelWithDebInfo'", "else 'Release'", "no debug information"),
         SourcePatch(
             "setup.py",
             "zip_safe=False,",
@@ -78,7 +73,7 @@ def _build_patches(cxx_standard: int, library_dirs: Sequence[str]) -> tuple[Sour
     )
 
 
-def _engine_patches() -> tuple[SourcePatch, ...]:
+def _source_patches() -> tuple[SourcePatch, ...]:
     sets = "horovod/common/process_set.cc"
     why = "submitting an operation blocked, holding the GIL, until the background threads of all ranks had replied"
     allgather = "global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);"
@@ -104,22 +99,12 @@ def _engine_patches() -> tuple[SourcePatch, ...]:
             "    for (auto id : agreed_ids) {\n      bool newly_registered",
             "process sets registered during the exchange are not agreed on yet",
         ),
-    )
-
-
-def _cuda_patches() -> tuple[SourcePatch, ...]:
-    return (
         SourcePatch(
             "horovod/common/ops/cuda/CMakeLists.txt",
             "set(CMAKE_CUDA_STANDARD 11)",
             "set(CMAKE_CUDA_STANDARD 17)",
-            "the headers of CUDA 13 demand C++17",
+            "the headers of CUDA 13 require C++17",
         ),
-    )
-
-
-def _runner_patches() -> tuple[SourcePatch, ...]:
-    return (
         SourcePatch(
             "horovod/runner/js_run.py",
             "from distutils.spawn import find_executable",

@@ -22,6 +22,15 @@ from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
 # The default where torch's headers have no check: torch 2.15 moved to C++20.
 FIRST_CXX20_TORCH = (2, 15)
+# For two ranks of root on one core; other MPIs ignore these. PRTE is Open MPI 5.
+OPENMPI_VARIABLES = (
+    ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+    ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+    ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+    # Open MPI 4 exits if no agent is installed, even for local ranks: `false` is the fallback.
+    ("OMPI_MCA_plm_rsh_agent", "ssh:rsh:false"),
+    ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
+)
 # The temporary folder in the output of --dry-run.
 WORK_PLACEHOLDER = "dualdist-horovod-XXXXXX"
 
@@ -34,11 +43,9 @@ class BuildCommand:
     variables: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        if not self.variables:
-            return shlex.join(self.argv)
         removed = [word for name, value in self.variables if not value for word in ("-u", name)]
         added = [f"{name}={value}" for name, value in self.variables if value]
-        return shlex.join(["env", *removed, *added, *self.argv])
+        return shlex.join([*(["env"] if self.variables else []), *removed, *added, *self.argv])
 
 
 @dataclass(frozen=True)
@@ -83,19 +90,17 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         # Horovod's build uses CUDA if torch does and a toolkit is found.
         cuda = machine.cuda
     patches = patches_for(cxx_standard(machine), mpi.library_dirs if mpi else ())
-    key = cache_key(
-        {
-            "horovod": options.version,
-            "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
-            "python": machine.abi_tag,
-            "machine": [machine.libc, *machine.arch_flags],
-            "mpi": [mpi.vendor, *mpi.version.split(".")[:2]] if mpi else None,
-            "cuda": cuda.version if cuda else None,
-            "nccl": nccl.version if nccl else None,
-            "patches": digest(patches),
-            "debug": debug,
-        }
-    )
+    inputs = {
+        "horovod": options.version,
+        "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
+        "python": machine.abi_tag,
+        "machine": [machine.libc, *machine.arch_flags],
+        "mpi": [mpi.vendor, *mpi.version.split(".")[:2]] if mpi else None,
+        "cuda": cuda.version if cuda else None,
+        "nccl": nccl.version if nccl else None,
+        "patches": digest(patches),
+        "debug": debug,
+    }
     record = BuildRecord(
         horovod=options.version,
         torch=torch.version,
@@ -108,14 +113,9 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         nccl=nccl.version if nccl else None,
         cuda=cuda.version if cuda else None,
         patches=tuple(f"{patch.path}: {patch.why}" for patch in patches),
-        key=key,
+        key=hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20],
     )
     return BuildPlan(options, machine, path, record, patches)
-
-
-def cache_key(inputs: dict[str, object]) -> str:
-    """Return a hash of the inputs, 20 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def cxx_standard(machine: BuildMachine) -> int:
@@ -148,10 +148,6 @@ def install(plan: BuildPlan, wheel: Path) -> BuildCommand:
     return BuildCommand((*pip, "--force-reinstall", str(wheel)))
 
 
-def uninstall(plan: BuildPlan) -> BuildCommand:
-    return BuildCommand((plan.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
-
-
 def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
     """Return, for each transport, the command that runs smoke_test.py on two ranks."""
     python = plan.machine.python
@@ -161,7 +157,7 @@ def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
     commands = {"gloo": BuildCommand((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}
     mpi = plan.machine.mpi if plan.options.mpi else None
     if mpi and mpi.mpirun:
-        variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *_openmpi_variables())
+        variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *OPENMPI_VARIABLES)
         commands["mpi"] = BuildCommand((mpi.mpirun, "-np", "2", *program, "mpi"), variables)
     return commands
 
@@ -189,12 +185,9 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
         "HOROVOD_GPU_OPERATIONS": "NCCL" if gpu else "",
         "HOROVOD_BUILD_ARCH_FLAGS": " ".join(f"-m{flag}" for flag in machine.arch_flags),
         # Removed: a run-time default that would be compiled in, a version suffix, and contradicting flags.
-        "HOROVOD_CPU_OPERATIONS": "",
-        "HOROVOD_LOCAL_VERSION": "",
-        "HOROVOD_WITHOUT_PYTORCH": "",
-        "HOROVOD_WITHOUT_GLOO": "",
-        "HOROVOD_WITH_TENSORFLOW": "",
-        "HOROVOD_WITH_MXNET": "",
+        **dict.fromkeys(("HOROVOD_CPU_OPERATIONS", "HOROVOD_LOCAL_VERSION"), ""),
+        **dict.fromkeys(("HOROVOD_WITHOUT_PYTORCH", "HOROVOD_WITHOUT_GLOO"), ""),
+        **dict.fromkeys(("HOROVOD_WITH_TENSORFLOW", "HOROVOD_WITH_MXNET"), ""),
         # Under make these hold the outer flags, and Horovod would compile one file at a time.
         "MAKEFLAGS": f"-j{plan.options.jobs or machine.jobs}",
         "MFLAGS": "",
@@ -206,29 +199,14 @@ def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]
     if plan.record.cuda and machine.cuda:
         variables |= {"HOROVOD_CUDA_HOME": machine.cuda.home, "CUDA_HOME": machine.cuda.home}
     if gpu and machine.nccl:
-        variables |= {
-            "HOROVOD_NCCL_INCLUDE": machine.nccl.include,
-            "HOROVOD_NCCL_LIB": str(nccl_folder(work)),
-            "HOROVOD_NCCL_LINK": "SHARED",
-        }
+        variables |= {"HOROVOD_NCCL_INCLUDE": machine.nccl.include, "HOROVOD_NCCL_LIB": str(nccl_folder(work))}
+        variables["HOROVOD_NCCL_LINK"] = "SHARED"
     return tuple(variables.items())
 
 
 def nccl_folder(work: Path) -> Path:
     """Return the folder of a libnccl.so link: PyPI's package only has libnccl.so.2, which linkers do not search."""
     return work / "nccl"
-
-
-def _openmpi_variables() -> tuple[tuple[str, str], ...]:
-    """Let two ranks start as root and on one core; other MPIs ignore these. PRTE is Open MPI 5."""
-    return (
-        ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
-        ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
-        ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
-        # Open MPI 4 exits if no agent is installed, even for local ranks: `false` is the fallback.
-        ("OMPI_MCA_plm_rsh_agent", "ssh:rsh:false"),
-        ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
-    )
 
 
 def describe(plan: BuildPlan, work: Path, *, is_cached: bool) -> list[str]:

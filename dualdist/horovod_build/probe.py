@@ -26,18 +26,9 @@ from dualdist.horovod_build.machine import (
 from dualdist.utils.machine import memory_limit, usable_cores
 from dualdist.utils.package_probe import probe_torch
 
-# Import and package names of what Horovod needs, besides torch, to build and to run.
-REQUIRED_PACKAGES = {
-    "pip": "pip",
-    "setuptools": "'setuptools<81'",
-    "wheel": "wheel",
-    "packaging": "packaging",
-    "cffi": "cffi",
-    "cloudpickle": "cloudpickle",
-    "psutil": "psutil",
-    "yaml": "pyyaml",
-    "numpy": "numpy",
-}
+# Modules that Horovod needs, besides torch, to build and to run, and the packages with other names.
+REQUIRED_MODULES = ("pip", "setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml", "numpy")
+PACKAGE_NAMES = {"setuptools": "'setuptools<81'", "yaml": "pyyaml"}
 # Memory to compile one file that includes torch's headers.
 GB_PER_JOB = 1.5
 CXX_STANDARDS = (17, 20, 23)
@@ -123,9 +114,8 @@ def parse_mpi_macros(macros: str) -> tuple[str, str] | None:
 def parse_library_dirs(link_line: str) -> tuple[str, ...]:
     """Return the folders of -L and -rpath in the output of `mpicxx -show`."""
     words = shlex.split(link_line.replace("-Wl,-rpath -Wl,", "-Wl,-rpath,"))
-    dirs = [word.removeprefix("-L").removeprefix("-Wl,-rpath,").removeprefix("-Wl,-rpath=") for word in words
-             if word.startswith(("-L", "-Wl,-rpath,", "-Wl,-rpath="))]  # fmt: skip
-    return tuple(dict.fromkeys(dirs))
+    matches = (re.match(r"(?:-L|-Wl,-rpath[,=])(.*)", word) for word in words)
+    return tuple(dict.fromkeys(match[1] for match in matches if match))
 
 
 def _torch(environ: Mapping[str, str]) -> tuple[TorchInstallation | None, str]:
@@ -235,7 +225,7 @@ def _free_gb(folder: Path) -> float:
 
 
 def _missing_packages() -> tuple[str, ...]:
-    return tuple(package for name, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(name) is None)
+    return tuple(PACKAGE_NAMES.get(name, name) for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None)
 
 
 def _package_version(name: str) -> str | None:

@@ -58,13 +58,6 @@ def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> No
         cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
 
 
-def test_clear_wheels_deletes_all(tmp_path: Path) -> None:
-    make_wheel(tmp_path / "cache")
-    cache.clear_wheels(tmp_path / "cache")
-    cache.clear_wheels(tmp_path / "cache")
-    assert cache.find_wheel(tmp_path / "cache", "k1") is None
-
-
 def test_a_record_survives_json() -> None:
     assert from_json(to_json(RECORD)) == RECORD
 
