@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    efforts.tell(session.config)
+    efforts.send_counts(session.config)
     is_worker = hasattr(session.config, "workerinput")
     if not is_worker and left_in_shared_memory(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -68,7 +68,7 @@ def left_in_shared_memory(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A worker of pytest-xdist has ended."""
-    efforts.hear(node.config, getattr(node, "workeroutput", {}))
+    efforts.add_counts(node.config, getattr(node, "workeroutput", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""An environment in which no launcher is at work, for the launchers that tests start."""
+"""Base environment of launched programs: without any launcher's variables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP = str(Path(__file__).with_name("startup"))
-"""On PYTHONPATH it makes a process import torch faster, and counts it."""
+"""On PYTHONPATH: makes processes import torch faster, and counts them."""
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "NODE_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"}
 UNCOMPILED = "PYTHONDONTWRITEBYTECODE"
-"""With it every process compiles what it imports of this tree, half a second for a rank."""
+"""With this variable every process compiles the modules that it imports, half a second per rank."""
 LAUNCHER_PREFIXES = (
     *("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
     *("HOROVOD_", "DUALDIST_"),
@@ -23,7 +23,7 @@ LAUNCHER_PREFIXES = (
 
 
 def base_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """environ without what launchers set, with this interpreter's programs first and one thread a rank."""
+    """Return environ without launcher variables, with this interpreter's programs first and one thread per rank."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -35,6 +35,6 @@ def base_env(environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{STARTUP}",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        # What this user has saved with dualdist compare is none of the tests'.
+        # Hides choices that the user has saved with dualdist compare.
         "XDG_CONFIG_HOME": str(Path(tempfile.gettempdir(), "dualdist-tests-config")),
     }

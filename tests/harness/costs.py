@@ -1,4 +1,4 @@
-"""What the tests of a session cost: time and processor time a file, and how many processes imported torch."""
+"""Cost of a test session: time and processor time per file, and the number of processes that imported torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 IMPORTS_FILE = "TEST_TORCH_IMPORTS"
-"""The variable that names the file to which each process that imports torch adds a byte."""
+"""Names the file to which each process that imports torch appends a byte."""
 SLOWEST = 10
 ALL = "all files"
 
 
 def start(config: pytest.Config) -> None:
-    """Begin to count. A worker of pytest-xdist inherits the variable of the session that started it."""
+    """Start counting. A worker of pytest-xdist inherits the variable of its session."""
     if IMPORTS_FILE not in os.environ:
         handle, path = tempfile.mkstemp(prefix="dualdist-tests-imports-")
         os.close(handle)
@@ -35,7 +35,7 @@ def cpu_s() -> float:
 
 
 class Costs:
-    """A plug-in of pytest: notes each test's processor time in its report, and adds the reports up for each file."""
+    """A pytest plug-in: records each test's processor time in its report, and sums the reports per file."""
 
     def __init__(self, every_test: Path | None = None) -> None:
         self._of_tests: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -1,4 +1,4 @@
-"""A Docker engine for tests: the one that runs, else one of our own, of which nothing is left after the block."""
+"""Docker engine for tests: the running one, or one that is started and removed again."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PACKAGES = "docker.io docker-compose debootstrap"
 START_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.1
-# No default network, and none of the firewall's rules: what a test needs, it makes itself.
+# No default network and no firewall rules: tests create what they need.
 OPTIONS = ("--iptables=false", "--ip6tables=false", "--bridge=none", "--log-level=warn")
 
 
 class NoEngineError(Exception):
-    """No engine runs and none can be started; the text says why, and what to type."""
+    """Raised if no engine runs and none can be started; the message has the reason and the command to type."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that answers. env is what docker and docker-compose need to find it; is_ours if we started it."""
+    """A running engine; `env` is for docker and docker-compose, `is_ours` if the tests started it."""
 
     is_ours: bool
     env: Mapping[str, str] = field(repr=False)
@@ -40,7 +40,7 @@ def client(path: str) -> str | None:
 
 @contextmanager
 def engine(directory: Path, env: Mapping[str, str]) -> Iterator[Engine]:
-    """The engine that answers already, or one that is started in the directory; NoEngineError."""
+    """Yield the running engine, or start one in the directory; raise NoEngineError."""
     docker = client(env["PATH"])
     if docker is None:
         raise NoEngineError(f"docker not found: apt-get install --no-install-recommends {PACKAGES}")
@@ -60,7 +60,7 @@ def engine(directory: Path, env: Mapping[str, str]) -> Iterator[Engine]:
 
 @contextmanager
 def _started(directory: Path, docker: str, env: Mapping[str, str]) -> Iterator[Engine]:
-    """A mount namespace of its own takes what the engine has mounted along when it ends."""
+    """Start the engine in a mount namespace, which removes its mounts when it ends."""
     env = {**env, "DOCKER_HOST": f"unix://{directory}/socket"}
     folders = [f"--data-root={directory}/data", f"--exec-root={directory}/exec", f"--pidfile={directory}/pid"]
     argv = ["unshare", "--mount", "dockerd", f"--host={env['DOCKER_HOST']}", *folders, *OPTIONS]
@@ -78,7 +78,7 @@ def _started(directory: Path, docker: str, env: Mapping[str, str]) -> Iterator[E
 
 
 def _stop(docker: str, env: Mapping[str, str], directory: Path, daemon: Job) -> None:
-    """Containers end with it, networks would outlive it; Job kills whatever is left."""
+    """Remove networks, which would outlive the engine, and stop it; Job kills the rest."""
     subprocess.run([docker, "network", "prune", "--force"], env=dict(env), capture_output=True, check=False)
     subprocess.run(["kill", (directory / "pid").read_text()], check=False)
     daemon.wait(STOP_S)

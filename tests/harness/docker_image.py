@@ -1,4 +1,4 @@
-"""The image of docker/Dockerfile for tests, and a base for it where there is no registry to take one from."""
+"""Image of docker/Dockerfile for tests, and a base image for machines without a registry."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ RELEASE = "bookworm"
 BASE = f"dualdist-test-base:{RELEASE}"
 NAME = "dualdist-test"
 LIMIT_S = 3000.0
-"""For a build of everything on busy cores; of that Horovod takes up to ten minutes."""
-# As in Debian's own images. Without it dpkg waits for the disk after each file of each package.
+"""For a full build on busy cores; Horovod takes up to ten minutes of it."""
+# As in Debian's images. Without it dpkg syncs the disk after each file of each package.
 DPKG_OPTIONS = "force-unsafe-io\n"
-# So does apt there: without it descriptions of all packages are fetched in one more language.
+# As there too. Without it apt fetches translated descriptions of all packages.
 APT_OPTIONS = 'Acquire::Languages "none";\n'
 RUN_S = 400.0
-"""For a comparison of three contenders in a container, on busy cores; 40 s where they are not."""
+"""For a comparison of three contenders in a container on busy cores; 40 s on idle ones."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image in the engine. network is what a container gets: one that leads nowhere."""
+    """An image in the engine; containers get `network`, which has no route to the outside."""
 
     name: str
     launch: Launch
     network: str
 
     def argv(self, *argv: str, options: Sequence[str] = ()) -> list[str]:
-        """What a person types, and the options that a test adds."""
+        """Return the user's command with the test's options."""
         return ["docker", "run", "--rm", f"--network={self.network}", *options, self.name, *argv]
 
     def run(self, *argv: str, options: Sequence[str] = (), check: bool = True) -> Outcome:
@@ -43,7 +43,7 @@ class Image:
 
 
 def build(launch: Launch, base: str | None) -> None:
-    """The image is in the engine, on the base that docker/Dockerfile names where none is given."""
+    """Build the image on `base`, or on docker/Dockerfile's base."""
     arguments = ["--file", str(ROOT / "docker" / "Dockerfile"), "--tag", NAME]
     if base is not None:
         arguments += ["--build-arg", f"BASE={base}", "--build-arg", "TORCH_INDEX=", "--network", "host"]
@@ -51,9 +51,9 @@ def build(launch: Launch, base: str | None) -> None:
 
 
 def make_base(launch: Launch, wheels: Path | None) -> str:
-    """Debian as debootstrap makes it, in which pip reaches its packages as on this machine.
+    """Make a Debian image by debootstrap with this machine's pip configuration, and return its name.
 
-    wheels is a cache of install-horovod's, which goes in with it. Returns the name of the image.
+    `wheels` is a cache of install-horovod that is copied into it.
     """
     root = launch.directory / "base"
     launch(["debootstrap", "--variant=minbase", RELEASE, str(root)], timeout_s=LIMIT_S)
@@ -71,7 +71,7 @@ def make_base(launch: Launch, wheels: Path | None) -> str:
 
 
 def _configure_pip(root: Path) -> None:
-    """In the base, pip has this machine's certificates and folders of packages."""
+    """Copy this machine's certificates and package folders for pip into the base."""
     argv = [sys.executable, "-m", "pip", "config", "list"]
     settings = {}
     for line in subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines():

@@ -1,4 +1,4 @@
-"""How often tests of faults try: seldom in CI, often with --long; and what all of them tried, counted."""
+"""Number of tries of fault tests, few by default and many with --long, and their counts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis.strategies import SearchStrategy
 T = TypeVar("T")
 
 COUNTS = pytest.StashKey[Counter[str]]()
-TOLD = "faults tried"
+WORKER_COUNTS = "faults tried"
 
 
 class Effort:
-    """One test's; the counts are those of the whole session."""
+    """The effort of one test; counts are of the whole session."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.is_long = bool(config.getoption("--long"))
@@ -27,11 +27,11 @@ class Effort:
         return long if self.is_long else short
 
     def count(self, what: str, times: int = 1) -> None:
-        """So often was it tried, and all was as it must be."""
+        """Count successful tries."""
         self._counts[what] += times
 
     def fuzz(self, what: str, values: SearchStrategy[T], check: Callable[[T], object], times: int = 150) -> None:
-        """check() holds for many values: in CI so many and always the same, in the long form 20 times as many."""
+        """Check many values: by default `times`, always the same; with --long 20 times as many."""
 
         @settings(
             max_examples=self(times, 20 * times),
@@ -48,20 +48,20 @@ class Effort:
         holds()
 
 
-def tell(config: pytest.Config) -> None:
-    """Where this process is a worker of pytest-xdist: its counts, to the one that asked for it."""
+def send_counts(config: pytest.Config) -> None:
+    """Send a pytest-xdist worker's counts to its session."""
     if hasattr(config, "workeroutput"):
-        config.workeroutput[TOLD] = dict(config.stash.get(COUNTS, Counter()))
+        config.workeroutput[WORKER_COUNTS] = dict(config.stash.get(COUNTS, Counter()))
 
 
-def hear(config: pytest.Config, told: Mapping[str, Any]) -> None:
-    """What a worker told; one that broke down told nothing."""
-    config.stash.setdefault(COUNTS, Counter()).update(told.get(TOLD, {}))
+def add_counts(config: pytest.Config, output: Mapping[str, Any]) -> None:
+    """Add a worker's counts; a crashed worker has none."""
+    config.stash.setdefault(COUNTS, Counter()).update(output.get(WORKER_COUNTS, {}))
 
 
 def summary(config: pytest.Config) -> Iterator[str]:
-    """A line for each thing that was counted."""
+    """Yield a line per count."""
     counts = config.stash.get(COUNTS, Counter())
     if counts:
-        yield f"{TOLD}:"
+        yield f"{WORKER_COUNTS}:"
     yield from (f"  {what}: {times}" for what, times in sorted(counts.items()))

@@ -1,9 +1,10 @@
-"""Runs one command; when it ends, or this process is told to, or its parent dies, nothing of it is left.
+"""Process guard: runs one command, and kills all its descendants when it or the parent ends, or on a signal.
 
     python guard.py PARENT_PID REPORT GRACE_S ARGV...
 
-REPORT receives {"rc": int, "left": [command line, ...]}: what was still running GRACE_S after the command had ended,
-before it was killed. This process is a child subreaper, so daemons and orphans of the command stay its descendants.
+REPORT receives {"rc": int, "left": [command line, ...]}: processes that were still running GRACE_S after the command
+ended, before they were killed. This process is a child subreaper: daemons and orphans of the command stay its
+descendants.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ CANNOT_START = 127
 
 
 def prctl(option: int, value: int) -> None:
-    """The kernel has set option for this process, or OSError says why not."""
+    """Set a prctl(2) option for this process; raise OSError on failure."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def reap() -> dict[int, int]:
-    """The exit codes, by process id, of all children that have ended since the last call."""
+    """Reap exited children; return their exit codes by process id."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -56,7 +57,7 @@ def command_lines(processes: Sequence[psutil.Process]) -> list[str]:
 
 
 def kill_descendants() -> None:
-    """Every descendant has ended: killing a parent hands its children to this process, so the rounds come to an end."""
+    """Kill all descendants: children of a killed parent become this process's, so the loop ends."""
     me = psutil.Process()
     while children := me.children(recursive=True):
         for child in children:
@@ -66,7 +67,7 @@ def kill_descendants() -> None:
 
 
 def run(argv: list[str], grace_s: float) -> tuple[int, list[str]]:
-    """(exit code of argv, what outlived it by grace_s); everything has ended afterwards."""
+    """Run argv; return its exit code and the command lines of processes that outlived it by grace_s, then killed."""
     watched = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     try:
@@ -75,16 +76,16 @@ def run(argv: list[str], grace_s: float) -> tuple[int, list[str]]:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return CANNOT_START, []
     rc: int | None = None
-    told_to_stop = False
-    while rc is None and not told_to_stop:
-        told_to_stop = signal.sigwait(watched) != signal.SIGCHLD
+    is_stopped = False
+    while rc is None and not is_stopped:
+        is_stopped = signal.sigwait(watched) != signal.SIGCHLD
         rc = reap().get(pid)
-    deadline = time.monotonic() + (0 if told_to_stop else grace_s)
+    deadline = time.monotonic() + (0 if is_stopped else grace_s)
     me = psutil.Process()
     while (left := me.children(recursive=True)) and (wait_s := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, min(wait_s, 0.2))
         reap()
-    lines = [] if told_to_stop else command_lines(left)
+    lines = [] if is_stopped else command_lines(left)
     kill_descendants()
     return (-signal.SIGKILL if rc is None else rc), lines
 
@@ -93,7 +94,7 @@ def main() -> int:
     parent, report, grace_s, *argv = sys.argv[1:]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before the kernel was asked to tell us
+    if os.getppid() != int(parent):  # it died before PR_SET_PDEATHSIG was set
         return CANNOT_START
     rc, left = run(argv, float(grace_s))
     Path(report).write_text(json.dumps({"rc": rc, "left": left}))

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces with names and addresses of their own, and an ssh server in each.
+"""Two hosts on this machine: network namespaces with their host names and addresses, and an ssh server in each.
 
-Both have two networks. By eth0 they reach each other; eth1 leads each into a network where the other one is not.
-Nothing outside a directory is written but /etc/netns, from where `ip netns exec` takes a namespace's /etc/hosts.
+Both have two networks. eth0 connects them; each one's eth1 is in a network without the other. Outside a directory only
+/etc/netns is written, from which `ip netns exec` takes a namespace's /etc/hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.jobs import Job
 
 PROGRAMS = ("ip", "tc", "sshd", "ssh-keygen", "unshare")
-# tc-tbf(8): a link that carries so much, and loses what it cannot keep for so long.
+# tc-tbf(8): limits a link's rate, and drops packets after a latency.
 SLOW = ("tbf", "rate", "256kbit", "burst", "4kb", "latency", "200ms")
 PACKAGES = "iproute2 openssh-server"
 NAMES = ("hosta", "hostb")
@@ -45,17 +45,17 @@ LogLevel ERROR
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are up. env is what a command on one of them needs beside the base environment."""
+    """Running hosts; `env` is what a command on one of them needs in addition to the base environment."""
 
     spaces: Sequence[str]
     env: Mapping[str, str] = field(repr=False)
 
     def on(self, host: int, *argv: str) -> list[str]:
-        """The argv that runs another one on a host."""
+        """Return the argv that runs `argv` on a host."""
         return _on(self.spaces[host], NAMES[host], *argv)
 
     def processes(self, *words: str) -> list[str]:
-        """The command lines, of all hosts, that have all these words."""
+        """Return the command lines on all hosts that contain all these words."""
         found = []
         for space in self.spaces:
             pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True)
@@ -69,19 +69,19 @@ class Hosts:
         return found
 
     def ip(self, space: str, *words: str) -> None:
-        """What `ip` does in a namespace."""
+        """Run `ip` in a namespace."""
         _ip("-n", space, *words)
 
     def cut_off(self, host: int) -> None:
-        """The host does not answer any more, as if its cable were pulled."""
+        """Disconnect the host."""
         _ip("-n", self.spaces[host], "link", "set", "eth0", "down")
 
     def connect(self, host: int) -> None:
-        """The cable is back; see await_ssh()."""
+        """Reconnect the host; see await_ssh()."""
         _ip("-n", self.spaces[host], "link", "set", "eth0", "up")
 
     def await_ssh(self, host: int, limit_s: float = 15.0) -> None:
-        """Wait until the host's ssh server answers the other one: the kernel remembers for a while who did not."""
+        """Wait until the host's ssh server answers the other host: the kernel caches unreachable neighbours."""
         argv = ["ip", "netns", "exec", self.spaces[1 - host], "bash", "-c", f"exec 3<>/dev/tcp/{ADDRESSES[host]}/22"]
         deadline = time.monotonic() + limit_s
         while (tried := subprocess.run(argv, capture_output=True, text=True, check=False)).returncode:
@@ -90,7 +90,7 @@ class Hosts:
 
     @contextmanager
     def slowed(self, host: int) -> Iterator[None]:
-        """A block in which little of what the host sends gets through, and late."""
+        """Limit the host's outgoing traffic, with losses and latency, for the block."""
         link = ("-n", self.spaces[host], "qdisc")
         subprocess.run(["tc", *link, "add", "dev", "eth0", "root", *SLOW], check=True, capture_output=True)
         try:
@@ -100,13 +100,13 @@ class Hosts:
 
 
 def missing(path: str) -> list[str]:
-    """The programs that path lacks."""
+    """Return the needed programs that are not on `path`."""
     return [program for program in PROGRAMS if shutil.which(program, path=path) is None]
 
 
 @contextmanager
 def two_hosts(directory: Path, base_env: Mapping[str, str]) -> Iterator[Hosts]:
-    """Hosts that are up inside the block and gone after it."""
+    """Yield running hosts, and remove them after the block."""
     spaces = [f"dd{os.getpid()}{name}" for name in NAMES]
     key, authorized = directory / "key", directory / "authorized"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
@@ -129,7 +129,7 @@ def two_hosts(directory: Path, base_env: Mapping[str, str]) -> Iterator[Hosts]:
 
 
 def _ssh(directory: Path, key: Path) -> Path:
-    """A folder with an ssh that has the key of these hosts: launchers start ssh by its name."""
+    """Return a folder with an `ssh` that uses the key of these hosts, for PATH."""
     config, folder = directory / "ssh_config", directory / "bin"
     folder.mkdir()
     config.write_text(SSH_CONFIG.format(key=key))

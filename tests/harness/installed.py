@@ -1,4 +1,4 @@
-"""A program that a test needs: missing, it is an explicit skip with the command that installs it, in CI a failure."""
+"""Missing programs: a skip with the command that installs them; in CI a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts commands so that they end: a hard time limit, the whole process tree killed, every byte of output kept.
+"""Jobs of tests: commands with a hard time limit, whose process tree is killed and whose whole output is kept.
 
 Knows nothing of dualdist: what a launcher did is judged from outside.
 """
@@ -22,14 +22,14 @@ from typing import Any
 GUARD = Path(__file__).with_name("guard.py")
 REPORT_DIR = "TEST_REPORT_DIR"
 LIMIT_S = 120.0
-"""For a job of four ranks on two busy cores, whose imports alone take ten seconds of CPU time."""
+"""For four ranks on two busy cores, whose imports alone take ten seconds of CPU time."""
 GRACE_S = 5.0
-"""How long processes may outlive the command that started them, before they count as left behind."""
+"""Seconds that processes may outlive the command that started them without counting as leaked."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did. rc is -9 where it was killed; left are the processes that outlived it."""
+    """Result of a command: `rc` is -9 if killed; `left` are the processes that outlived it."""
 
     argv: tuple[str, ...]
     rc: int
@@ -39,7 +39,7 @@ class Outcome:
     timed_out: bool
     left: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
-    """Name and text of each *.out file where it ran: Slurm writes there what a batch script prints."""
+    """Name and text of each *.out file in its folder: Slurm writes a batch script's output there."""
 
     def __str__(self) -> str:
         ending = f"{'killed at its time limit' if self.timed_out else f'exit code {self.rc}'}, {self.seconds:.1f} s"
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Job:
-    """A command that runs under a guard: leaving the `with` block ends whatever is left of it."""
+    """A command under a guard: leaving the `with` block kills its processes."""
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, grace_s: float = GRACE_S) -> None:
         self.argv = tuple(argv)
@@ -80,41 +80,41 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """The guard's process id: the command and all that it started are its descendants."""
+        """The guard's process id: the command and its processes are descendants."""
         return self._guard.pid
 
     def is_running(self) -> bool:
         return self._guard.poll() is None
 
     def output(self) -> str:
-        """What it has printed so far, stdout before stderr."""
+        """Return the output so far, stdout before stderr."""
         return self._read("stdout") + self._read("stderr")
 
     def kill(self) -> None:
-        """Nothing of the job is left. No harm when it has ended already."""
+        """Kill the job's processes, if any are left."""
         if self.is_running():
             self._guard.send_signal(signal.SIGTERM)
         self._guard.wait()
 
     def wait(self, timeout_s: float) -> Outcome:
-        """Its outcome, after at most timeout_s and then only by killing it."""
+        """Wait and return the outcome; kill the job after timeout_s."""
         try:
             self._guard.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._timed_out = True
             self.kill()
         seconds = time.monotonic() - self._began
-        told: dict[str, Any] = {"rc": -signal.SIGKILL, "left": []}
+        report: dict[str, Any] = {"rc": -signal.SIGKILL, "left": []}
         if self._report.exists():
-            told = json.loads(self._report.read_text())
+            report = json.loads(self._report.read_text())
         return Outcome(
             argv=self.argv,
-            rc=told["rc"],
+            rc=report["rc"],
             stdout=self._read("stdout"),
             stderr=self._read("stderr"),
             seconds=seconds,
             timed_out=self._timed_out,
-            left=tuple(told["left"]),
+            left=tuple(report["left"]),
             files=tuple((path.name, path.read_text(errors="replace")) for path in sorted(self._cwd.glob("*.out"))),
         )
 
@@ -124,13 +124,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Launch:
-    """Runs launchers for one test, in one directory, from one clean environment."""
+    """Runs launchers for one test, in one directory and a clean environment."""
 
     env: Mapping[str, str] = field(repr=False)
     directory: Path
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Job:
-        """A running job; the caller leaves its `with` block or waits. env is added to the clean environment."""
+        """Start a job with `env` added to the clean environment; the caller waits or uses `with`."""
         return Job(argv, env={**self.env, **(env or {})}, cwd=self.directory)
 
     def __call__(
@@ -141,7 +141,7 @@ class Launch:
         timeout_s: float = LIMIT_S,
         check: bool = True,
     ) -> Outcome:
-        """How argv ended. With check, anything but exit code 0 within timeout_s, leaving no process, fails the test."""
+        """Run argv. With check, fail the test unless it exits with 0 within timeout_s and leaves no process."""
         with self.start(argv, env=env) as job:
             outcome = job.wait(timeout_s)
         assert not outcome.timed_out, str(outcome)
@@ -152,23 +152,23 @@ class Launch:
     def reports(
         self, argv: Sequence[str], size: int, *, env: Mapping[str, str] | None = None, timeout_s: float = LIMIT_S
     ) -> list[dict[str, Any]]:
-        """What each of the size ranks reported, in rank order; a rank that reports nothing fails the test."""
+        """Return the ranks' reports in rank order; a missing report fails the test."""
         with tempfile.TemporaryDirectory(prefix="reports-", dir=self.directory) as folder:
             outcome = self(argv, env={**(env or {}), REPORT_DIR: folder}, timeout_s=timeout_s)
             return collect(Path(folder), size, outcome)
 
 
 def report(rank: int, values: Mapping[str, object]) -> None:
-    """rank-N.json is complete where the test looks for it. For the programs that ranks run."""
+    """Write rank-N.json atomically for the test; called by the ranks' program."""
     path = Path(os.environ[REPORT_DIR]) / f"rank-{rank}.json"
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(dict(values)))
-    os.link(draft, path)  # unlike a rename it refuses a second rank of the same number
+    os.link(draft, path)  # unlike rename it fails for a second report of the same rank
     draft.unlink()
 
 
 def collect(folder: Path, size: int, outcome: Outcome) -> list[dict[str, Any]]:
-    """The reports of ranks 0 to size-1, exactly those."""
+    """Return the reports of ranks 0 to size-1; fail if there are others or fewer."""
     expected = {f"rank-{rank}.json" for rank in range(size)}
     found = {path.name for path in folder.iterdir()}
     assert found == expected, f"missing {sorted(expected - found)}, unexpected {sorted(found - expected)}\n{outcome}"

@@ -1,4 +1,4 @@
-"""What a test must leave as it found it: environment variables, child processes, threads."""
+"""Leaks of a test: environment variables, child processes and threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from harness.guard import command_lines
 
 SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 10.0
-"""How long what a test started may take to end by itself."""
-# Written by pytest, and by torch when its compiler is first imported.
+"""Seconds that processes and threads of a test may take to end."""
+# Set by pytest, and by torch when its compiler is first imported.
 LIBRARIES_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 LONG_LIVED: set[int] = set()
-"""Process ids of jobs that outlive the test that happened to start them; whoever adds one ends it."""
-# Helpers that live as long as the interpreter, one for all tests.
+"""Process ids of jobs that outlive the test that started them; who adds one must end it."""
+# Processes that live as long as the interpreter.
 LIFELONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch_shm_manager")
 
 
@@ -40,7 +40,7 @@ class Snapshot:
         os.environ.update({k: v for k, v in self.environ.items() if k not in LIBRARIES_OWN})
 
     def leaks(self) -> list[str]:
-        """One line for each thing that was not there before; waits a little for what is just ending."""
+        """Return a line per leak, after a short wait for those that are ending."""
         return [*self._variables(), *self._processes(), *self._threads()]
 
     def _variables(self) -> Iterator[str]:
@@ -66,9 +66,9 @@ class Snapshot:
 
 
 def shared_memory() -> frozenset[str]:
-    """Return the names of all files in shared memory but for semaphores of multiprocessing.
+    """Return the names of all files in shared memory except multiprocessing's semaphores.
 
-    Its resource tracker removes these, and tests of faults kill that together with the ranks.
+    multiprocessing's resource tracker removes those, and fault tests kill it with the ranks.
     """
     names = (path.name for path in SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else ()
     return frozenset(name for name in names if not name.startswith("sem.mp-"))
@@ -89,7 +89,7 @@ def _threads() -> list[threading.Thread]:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Return all descendants; without children, which a look at our own threads tells, it asks no further."""
+    """Return all descendants; a fast check of this process's threads for children comes first."""
     children = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
     return psutil.Process().children(recursive=True) if any(children) else []
 

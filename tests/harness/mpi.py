@@ -1,4 +1,4 @@
-"""The command lines of the two MPI families on a small machine, as root or not."""
+"""Command lines of Open MPI and MPICH on a small machine, as root or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEBIANS_MPICH = "/usr/lib/*/libmpich.so.12"
-# Not in the environment itself, whose mpirun is Open MPI's.
+# Not on PATH, where mpirun is Open MPI's.
 PYPIS_MPICH = Path(sys.prefix, "mpich")
 
 
@@ -20,30 +20,30 @@ class OpenMPI:
     mpirun: str
 
     def run(self, ranks: int, *options: str) -> list[str]:
-        """The argv that the program's own argv follows. More ranks than cores are welcome, and none is bound to one."""
+        """Return the argv to which the program is appended: allows more ranks than cores, without binding."""
         return [self.mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *options]
 
 
 @dataclass(frozen=True)
 class MPICH:
-    """MPICH's mpiexec, the Hydra process manager: it takes root and more ranks than cores as they are."""
+    """MPICH's mpiexec (Hydra), which allows root and more ranks than cores."""
 
     mpiexec: str
 
     def run(self, ranks: int, *options: str) -> list[str]:
-        """The argv that the program's own argv follows."""
+        """Return the argv to which the program is appended."""
         return [self.mpiexec, "-n", str(ranks), *options]
 
 
 def find(names: tuple[str, ...], path: str) -> str | None:
-    """The first of names that path has."""
+    """Return the first of `names` on `path`."""
     return next((found for name in names if (found := shutil.which(name, path=path))), None)
 
 
 def of_mpich(folder: Path) -> Mapping[str, str]:
-    """Variables with which an mpi4py of PyPI, which takes any MPI, uses Debian's MPICH; `folder` must last as long.
+    """Return variables with which PyPI's mpi4py, built for any MPI, uses Debian's MPICH; `folder` must be kept.
 
-    It looks for the library by the name that MPICH gives it, and that Debian changes.
+    mpi4py looks for the library by MPICH's name, which Debian changes.
     """
     link = folder / "libmpi.so.12"
     if not link.exists():
@@ -52,5 +52,5 @@ def of_mpich(folder: Path) -> Mapping[str, str]:
 
 
 def of_pypis_mpich() -> Mapping[str, str]:
-    """The same for PyPI's MPICH, which the set-up installs into a folder of its own."""
+    """Return the same for PyPI's MPICH, which is installed in a separate folder."""
     return {"MPI4PY_LIBMPI": str(PYPIS_MPICH / "lib" / "libmpi.so.12")}

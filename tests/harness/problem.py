@@ -1,4 +1,4 @@
-"""A model that trains in milliseconds, the data of each rank, and what training must give, without dualdist."""
+"""Small training problem: a model, the data of each rank, and the expected result without dualdist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STEPS = 3
 
 
 def make_model() -> torch.nn.Module:
-    """The same parameters in every process, one of them of no use to the loss."""
+    """Return a model with the same parameters in every process, one of them unused by the loss."""
     generator = torch.Generator().manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     model.register_parameter("unused", torch.nn.Parameter(torch.empty(2)))
@@ -23,20 +23,20 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The loss on the batch that is this rank's at this step."""
+    """Return the loss on this rank's batch of this step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs, targets = torch.rand(8, 4, generator=generator), torch.rand(8, 2, generator=generator)
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
 def flat(model: torch.nn.Module) -> list[float]:
-    """All parameters; a float32 survives JSON to the last bit."""
+    """Return all parameters; JSON keeps float32 exactly."""
     values: list[float] = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
     return values
 
 
 def trained_by_one_process(size: int) -> list[float]:
-    """The parameters after STEPS steps of one process that adds the gradients of all ranks in order, then divides."""
+    """Return the parameters after STEPS steps of one process that sums all ranks' gradients in order, then divides."""
     model = make_model()
     optimizer = make_optimizer(model)
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Ranks that stay alive between tests: started once, given one task after the other, replaced when one fails.
+"""Rank pool: ranks that stay alive between tests, run one task after the other, and are replaced after a failure.
 
 Starting a process that imports torch costs 2.5 CPU seconds, most of what a test of a few collectives costs.
 """
@@ -20,20 +20,20 @@ from typing import Any
 from harness.jobs import Job
 
 SOCKET = "TEST_RANK_POOL"
-"""The variable that names the socket over which ranks are told what to run."""
+"""Names the socket over which ranks receive tasks."""
 START_S = 90.0
 TASK_S = 120.0
-"""More than the time limit of a collective inside a task, whose own error names what it waits for."""
+"""More than the timeout of a collective inside a task, whose error names the operation."""
 POLL_S = 0.2
 
 
 class RankPool:
-    """The ranks of one job, which run one task after the other, all ranks the same one at a time.
+    """The ranks of one job; all run the same task at a time.
 
     Args:
         start: starts the job with these variables added; its ranks call `serve`.
         size: the number of ranks.
-        on_start: is told the process id of each job that is started.
+        on_start: called with the process id of each started job.
     """
 
     def __init__(self, start: Callable[[Mapping[str, str]], Job], size: int, on_start: Callable[[int], object]) -> None:
@@ -48,11 +48,11 @@ class RankPool:
         """Run the task on all ranks.
 
         Returns:
-            What the task returned on each rank, in rank order.
+            The task's result on each rank, in rank order.
 
         Raises:
-            AssertionError: with the trace of each rank on which the task failed, or the output of the job where a rank
-                ended or did not answer in time. The ranks are ended then, and the next task gets new ones.
+            AssertionError: with the trace of each rank on which the task failed, or the output of the job if a rank
+                exited or did not answer in time. The ranks are then killed, and the next task gets new ones.
         """
         try:
             if self._job is None:
@@ -69,7 +69,7 @@ class RankPool:
         return [reply["value"] for reply in values]
 
     def close(self, grace_s: float = 10.0) -> None:
-        """End the ranks, which leave their session first where they are given the time for it."""
+        """End the ranks; within grace_s they shut down their session first."""
         for connection in self._ranks.values():
             connection.close()
         self._ranks.clear()
@@ -132,19 +132,19 @@ class RankPool:
         assert time.monotonic() < deadline, f"no end of {what}\n{self._outcome()}"
 
     def _outcome(self) -> str:
-        """Return what the job printed; it is given a moment to end by itself."""
+        """Return the job's output, after a short wait for its end."""
         assert self._job is not None
         return str(self._job.wait(POLL_S))
 
 
 def serve(rank: int, run: Callable[[str], object]) -> None:
-    """Run the tasks that the pool asks for, on one of its ranks, until it closes the connection."""
+    """Run the pool's tasks on one of its ranks until the connection is closed."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET])
         with connection.makefile("rw") as lines:
             _send(lines, rank)
             for line in lines:
-                faulthandler.dump_traceback_later(TASK_S - 10)  # what a rank hangs in stands in the job's output
+                faulthandler.dump_traceback_later(TASK_S - 10)  # shows in the job's output where a rank hangs
                 reply: dict[str, object] = {"value": None, "failure": ""}
                 try:
                     reply["value"] = run(json.loads(line))

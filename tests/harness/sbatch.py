@@ -1,4 +1,4 @@
-"""Submits a batch script, waits for it and ends with its exit code: `sbatch --wait` sleeps up to ten seconds too long.
+"""Submit a batch script, wait and exit with its exit code; `sbatch --wait` polls every ten seconds only.
 
 python sbatch.py ARGUMENTS_OF_SBATCH...
 """

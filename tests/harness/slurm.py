@@ -1,4 +1,4 @@
-"""A real Slurm on this one machine: two nodes, an authentication daemon and a controller of its own, loopback only.
+"""Slurm cluster on this machine: two nodes, an authentication daemon and a controller, on loopback only.
 
 Nothing outside its directory is used or changed, and no daemon outlives the process that started it.
 """
@@ -20,12 +20,12 @@ from pathlib import Path
 from harness.jobs import Job
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "squeue", "scancel", "sinfo")
-# libpmix-dev because Slurm's plug-in opens the library by the name that only the development package has.
+# libpmix-dev, since Slurm's plug-in opens the library by a name that only the development package has.
 PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev"
 SBATCH = Path(__file__).with_name("sbatch.py")
 NODES = ("n1", "n2")
 CPUS = 4
-"""What each node claims to have, whatever the machine has: 2+2 and 3+1 tasks fit without --overcommit."""
+"""Cores that each node claims to have: 2+2 and 3+1 tasks fit without --overcommit."""
 START_S = 30.0
 POLL_S = 0.05
 PORT_TRIES = 3
@@ -61,38 +61,38 @@ NODE_CONF = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4096 Gres=gpu:2 "
     "State=UNKNOWN"
 )
-# Any two devices stand for GPUs: Slurm gives them to tasks by number, and nobody opens them.
+# Any two devices stand for GPUs: Slurm assigns them by number, and no program opens them.
 GRES_CONF = "Name=gpu File={directory}/gpu[0-1]\n"
 
 
 class ClusterError(Exception):
-    """The cluster did not come up; the message holds what its daemons printed."""
+    """Raised if the cluster does not start; the message has its daemons' output."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """A cluster that is up. env is what its programs need beside the base environment."""
+    """A running cluster; `env` is what its programs need in addition to the base environment."""
 
     env: Mapping[str, str] = field(repr=False)
     directory: Path
 
     def srun(self, *options: str, mpi: str = "none") -> list[str]:
-        """The argv that the program's own argv follows: srun("-N2", "-n4", mpi="pmix")."""
+        """Return the argv to which the program is appended: srun("-N2", "-n4", mpi="pmix")."""
         return ["srun", f"--mpi={mpi}", *options]
 
     def salloc(self, *options: str) -> list[str]:
         return ["salloc", "--quiet", *options]
 
     def sbatch(self, *options: str) -> list[str]:
-        """The argv that a script's path follows; it ends with the script, and with its exit code."""
+        """Return the argv to which a script's path is appended; it exits with the script's exit code."""
         return [sys.executable, str(SBATCH), *options]
 
     def queue(self) -> list[str]:
-        """One line for each job that has not ended."""
+        """Return a line per job that has not ended."""
         return self._query("squeue", "--noheader", "--format=%i %T %j").splitlines()
 
     def cancel_all(self) -> list[str]:
-        """The jobs that had to be cancelled; the queue is empty afterwards."""
+        """Cancel and return all jobs; the queue is empty afterwards."""
         if not eventually(lambda: not self.queue(), within_s=5):
             left = self.queue()
             self._query("scancel", "--full", "--signal=KILL", *[line.split()[0] for line in left])
@@ -102,25 +102,25 @@ class Slurm:
         return []
 
     def is_ready(self) -> bool:
-        """Both nodes wait for work."""
+        """Return True if both nodes are idle."""
         return self._query("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)
 
     def _query(self, *argv: str) -> str:
-        """What a client printed; nothing while the controller cannot be reached."""
+        """Return a client's output, "" if the controller is unreachable."""
         done = subprocess.run(argv, env=dict(self.env), capture_output=True, text=True, timeout=START_S, check=False)
         return done.stdout
 
 
 def missing(path: str) -> list[str]:
-    """The programs of Slurm and munge that path lacks."""
+    """Return the programs of Slurm and munge that are not on `path`."""
     return [program for program in PROGRAMS if shutil.which(program, path=path) is None]
 
 
 @contextmanager
 def cluster(directory: Path, base_env: Mapping[str, str], *, credential_s: int = 120) -> Iterator[Slurm]:
-    """A cluster that is up inside the block and gone after it.
+    """Yield a running cluster, and stop it after the block.
 
-    A job that is queued again waits until its credential, which lasts so long, is out of date.
+    A requeued job waits until its credential has expired, after `credential_s`.
     """
     for attempt in range(1, PORT_TRIES + 1):
         with ExitStack() as daemons:
@@ -128,7 +128,7 @@ def cluster(directory: Path, base_env: Mapping[str, str], *, credential_s: int =
             home.mkdir()
             try:
                 slurm = _start(home, base_env, daemons, credential_s)
-            except ClusterError:  # another program may have taken one of the free ports in between
+            except ClusterError:  # another program may have taken a free port since
                 if attempt == PORT_TRIES:
                     raise
                 continue
@@ -168,7 +168,7 @@ def _start(home: Path, base_env: Mapping[str, str], daemons: ExitStack, credenti
 
 
 def _write_confs(home: Path, credential_s: int) -> dict[str, Path]:
-    """Each node's slurm.conf. They are alike; the mpi.conf beside each keeps the nodes' PMIx sockets apart."""
+    """Write each node's slurm.conf, all alike, and an mpi.conf that separates the nodes' PMIx sockets."""
     host = socket.gethostname().split(".")[0]
     controller, *ports = _free_ports(1 + len(NODES))
     node_lines = [NODE_CONF.format(name=n, host=host, port=p, cpus=CPUS) for n, p in zip(NODES, ports, strict=True)]
@@ -198,10 +198,10 @@ def _write_confs(home: Path, credential_s: int) -> dict[str, Path]:
 
 
 def _open_mpi_on_one_host() -> dict[str, str]:
-    """Settings for MPI ranks of two nodes that share a host and its few cores.
+    """Return settings for MPI ranks of two nodes that share a host and its few cores.
 
-    In shared memory the ranks of both nodes would take the same names, and crash: they talk over loopback. As the nodes
-    claim more cores than there are, a rank that waits must be told to let others run.
+    In shared memory the ranks of both nodes would use the same names and crash, so they use loopback. As the nodes
+    claim more cores than there are, waiting ranks must yield.
     """
     return {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
@@ -215,7 +215,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def eventually(holds: Callable[[], bool], *, within_s: float) -> bool:
-    """Whether holds() became true in time; asks again and again, as Slurm offers no event to wait for."""
+    """Poll until holds() is True; return False at the timeout. Slurm has no event to wait for."""
     deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Two tiers of tests: `make test` runs what takes minutes, `make test-all` also what is marked `full`.
+"""Test tiers: `make test` takes minutes, `make test-all` also runs tests marked `full`.
 
 Unit tests and laws are in the first tier unless they are marked `full`. Tests in FOLDERS, which start real launchers,
 are in the second one unless they are marked `smoke`. `smoke("id", ...)` takes only these cases of a parametrized test.
@@ -15,10 +15,10 @@ FOLDERS = ("launch", "faults", "docker")
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark as `full` what only the second tier runs.
+    """Mark tests that only the second tier runs as `full`.
 
     Raises:
-        pytest.UsageError: where a marker names a case that its test does not have.
+        pytest.UsageError: A marker names a case that its test does not have.
     """
     cases: dict[str, set[str]] = defaultdict(set)
     named: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""One rank of a launcher's test: joins, adds integers, trains a few steps, reports what it saw and leaves.
+"""Rank program of launcher tests: initialize, sum integers, train a few steps, write a report, shut down.
 
     python tiny_rank.py BACKEND [STARTED_BY]
 
@@ -17,13 +17,13 @@ from harness.jobs import report
 import dualdist as dd
 
 TIMEOUT_S = 60.0
-"""Less than the launch helper's limit: a rank that waits in vain says for whom before it is killed."""
+"""Less than the launch helper's limit: a timeout names the missing ranks before the job is killed."""
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     if dd.rank() != 0:
         with torch.no_grad():
-            next(model.parameters()).zero_()  # rank 0's must win
+            next(model.parameters()).zero_()  # overwritten by rank 0's
     dd.broadcast_parameters(model)
     dd.wrap_optimizer(optimizer)
     for step in range(problem.STEPS):
@@ -35,7 +35,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 def main(backend: str, variables: str = "") -> None:
     model = problem.make_model()
-    optimizer = problem.make_optimizer(model)  # imports much of torch: cheaper before ranks spin in MPI for each other
+    optimizer = problem.make_optimizer(model)  # imports much of torch: cheaper before ranks busy-wait in MPI
     dd.init(backend, timeout_s=TIMEOUT_S)
     powers = torch.tensor([1 << dd.rank(), 1 << 40], dtype=torch.int64)
     rank = dd.rank()

@@ -1,4 +1,4 @@
-"""Whether a file is a trace as Chrome's Trace Event Format describes it; knows nothing of dualdist.
+"""Validation of files in Chrome's Trace Event Format, independent of dualdist.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-# Of the events that a viewer draws; what each must have beside ph, pid and ts.
+# Required fields of events in addition to ph, pid and ts.
 NEEDED = {"X": ("name", "tid", "dur"), "B": ("name", "tid"), "E": ("tid",), "i": ("name",), "M": ("name", "args")}
 METADATA = {
     "process_name": ("name", str),
@@ -21,12 +21,12 @@ METADATA = {
     "thread_name": ("name", str),
     "thread_sort_index": ("sort_index", int),
 }
-# Times have three digits after the point: a child's end may be rounded up where its parent's is rounded down.
+# Times have three decimals: a child's end may be rounded up and its parent's down.
 ROUNDING_US = 0.002
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, after every check."""
+    """Return the events of a valid file."""
     document = json.loads(path.read_text(), parse_constant=_refuse)
     found = list(problems(document))
     assert not found, "\n".join(found[:10])
@@ -45,7 +45,7 @@ def problems(document: Mapping[str, Any]) -> Iterator[str]:
         return
     if document.get("displayTimeUnit", "ms") not in ("ms", "ns"):
         yield f"displayTimeUnit {document['displayTimeUnit']!r}"
-    wrong = [f"{why}: {event}" for event in events for why in _of_event(event)]
+    wrong = [f"{why}: {event}" for event in events for why in _event_problems(event)]
     if wrong:
         yield from wrong
         return
@@ -54,10 +54,10 @@ def problems(document: Mapping[str, Any]) -> Iterator[str]:
         if event.get("ph") == "X":
             tracks[event["pid"], event["tid"]].append(event)
     for place, track in tracks.items():
-        yield from (f"track {place}: {why}" for why in _of_track(track))
+        yield from (f"track {place}: {why}" for why in _track_problems(track))
 
 
-def _of_event(event: Mapping[str, Any]) -> Iterator[str]:
+def _event_problems(event: Mapping[str, Any]) -> Iterator[str]:
     phase = event.get("ph")
     if phase not in NEEDED:
         yield f"no phase of ours {phase!r}"
@@ -73,10 +73,10 @@ def _of_event(event: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(event.get("args", {}), dict):
         yield "args is no object"
     elif phase == "M":
-        yield from _of_metadata(event)
+        yield from _metadata_problems(event)
 
 
-def _of_metadata(event: Mapping[str, Any]) -> Iterator[str]:
+def _metadata_problems(event: Mapping[str, Any]) -> Iterator[str]:
     if event.get("name") in METADATA:
         key, kind = METADATA[event["name"]]
         if type(event.get("args", {}).get(key)) is not kind:
@@ -85,8 +85,8 @@ def _of_metadata(event: Mapping[str, Any]) -> Iterator[str]:
         yield "metadata of a kind that is not described"
 
 
-def _of_track(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Complete events of one thread lie beside or inside each other."""
+def _track_problems(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield problems of complete events of one thread, which must be disjoint or nested."""
     open_until: list[float] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         start, end = event["ts"], event["ts"] + event["dur"]
