@@ -1,1 +1,1 @@
-"""Measures contenders side by side: what runs inside ranks, and what judges and shows it afterwards."""
+"""Benchmarks: programs that run in the ranks, the jobs that start them, and the evaluation of their reports."""

@@ -1,4 +1,4 @@
-"""From a measurement to the launcher's command lines, and to the reports that the ranks leave."""
+"""Jobs of a benchmark: where they run, the launcher's command line, and the reports of their ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from dualdist.utils.redaction import make_redactor, redact_command, redact_varia
 from dualdist.utils.suggest import did_you_mean, require_choice
 
 WORKER = ("-m", "dualdist.bench.ranks.worker")
-SPAWNED = ("-m", "dualdist.bench.ranks.spawned")
 SPAWN = "spawn"
-CHOICES = tuple(LAUNCHERS)
-SHOWN_LINES = 30
-FOREIGN = "foreign_cores_of_job"  # in every report: what others did to the machine from the job's start to its end
+OUTPUT_LINES = 30  # of a failed job, in the error
+FOREIGN = "foreign_cores_of_job"  # in every report: CPU use of other processes while the job ran
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a job runs: a backend, its transport (None for the backend's own choice), and what starts the ranks."""
+    """Backend, transport (None for the backend's default) and launcher of a job."""
 
     backend: str
     transport: str | None
@@ -40,9 +38,9 @@ class RunConfig:
 
 
 def parse_configs(text: str, transport: str | None, launcher: str | None) -> list[RunConfig]:
-    """The places of `native,horovod:mpi`: backends, each with a transport of its own or the one that is given."""
+    """Parse `native,horovod:mpi`; `transport` and `launcher` apply to backends that do not name one."""
     if launcher is not None:
-        require_choice(launcher, CHOICES, "launcher")
+        require_choice(launcher, LAUNCHERS, "launcher")
     found = []
     for word in text.split(","):
         backend, _, own = word.strip().partition(":")
@@ -50,24 +48,21 @@ def parse_configs(text: str, transport: str | None, launcher: str | None) -> lis
         if backend not in BACKENDS or backend == "auto":
             valid = ", ".join(name for name in BACKENDS if name != "auto")
             raise UsageError(
-                f"backend {backend!r}: expected {valid}, or several with commas between, as native,horovod:mpi"
+                f"backend {backend!r}: expected {valid}, or several separated by commas, as native,horovod:mpi"
                 + did_you_mean(backend, BACKENDS)
             )
         if chosen is not None:
             require_choice(chosen, TRANSPORTS, "transport")
-        found.append(RunConfig(backend, chosen, launcher or _launcher(backend, chosen)))
+        default = "mpirun" if "mpi" in (backend, chosen) else "torchrun"
+        found.append(RunConfig(backend, chosen, launcher or default))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")
     return found
 
 
-def _launcher(backend: str, transport: str | None) -> str:
-    return "mpirun" if "mpi" in (backend, transport) else "torchrun"
-
-
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """What all jobs of a measurement share. `env` is set for every rank; `timeout_s` is a whole job's."""
+    """Settings shared by the jobs of a benchmark; `env` is set for every rank, `timeout_s` limits a whole job."""
 
     ranks: int
     threads: int = 1
@@ -84,46 +79,56 @@ class MeasurementSettings:
             raise UsageError(f"timeout {self.timeout_s:g}: expected seconds above 0")
 
     def variables(self) -> dict[str, str]:
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
-        return {"OMP_NUM_THREADS": str(self.threads), **hidden, **self.env}
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        return {"OMP_NUM_THREADS": str(self.threads), **no_gpu, **self.env}
+
+
+def parse_env(assignments: Sequence[str]) -> dict[str, str]:
+    """Parse the NAME=VALUE arguments of --env."""
+    for assignment in assignments:
+        if not assignment.partition("=")[1]:
+            raise UsageError(f"--env {assignment}: expected NAME=VALUE")
+    return {name: value for name, _, value in (assignment.partition("=") for assignment in assignments)}
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job to be launched, and the files in which it leaves its reports."""
+    """A job to launch and the files in which its ranks leave their reports; `tags` say what the job measures."""
 
     title: str
     command: Command
     reports: tuple[Path, ...]
-    tags: Mapping[str, Any] = field(default_factory=dict)  # by which its reports are told apart
+    tags: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def command_line(self) -> str:
-        """The command as one would type it in a shell, without the values of secrets: it is shown and kept."""
+        """The command in shell syntax, with the values of secrets hidden."""
         variables = [f"{name}={value}" for name, value in redact_variables(self.command.env).items()]
         return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
 
 
-def worker_command(place: RunConfig, words: Sequence[str], setting: MeasurementSettings, site: Site) -> Command:
-    """The command that runs the worker with these words on every rank."""
-    words = (*words, f"--device={setting.device}", f"--timeout-s={setting.wait_s:g}")
-    program = (*SPAWNED, str(setting.ranks), *words) if place.launcher == SPAWN else (*WORKER, *words)
-    return program_command(place, program, setting, site)
+def worker_command(config: RunConfig, arguments: Sequence[str], settings: MeasurementSettings, site: Site) -> Command:
+    """Return the command that runs the worker with these arguments on every rank."""
+    spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN else ()
+    common = (f"--device={settings.device}", f"--timeout-s={settings.wait_s:g}")
+    return program_command(config, (*WORKER, *spawn, *arguments, *common), settings, site)
 
 
-def program_command(place: RunConfig, program: tuple[str, ...], setting: MeasurementSettings, site: Site) -> Command:
-    """The command that runs the program on every rank, or once where it spawns them itself."""
-    spawns = place.launcher == SPAWN
-    ranks = 1 if spawns else setting.ranks
-    if place.launcher == "srun":  # which gives a rank one core, whatever its threads, if it is not told
-        site = replace(site, task_cpus=setting.threads)
-    job = Job(program, ranks, place.backend, place.transport, setting.variables())
-    return build_command("python" if spawns else place.launcher, job, site)
+def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings, site: Site) -> Command:
+    """Return the command that runs the program on every rank, or once if it spawns its ranks."""
+    spawns = config.launcher == SPAWN
+    if config.launcher == "srun":  # its default is one core per rank
+        site = replace(site, task_cpus=settings.threads)
+    ranks = 1 if spawns else settings.ranks
+    job = Job(program, ranks, config.backend, config.transport, settings.variables())
+    return build_command("python" if spawns else config.launcher, job, site)
 
 
 def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
-    """The reports of the job, after it has ended; LaunchError where it failed, with the end of what it printed, in
-    which the values of its own secret variables are hidden.
+    """Run the job and return its reports.
+
+    Raises:
+        LaunchError: the job failed or left no report; with the end of its output, secret values redacted.
     """
     before, redact = read_cpu(children=True), make_redactor(planned.command.env)
     try:
@@ -134,9 +139,9 @@ def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
     missing = [path for path in planned.reports if not path.exists()]
     if result.code != 0 or missing:
         output = re.sub(f"^(?:{planned.command.prefix})", "", result.output.strip(), flags=re.MULTILINE)
-        shown, told = "\n".join(output.splitlines()[-SHOWN_LINES:]), find_exception(output)
-        if told is not None and told not in shown:  # torchrun alone has as many lines to say after it
-            shown = f"{told}\n[...]\n{shown}"
+        shown, exception = "\n".join(output.splitlines()[-OUTPUT_LINES:]), find_exception(output)
+        if exception is not None and exception not in shown:  # torchrun prints about as many lines after it
+            shown = f"{exception}\n[...]\n{shown}"
         why = f"exit code {result.code}" if result.code else "it left no report"
         raise LaunchError(f"{planned.title} failed ({why}): {planned.command_line}\n{redact(shown)}")
     return [{**json.loads(path.read_text()), FOREIGN: foreign} for path in planned.reports]

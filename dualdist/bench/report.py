@@ -1,4 +1,4 @@
-"""Tables for a person, with rich where it is installed, and the record that goes with every figure as JSON."""
+"""Reports of a benchmark: tables for the terminal, and the JSON record with hardware, versions and settings."""
 
 from __future__ import annotations
 
@@ -26,78 +26,81 @@ _NOTE = textwrap.TextWrapper(
 
 
 @dataclass(frozen=True)
-class FigureTable:
-    """A title, `words` columns of words and further ones of figures, and what must be said beside them."""
+class ReportTable:
+    """A table: the first `text_columns` columns hold text, the others numbers; notes follow below."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = field(default=())
-    words: int = 1
+    text_columns: int = 1
 
 
-def record(
-    what: str, command: str, settings: dict[str, Any], jobs: list[dict[str, Any]], results: Any
+def make_record(
+    benchmark: str, command: str, settings: dict[str, Any], jobs: list[dict[str, Any]], results: Any
 ) -> dict[str, Any]:
-    """Everything that goes with the figures: `jobs` hold every command with what its ranks reported, round by round."""
+    """Return the JSON record of a benchmark; `jobs` hold every command and the reports of its ranks."""
     return {
         "schema": SCHEMA,
-        "what": what,
+        "benchmark": benchmark,
         "command": command,
-        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "timestamp": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": asdict(machine()),
-        "versions": versions() | _of_gpus(jobs),
+        "versions": versions() | _gpu_versions(jobs),
         "settings": settings,
         "results": results,
         "jobs": jobs,
     }
 
 
-def _of_gpus(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The CUDA and the NCCL that ranks on GPUs had."""
+def _gpu_versions(jobs: Sequence[dict[str, Any]]) -> dict[str, str]:
     for rank in (rank for job in jobs for rank in job.get("ranks") or job.get("reports") or ()):
         if rank.get("cuda"):
             return {"CUDA": rank["cuda"], "NCCL": rank["nccl"]}
     return {}
 
 
-def typed(words: Sequence[str]) -> str:
-    """The command line of these words, without the values of secrets."""
-    return shlex.join(["dualdist", *redact_command(words)])
+def format_command(arguments: Sequence[str]) -> str:
+    """Return the dualdist command line with these arguments, with the values of secrets hidden."""
+    return shlex.join(["dualdist", *redact_command(arguments)])
 
 
-def heading(kept: dict[str, Any]) -> str:
-    """The lines that every table needs above it."""
-    settings = kept["settings"]
-    shared = ", ".join(f"{name} {value}" for name, value in settings.items() if value not in ({}, [], None))
-    return (
+def format_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that are set, with readable names."""
+    return {name.replace("_", " "): str(value) for name, value in settings.items() if value not in ({}, [], None)}
+
+
+def format_versions(found: Mapping[str, str]) -> str:
+    """Return "torch 2.13, dualdist 1.0"."""
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def print_report(record: dict[str, Any], tables: Sequence[ReportTable], out: TextIO) -> None:
+    """Print the record's hardware, versions and settings, then the tables."""
+    settings = ", ".join(f"{name} {value}" for name, value in format_settings(record["settings"]).items())
+    out.write(
         f"machine   {machine()}\n"
-        f"versions  {', '.join(f'{name} {release}' for name, release in kept['versions'].items())}\n"
-        f"settings  {shared}\n"
-        f"command   {kept['command']}\n"
-        f"at        {kept['at']}\n"
+        f"versions  {format_versions(record['versions'])}\n"
+        f"settings  {settings}\n"
+        f"command   {record['command']}\n"
+        f"time      {record['timestamp']}\n"
     )
-
-
-def show(kept: dict[str, Any], tables: Sequence[FigureTable], out: TextIO) -> None:
-    """Print the record's heading and the tables."""
-    out.write(heading(kept))
     for table in tables:
         out.write("\n")
-        if not _by_rich(table, out):
-            out.write(plain(table))
+        if not _print_with_rich(table, out):
+            out.write(format_plain(table))
         for note in table.notes:
             out.write(f"{_NOTE.fill(note)}\n")
     out.flush()
 
 
-def plain(table: FigureTable) -> str:
-    """The table in letters: words to the left, figures to the right."""
+def format_plain(table: ReportTable) -> str:
+    """Return the table as plain text, with text aligned left and numbers right."""
     widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
 
     def line(cells: Sequence[str]) -> str:
         padded = (
-            cell.ljust(width) if i < table.words else cell.rjust(width)
+            cell.ljust(width) if i < table.text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
         return "  ".join(padded).rstrip() + "\n"
@@ -106,27 +109,27 @@ def plain(table: FigureTable) -> str:
     return f"{table.title}\n{line(table.columns)}{rule}\n{''.join(map(line, table.rows))}"
 
 
-def _by_rich(table: FigureTable, out: TextIO) -> bool:
-    """Print by rich, on a terminal; False where it is not installed, or nobody looks."""
+def _print_with_rich(table: ReportTable, out: TextIO) -> bool:
+    """Print with rich; return False if `out` is no terminal or rich is not installed."""
     if not out.isatty():
         return False
     try:
         from rich.console import Console
         from rich.markup import escape
-        from rich.table import Table as RichTable
+        from rich.table import Table
     except ImportError:
         return False
-    drawn = RichTable(title=escape(table.title), title_justify="left")
+    drawn = Table(title=escape(table.title), title_justify="left")
     for number, column in enumerate(table.columns):
-        drawn.add_column(escape(column), justify="left" if number < table.words else "right")
+        drawn.add_column(escape(column), justify="left" if number < table.text_columns else "right")
     for row in table.rows:
         drawn.add_row(*(escape(cell) for cell in row))
     Console(file=out, highlight=False).print(drawn)
     return True
 
 
-def dumps(data: Any, indent: int | None = None) -> str:
-    """The data as JSON that any program reads: it knows no NaN and no infinity, for which null stands."""
+def dump_json(data: Any, indent: int | None = None) -> str:
+    """Return standard JSON: null stands for NaN and infinity."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
@@ -138,9 +141,9 @@ def _finite(data: Any) -> Any:
     return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
 
 
-def write_json(kept: dict[str, Any], where: str) -> None:
-    """The record is in the file, or on standard output for -."""
-    text = dumps(kept, indent=1)
+def write_json(record: dict[str, Any], where: str) -> None:
+    """Write the record to the file, or to standard output for `-`."""
+    text = dump_json(record, indent=1)
     if where == "-":
         sys.stdout.write(f"{text}\n")
         return
@@ -152,15 +155,12 @@ def write_json(kept: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def check_file(option: str, where: str | None, folder: str | None = None) -> None:
-    """UsageError now rather than after an hour of measuring, where the file could not be written.
-
-    The folder will be there by then.
-    """
+def check_writable(option: str, where: str | None, new_folder: str | None = None) -> None:
+    """Raise UsageError before an hour of measurements if the file cannot be written; `new_folder` will exist."""
     if where in (None, "-"):
         return
     path = Path(str(where)).resolve()
-    if folder is not None and path.parent == Path(folder).resolve() and not path.parent.exists():
+    if new_folder is not None and path.parent == Path(new_folder).resolve() and not path.parent.exists():
         return
     if not path.parent.is_dir():
         raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
@@ -168,19 +168,29 @@ def check_file(option: str, where: str | None, folder: str | None = None) -> Non
         raise UsageError(f"{option} {where}: this cannot be written; name another file")
 
 
-def last_words(reason: str) -> str:
-    """One line of an error that may be a whole output: the exception, else what names an error, else the first."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+def error_summary(text: str) -> str:
+    """Return the line of an output that names the error: the exception, the last error line, or the first line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line or "error:" in line]
-    return find_exception(reason) or next(iter([*reversed(named), *lines]), "")
+    return find_exception(text) or next(iter([*reversed(named), *lines]), "")
 
 
-def milliseconds(seconds: float) -> str:
+def failure_table(failures: Sequence[tuple[str, str]]) -> ReportTable:
+    """Return the table of what was not measured, from (label, reason)."""
+    rows = tuple((label, error_summary(reason)) for label, reason in failures)
+    return ReportTable("Not measured", ("contender", "reason"), rows, text_columns=2)
+
+
+def format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def size_words(nbytes: float) -> str:
-    """8 B, 64 KiB, 25 MiB."""
+def format_us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def format_size(nbytes: float) -> str:
+    """Return 8 B, 64 KiB or 25 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"

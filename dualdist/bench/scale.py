@@ -1,4 +1,4 @@
-"""`dualdist bench scale`: an alpha-beta model of allreduce, what it predicts for many ranks, and its check."""
+"""`dualdist bench scale`: an alpha-beta model of allreduce, fitted here, validated, and applied to many ranks."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 
 from dualdist.bench import allreduce
 from dualdist.bench import step as bench_step
-from dualdist.bench.cases import AllreduceOptions, StepOptions
 from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig
-from dualdist.bench.report import FigureTable, milliseconds, size_words
-from dualdist.bench.statistics import least_squares
+from dualdist.bench.options import AllreduceOptions, StepOptions
+from dualdist.bench.report import ReportTable, format_ms, format_size, format_us
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
 
-# An allreduce of n bytes between p ranks takes a(p) * alpha + b(p) * n * beta: alpha seconds to begin a message, beta
-# seconds for each byte of one (Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). The cost
-# of adding up (gamma in the paper) goes with the bytes, and is in beta here. The counts are those of Thakur,
-# Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, 4.5.
+# Note [alpha-beta model]
+# An allreduce of n bytes between p ranks takes a(p) * alpha + b(p) * n * beta: alpha seconds of latency per message,
+# beta seconds per byte (Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). The cost of
+# the reduction (gamma in the paper) is proportional to the bytes and is included in beta. The counts a and b are those
+# of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
+# 2005, section 4.5.
 Counts = Callable[[int], tuple[float, float]]
 
 
 def _ring(ranks: int) -> tuple[float, float]:
-    """Reduce-scatter around the ring, then allgather: p - 1 messages of n / p bytes each."""
+    """Reduce-scatter around the ring, then allgather: 2 (p - 1) messages of n / p bytes each."""
     return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
 
 
 def _tree(ranks: int) -> tuple[float, float]:
-    """Recursive doubling: in each of log2 p rounds everybody exchanges all n bytes."""
+    """Recursive doubling: in each of log2 p rounds every rank exchanges all n bytes."""
     rounds = math.ceil(math.log2(ranks))
     return rounds, rounds
 
 
 def _halving(ranks: int) -> tuple[float, float]:
-    """Rabenseifner's: recursive halving, then doubling; a tree's messages and a ring's bytes."""
+    """Rabenseifner's algorithm, recursive halving, then doubling: about a tree's messages and a ring's bytes."""
     return 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks
 
 
@@ -45,7 +46,7 @@ ALGORITHMS: dict[str, Counts] = {"ring": _ring, "tree": _tree, "halving-doubling
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Seconds to begin a message, and seconds for each of its bytes."""
+    """Latency in seconds per message and inverse bandwidth in seconds per byte."""
 
     alpha_s: float
     beta_s: float
@@ -57,7 +58,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class ModelResidual:
-    """One measured size, and what the fitted model says of it; `relative` is model / measured - 1."""
+    """A measured and a modelled time; `relative` is model / measured - 1."""
 
     nbytes: int
     measured_s: float
@@ -78,98 +79,82 @@ class FittedModel:
     residuals: tuple[ModelResidual, ...]
 
     @property
-    def worst(self) -> float:
-        """The largest relative residual."""
+    def max_residual(self) -> float:
         return max(abs(residual.relative) for residual in self.residuals)
 
     @property
-    def typical(self) -> float:
-        """The root of the mean square of the relative residuals."""
+    def rms_residual(self) -> float:
         return math.sqrt(sum(residual.relative**2 for residual in self.residuals) / len(self.residuals))
 
 
-def predicted(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
-    """Seconds for an allreduce; between one rank it costs nothing."""
+def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
+    """Return the seconds of an allreduce; 0 for a single rank."""
     if ranks < 2:
         return 0.0
     messages, parts = ALGORITHMS[algorithm](ranks)
     return messages * link.alpha_s + parts * nbytes * link.beta_s
 
 
-def fit(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> FittedModel:
-    """The link that makes the model nearest to (bytes, seconds), in relative terms, so that small sizes count too.
+def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> FittedModel:
+    """Fit alpha and beta to (bytes, seconds) by non-negative least squares of the relative errors."""
+    from scipy.optimize import nnls
 
-    Neither alpha nor beta comes out negative: where the best one would, it is 0 and the other is fitted alone.
-    """
     messages, parts = ALGORITHMS[algorithm](ranks)
-    first = [messages] * len(sweep)
-    second = [parts * nbytes for nbytes, _ in sweep]
-    target = [seconds for _, seconds in sweep]
-    alpha, beta = least_squares(first, second, target, _relative)
-    if alpha < 0:
-        alpha, beta = 0.0, _alone(second, target)
-    elif beta < 0:
-        alpha, beta = _alone(first, target), 0.0
-    link = LinkModel(alpha, beta)
-    residuals = [ModelResidual(nbytes, seconds, predicted(algorithm, link, ranks, nbytes)) for nbytes, seconds in sweep]
+    rows = [[messages / seconds, parts * nbytes / seconds] for nbytes, seconds in sweep]
+    (alpha, beta), _ = nnls(rows, [1.0] * len(rows))
+    link = LinkModel(float(alpha), float(beta))
+    residuals = (
+        ModelResidual(nbytes, seconds, predict_allreduce(algorithm, link, ranks, nbytes)) for nbytes, seconds in sweep
+    )
     return FittedModel(algorithm, ranks, link, tuple(residuals))
-
-
-def _relative(seconds: float) -> float:
-    return 1 / seconds**2
-
-
-def _alone(counts: Sequence[float], target: Sequence[float]) -> float:
-    """The factor for which factor * counts is nearest to the target in relative terms."""
-    parts = [count / seconds for count, seconds in zip(counts, target, strict=True)]
-    return sum(parts) / sum(part * part for part in parts)
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A training step on `ranks` ranks: what its allreduces cost one after another, and the step's bounds.
+    """Predicted training step on `ranks` ranks, whose allreduces run one after another.
 
-    `limit_s` is max(compute, communication), which full overlap reaches at best; `serial_s` is their sum, without any.
+    `overlapped_s` is max(compute, communication), the bound with complete overlap; `serial_s` is their sum.
     """
 
     ranks: int
     algorithm: str
     communication_s: float
-    limit_s: float
+    overlapped_s: float
     serial_s: float
-    efficiency: float  # compute / limit: 1 where communication hides completely
+    efficiency: float  # compute / overlapped
 
 
-def outlook(algorithm: str, link: LinkModel, ranks: int, nbytes: int, compute_s: float, buckets: int) -> StepPrediction:
-    """The step whose gradients of `nbytes` travel in `buckets` equal pieces."""
-    each = predicted(algorithm, link, ranks, nbytes / buckets)
-    communication = buckets * each
-    limit = max(compute_s, communication)
-    return StepPrediction(ranks, algorithm, communication, limit, compute_s + communication, compute_s / limit)
+def predict_step(
+    algorithm: str, link: LinkModel, ranks: int, nbytes: int, compute_s: float, buckets: int
+) -> StepPrediction:
+    """Predict the step whose `nbytes` of gradients are reduced in `buckets` of equal size."""
+    communication = buckets * predict_allreduce(algorithm, link, ranks, nbytes / buckets)
+    best = max(compute_s, communication)
+    return StepPrediction(ranks, algorithm, communication, best, compute_s + communication, compute_s / best)
 
 
 BUCKET_BYTES = 25 << 20
-CALL = "dualdist_"  # whose times are fitted
-UNKNOWN = (
-    "what this cannot know: a network (measured links are those inside this host), how ranks share its cards and "
-    "switches, several hosts' placement, libraries that change algorithm with size and ranks, ranks that are late, and "
-    "more ranks than cores, which slow each other here as they would not on hosts of their own"
+CALL = "dualdist_"  # the call whose times are fitted
+LIMITATIONS_NOTE = (
+    "not modelled: a network (the fitted links are those within this host), ranks that share network cards and "
+    "switches, placement over several hosts, libraries that change algorithm with size and ranks, stragglers, and "
+    "more ranks than cores, which slow each other here but not on separate hosts"
 )
-MODEL = (
-    "T = a alpha + b n beta (Hockney 1994; Thakur, Rabenseifner and Gropp 2005); the cost of adding up is in beta, and "
-    "all that a call costs beside its bytes is in alpha"
+MODEL_NOTE = (
+    "T = a alpha + b n beta (Hockney 1994; Thakur, Rabenseifner and Gropp 2005); beta includes the reduction, alpha "
+    "the constant cost of a call"
 )
 
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """What is asked: predictions for `ranks`, those up to `measured_up_to` measured too, unless the link is given.
+    """Numbers of ranks to predict, of which those up to `measure_up_to` are measured too unless `link` is given.
 
-    Without `compute_s` the model's step is measured on one rank; without `nbytes` its gradients count.
+    Without `compute_s` and `nbytes` the step of `model` is measured on one rank.
     """
 
     ranks: tuple[int, ...]
-    measured_up_to: int
+    measure_up_to: int
     model: str
     link: LinkModel | None = None
     compute_s: float | None = None
@@ -180,46 +165,48 @@ class ScaleOptions:
             raise UsageError(f"ranks {list(self.ranks)}: expected numbers of 2 or more, as 2,4,8,64")
         if (self.compute_s is None) != (self.nbytes is None):
             raise UsageError("--compute-ms and --bytes describe one step together: give both, or neither")
-        if self.link is None and self.measured_up_to < min(self.ranks):
+        if self.link is None and self.measure_up_to < min(self.ranks):
             raise UsageError(
-                f"nothing to fit: no number of --ranks is within --measure-up-to {self.measured_up_to}; "
+                f"nothing to fit: no number of --ranks is within --measure-up-to {self.measure_up_to}; "
                 "or give --alpha-us and --beta-gb-s"
             )
 
     @property
-    def measured(self) -> tuple[int, ...]:
-        return tuple(ranks for ranks in self.ranks if ranks <= self.measured_up_to) if self.link is None else ()
+    def measured_ranks(self) -> tuple[int, ...]:
+        return tuple(ranks for ranks in self.ranks if ranks <= self.measure_up_to) if self.link is None else ()
 
 
-def plan(
-    place: RunConfig,
+def plan_jobs(
+    config: RunConfig,
     options: ScaleOptions,
     sweep: AllreduceOptions,
-    setting: MeasurementSettings,
+    settings: MeasurementSettings,
     site: Site,
     folder: Path,
 ) -> Iterator[PlannedJob]:
-    """A sweep for every number of ranks that is measured, and one rank's step where its time was not given."""
-    for ranks in options.measured:
-        yield from allreduce.plan([place], sweep, replace(setting, ranks=ranks), site, folder, launches=1)
+    """Yield a sweep for every measured number of ranks, and the step on one rank unless its time was given."""
+    for ranks in options.measured_ranks:
+        yield from allreduce.plan_jobs([config], sweep, replace(settings, ranks=ranks), site, folder, launches=1)
     if options.compute_s is None:
         step = [StepOptions(options.model, ("none",), rounds=min(5, sweep.rounds))]
-        alone = replace(setting, ranks=1)
-        native = [RunConfig("native", None, "torchrun")]
-        yield from bench_step.plan(native, step, alone, site, folder, launches=1, with_memory=False)
+        alone, native = replace(settings, ranks=1), [RunConfig("native", None, "torchrun")]
+        yield from bench_step.plan_jobs(native, step, alone, site, folder, launches=1, with_memory=False)
 
 
-def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
-    """The fits, their check against what was measured, and the predictions, where there is all that they need."""
-    sweeps = allreduce.judge([each for each in done if "ranks" in each[0].tags])
-    steps = bench_step.judge([each for each in done if "model" in each[0].tags])
+def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
+    """Return the fits, their validation on other numbers of ranks, and the predictions, as far as data allow."""
+    sweeps = allreduce.summarize([each for each in done if "ranks" in each[0].tags])
+    steps = bench_step.summarize([each for each in done if "model" in each[0].tags])
     compute_s, nbytes = options.compute_s, options.nbytes
     if steps:
         compute_s = steps[0]["contenders"]["none"]["seconds"]["value"]
         nbytes = steps[0]["gradient_bytes"]
-    measured = {sweep["ranks"]: _points(sweep) for sweep in sweeps}
-    fits = {(name, ranks): fit(name, ranks, points) for ranks, points in measured.items() for name in ALGORITHMS}
-    base = min(measured) if measured else None
+    measured = {
+        sweep["ranks"]: [(size["bytes"], size["calls"][CALL]["seconds"]["value"]) for size in sweep["sizes"]]
+        for sweep in sweeps
+    }
+    fits = {(name, ranks): fit_link(name, ranks, points) for ranks, points in measured.items() for name in ALGORITHMS}
+    base = min(measured, default=None)
     if options.link is not None:
         links = dict.fromkeys(ALGORITHMS, options.link)
     else:
@@ -230,23 +217,23 @@ def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: Scal
         "fitted_on": base,
         "fits": [
             {
-                "algorithm": found.algorithm,
-                "ranks": found.ranks,
-                **_link(found.link),
-                "typical_residual": found.typical,
-                "worst_residual": found.worst,
-                "residuals": [{**asdict(each), "relative": each.relative} for each in found.residuals],
+                "algorithm": fit.algorithm,
+                "ranks": fit.ranks,
+                **_link(fit.link),
+                "rms_residual": fit.rms_residual,
+                "max_residual": fit.max_residual,
+                "residuals": [{**asdict(each), "relative": each.relative} for each in fit.residuals],
             }
-            for found in fits.values()
+            for fit in fits.values()
         ],
         "links": {name: _link(link) for name, link in links.items()},
-        "checks": [
+        "validation": [
             {
                 "algorithm": name,
                 "ranks": ranks,
                 "bytes": size,
                 "measured_s": seconds,
-                "predicted_s": predicted(name, links[name], ranks, size),
+                "predicted_s": predict_allreduce(name, links[name], ranks, size),
             }
             for ranks, points in measured.items()
             if ranks != base
@@ -259,8 +246,8 @@ def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: Scal
             "gradient_bytes": nbytes,
             "buckets": buckets,
         },
-        "outlook": [
-            asdict(outlook(name, links[name], ranks, nbytes, compute_s, buckets))
+        "predictions": [
+            asdict(predict_step(name, links[name], ranks, nbytes, compute_s, buckets))
             for ranks in options.ranks
             for name in links
             if compute_s is not None and nbytes is not None
@@ -268,76 +255,71 @@ def judge(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: Scal
     }
 
 
-def _points(sweep: dict[str, Any]) -> list[tuple[int, float]]:
-    return [(size["bytes"], size["calls"][CALL]["seconds"]["value"]) for size in sweep["sizes"]]
-
-
 def _link(link: LinkModel) -> dict[str, float]:
     return {"alpha_us": link.alpha_s * 1e6, "beta_gb_s": link.bandwidth_gb_s}
 
 
-def tables(result: dict[str, Any]) -> Iterator[FigureTable]:
-    """The fits, each with its residuals; the check; the outlook."""
+def tables(result: dict[str, Any]) -> Iterator[ReportTable]:
+    """Yield the fits, the residuals of one, the validation, and the predictions."""
     if result["fits"]:
         yield _fits(result)
-        yield from _residuals(result)
-    if result["checks"]:
-        yield _checks(result)
-    if result["outlook"]:
-        yield _outlook(result)
+        yield _residuals(result)
+    if result["validation"]:
+        yield _validation(result)
+    if result["predictions"]:
+        yield _predictions(result)
 
 
-def _fits(result: dict[str, Any]) -> FigureTable:
+def _fits(result: dict[str, Any]) -> ReportTable:
     sweep = result["sweeps"][0]
-    return FigureTable(
+    return ReportTable(
         f"alpha-beta model fitted to dd.allreduce_, {sweep['backend']} over {sweep['transport']}, {sweep['launcher']}",
-        ("algorithm", "ranks", "alpha us", "1 / beta GB/s", "typical residual", "worst residual"),
+        ("algorithm", "ranks", "alpha us", "1 / beta GB/s", "RMS residual", "max residual"),
         tuple(
             (
-                found["algorithm"],
-                str(found["ranks"]),
-                f"{found['alpha_us']:.1f}",
-                f"{found['beta_gb_s']:.3f}",
-                f"{found['typical_residual']:.0%}",
-                f"{found['worst_residual']:.0%}",
+                fit["algorithm"],
+                str(fit["ranks"]),
+                f"{fit['alpha_us']:.1f}",
+                f"{fit['beta_gb_s']:.3f}",
+                f"{fit['rms_residual']:.0%}",
+                f"{fit['max_residual']:.0%}",
             )
-            for found in result["fits"]
+            for fit in result["fits"]
         ),
-        (MODEL, *(f"machine at {s['ranks']} ranks: {s['noise']['words']}" for s in result["sweeps"])),
+        (MODEL_NOTE, *(f"machine at {s['ranks']} ranks: {s['noise']['summary']}" for s in result["sweeps"])),
     )
 
 
-def _residuals(result: dict[str, Any]) -> Iterator[FigureTable]:
-    found = next(each for each in result["fits"] if each["ranks"] == result["fitted_on"])
-    yield FigureTable(
-        f"residuals of the {found['algorithm']} model on the {found['ranks']} ranks it was fitted to",
+def _residuals(result: dict[str, Any]) -> ReportTable:
+    fit = next(each for each in result["fits"] if each["ranks"] == result["fitted_on"])
+    note = "with two ranks all three algorithms give the same times"
+    return ReportTable(
+        f"residuals of the {fit['algorithm']} model on the {fit['ranks']} ranks it was fitted to",
         ("size", "measured us", "model us", "model / measured - 1"),
         tuple(
             (
-                size_words(each["nbytes"]),
-                f"{each['measured_s'] * 1e6:.1f}",
-                f"{each['model_s'] * 1e6:.1f}",
+                format_size(each["nbytes"]),
+                format_us(each["measured_s"]),
+                format_us(each["model_s"]),
                 f"{each['relative']:+.0%}",
             )
-            for each in found["residuals"]
+            for each in fit["residuals"]
         ),
-        ("two ranks cannot tell the algorithms apart: with them all three give the same times",)
-        if result["fitted_on"] == 2
-        else (),
+        (note,) if result["fitted_on"] == 2 else (),
     )
 
 
-def _checks(result: dict[str, Any]) -> FigureTable:
+def _validation(result: dict[str, Any]) -> ReportTable:
     rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for check in result["checks"]:
-        rows.setdefault((check["ranks"], check["bytes"]), {})[check["algorithm"]] = check
-    return FigureTable(
-        f"predicted from {result['fitted_on']} ranks, and measured here",
+    for each in result["validation"]:
+        rows.setdefault((each["ranks"], each["bytes"]), {})[each["algorithm"]] = each
+    return ReportTable(
+        f"validation: predicted from {result['fitted_on']} ranks, measured here",
         ("ranks, size", "measured us", *(f"{name}: predicted / measured" for name in ALGORITHMS)),
         tuple(
             (
-                f"{ranks}, {size_words(nbytes)}",
-                f"{by_name['ring']['measured_s'] * 1e6:.1f}",
+                f"{ranks}, {format_size(nbytes)}",
+                format_us(by_name["ring"]["measured_s"]),
                 *(f"{by_name[name]['predicted_s'] / by_name[name]['measured_s']:.2f}" for name in ALGORITHMS),
             )
             for (ranks, nbytes), by_name in rows.items()
@@ -345,30 +327,21 @@ def _checks(result: dict[str, Any]) -> FigureTable:
     )
 
 
-def _outlook(result: dict[str, Any]) -> FigureTable:
+def _predictions(result: dict[str, Any]) -> ReportTable:
     step = result["step"]
-    rows: dict[int, dict[str, Any]] = {}
-    for each in result["outlook"]:
-        rows.setdefault(each["ranks"], {})[each["algorithm"]] = each
+    rows: dict[int, list[str]] = {}
+    for each in result["predictions"]:
+        cell = f"{format_ms(each['communication_s'])}, {format_ms(each['overlapped_s'])}, {each['efficiency']:.0%}"
+        rows.setdefault(each["ranks"], []).append(cell)
     link = ", ".join(f"{k} {v['alpha_us']:.1f} us and {v['beta_gb_s']:.3f} GB/s" for k, v in result["links"].items())
-    return FigureTable(
-        f"outlook for {step['model'] or 'the given step'}: compute {milliseconds(step['compute_s'])} ms a step, "
-        f"{size_words(step['gradient_bytes'])} of gradients in {step['buckets']} bucket(s)",
-        ("ranks", *(f"{name}: comm ms, limit ms, efficiency" for name in ALGORITHMS)),
-        tuple(
-            (
-                str(ranks),
-                *(
-                    f"{milliseconds(each['communication_s'])}, {milliseconds(each['limit_s'])}, "
-                    f"{each['efficiency']:.0%}"
-                    for each in (by_name[name] for name in ALGORITHMS)
-                ),
-            )
-            for ranks, by_name in rows.items()
-        ),
+    return ReportTable(
+        f"prediction for {step['model'] or 'the given step'}: compute {format_ms(step['compute_s'])} ms per step, "
+        f"{format_size(step['gradient_bytes'])} of gradients in {step['buckets']} bucket(s)",
+        ("ranks", *(f"{name}: comm ms, step ms, efficiency" for name in ALGORITHMS)),
+        tuple((str(ranks), *cells) for ranks, cells in rows.items()),
         (
             f"links: {link}",
-            "limit: max(compute, communication), which complete overlap would reach; efficiency: compute / limit",
-            UNKNOWN,
+            "step: max(compute, communication), the bound with complete overlap; efficiency: compute / step",
+            LIMITATIONS_NOTE,
         ),
     )

@@ -1,165 +1,218 @@
-"""Round-by-round ratios of interleaved timings, pooled over launches, with what they are worth."""
+"""Medians, ratios and their confidence intervals over rounds and launches, and how noisy the machine was.
+
+A launch is one start of a job, a round one sample of every contender in it. Launches are independent; the rounds and
+steps of one launch are not, as memory placement shifts a launch as a whole. Needs scipy, which is imported on use.
+"""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 
-Rounds = Sequence[float]  # one value a round, of one launch
+from dualdist.utils.machine import CpuUse, foreign_cores
+
+Rounds = Sequence[float]  # one sample per round, of one launch
 
 RESAMPLES = 2000
+PAIRED_RESAMPLES = 4000
 LEVEL = 0.95
-# Foreign CPU, in cores, from which a round counts as loaded: a tenth of a core moves a step of two ranks on two cores.
+# CPU use of other processes, in cores, above which a round counts as loaded: a tenth of a core changes a step of two
+# ranks on two cores.
 LOADED_CORES = 0.1
-# A machine is noisy where more than this part of the rounds was loaded, or where the reference's own timings spread
-# (quartile to quartile, over the median) by more than that.
+# A machine is noisy if more than this share of the rounds was loaded, or if the interquartile range of the baseline's
+# samples exceeds this share of their median.
 NOISY_ROUNDS = 0.25
 NOISY_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
 class MedianEstimate:
-    """A median over rounds and launches, and the 95% interval that a bootstrap gives it."""
+    """A median over rounds and launches with its 95% bootstrap interval."""
 
     value: float
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """How long one contender takes over another: below 1 it is the faster one.
+    """Step time of one contender over another's, round by round; below 1 it is faster.
 
-    `minimum` is the least ratio of a round; `best` is the ratio of the two least timings of all; `quiet` is the median
-    over the rounds that were not loaded, None where all were.
+    `min_ratio` is the smallest ratio of a round, `ratio_of_minima` that of the smallest samples overall, and
+    `quiet_median` the median over rounds that were not loaded (None if all were).
     """
 
     median: MedianEstimate
-    minimum: float
-    best: float
-    quiet: float | None
+    min_ratio: float
+    ratio_of_minima: float
+    quiet_median: float | None
     rounds: int
-    loaded: int
+    loaded_rounds: int
     launches: int
 
 
-def ratio(over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequence[bool]] | None = None) -> TimeRatio:
-    """over / under, round by round. Each argument has one sequence a launch, and these one value a round."""
+def time_ratio(
+    over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequence[bool]] | None = None
+) -> TimeRatio:
+    """Divide `over` by `under`, round by round; each argument holds one sequence per launch."""
     loaded = loaded or [[False] * len(rounds) for rounds in over]
-    launches = [divided(a, b) for a, b in zip(over, under, strict=True)]
+    launches = [[a / b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)]
     quiet = [
-        [value for value, marked in zip(values, marks, strict=True) if not marked]
+        [value for value, is_busy in zip(values, marks, strict=True) if not is_busy]
         for values, marks in zip(launches, loaded, strict=True)
     ]
-    left = [values for values in quiet if values]
+    quiet = [values for values in quiet if values]
     return TimeRatio(
-        median=estimate(launches),
-        minimum=min(min(values) for values in launches),
-        best=min(min(values) for values in over) / min(min(values) for values in under),
-        quiet=pooled(left) if left else None,
+        median=bootstrap_median(launches),
+        min_ratio=min(min(values) for values in launches),
+        ratio_of_minima=min(min(values) for values in over) / min(min(values) for values in under),
+        quiet_median=pooled_median(quiet) if quiet else None,
         rounds=sum(len(values) for values in launches),
-        loaded=sum(sum(marks) for marks in loaded),
+        loaded_rounds=sum(sum(marks) for marks in loaded),
         launches=len(launches),
     )
 
 
-def divided(over: Rounds, under: Rounds) -> list[float]:
-    return [a / b for a, b in zip(over, under, strict=True)]
+def time_difference(over: Sequence[Rounds], under: Sequence[Rounds]) -> MedianEstimate:
+    """Subtract `under` from `over`, round by round."""
+    return bootstrap_median([[a - b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)])
 
 
-def subtracted(minuend: Rounds, subtrahend: Rounds) -> list[float]:
-    return [a - b for a, b in zip(minuend, subtrahend, strict=True)]
-
-
-def pooled(launches: Sequence[Rounds]) -> float:
-    """The median of the launches' medians: one launch moves as a whole, by where its memory happens to lie."""
+def pooled_median(launches: Sequence[Rounds]) -> float:
+    """Return the median of the launches' medians."""
     return median(median(rounds) for rounds in launches)
 
 
-def estimate(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEstimate:
-    """The pooled median and its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
+def bootstrap_median(launches: Sequence[Rounds], *, seed: int = 0) -> MedianEstimate:
+    """Return the pooled median and its percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
 
-    Launches are drawn first, then rounds inside them, as a launch's rounds are not independent of each other (Davison
-    and Hinkley 1997, section 3.8). With one launch the interval knows nothing of how launches differ.
+    Launches are resampled first, then the rounds within each (Davison and Hinkley 1997, section 3.8), which
+    scipy.stats.bootstrap cannot do. With one launch the interval does not cover the variation between launches.
     """
+    import numpy
+
     draw = random.Random(seed).choices
-    centres = sorted(
+    medians = [
         median(median(draw(rounds, k=len(rounds))) for rounds in draw(launches, k=len(launches)))
         for _ in range(RESAMPLES)
-    )
-    edge = (1 - LEVEL) / 2
-    return MedianEstimate(pooled(launches), quantile(centres, edge), quantile(centres, 1 - edge))
+    ]
+    low, high = numpy.quantile(medians, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return MedianEstimate(pooled_median(launches), float(low), float(high))
 
 
-def quantile(ordered: Sequence[float], part: float) -> float:
-    """The quantile of ordered values, by linear interpolation (Hyndman and Fan 1996, type 7)."""
-    place = part * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+@dataclass(frozen=True)
+class MedianInterval:
+    """A median over launches with its 95% interval, or the range of the values if there are too few launches.
+
+    `comparisons` intervals hold simultaneously with 95% confidence (Bonferroni).
+    """
+
+    value: float
+    low: float
+    high: float
+    launches: int
+    comparisons: int = 1
+
+    @property
+    def has_enough_launches(self) -> bool:
+        return self.launches >= min_launches(self.comparisons)
+
+    def excludes(self, value: float) -> bool:
+        """Return True if the interval is based on enough launches and does not contain the value."""
+        return self.has_enough_launches and not self.low <= value <= self.high
+
+    def inverse(self) -> MedianInterval:
+        """Return the interval of the inverse ratio."""
+        return MedianInterval(1 / self.value, 1 / self.high, 1 / self.low, self.launches, self.comparisons)
 
 
-def spread(values: Rounds) -> float:
-    """From quartile to quartile, over the median."""
-    ordered = sorted(values)
-    return (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / median(ordered)
+def min_launches(comparisons: int = 1) -> int:
+    """Return how many launches an interval needs: the range of n values misses the median with probability 2 / 2**n.
+
+    A bootstrap interval cannot exceed that range: with 5 launches it would cover 1 - 2 / 2**5 = 94% at most.
+    """
+    return math.ceil(1 + math.log2(comparisons / (1 - LEVEL)))
+
+
+MIN_LAUNCHES = min_launches()
+
+
+def median_interval(values: Sequence[float], *, comparisons: int = 1, seed: int = 0) -> MedianInterval:
+    """Return the median of one value per launch, with a percentile bootstrap interval over launches.
+
+    The percentiles are expanded for small samples as Hesterberg does for means (The American Statistician 69(4),
+    2015, section 5.3).
+    """
+    count = len(values)
+    if count < min_launches(comparisons):
+        return MedianInterval(median(values), min(values), max(values), count, comparisons)
+    import numpy
+    from scipy import stats
+
+    t = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, count - 1) * math.sqrt(count / (count - 1))
+    level = 1 - 2 * NormalDist().cdf(-t)
+    found = stats.bootstrap(
+        (values,), numpy.median, n_resamples=PAIRED_RESAMPLES, confidence_level=level, method="percentile", rng=seed
+    ).confidence_interval
+    return MedianInterval(median(values), float(found.low), float(found.high), count, comparisons)
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float], *, comparisons: int = 1) -> MedianInterval:
+    """Return the median ratio of launches of the same round."""
+    logs = median_interval([math.log(a / b) for a, b in zip(over, under, strict=True)], comparisons=comparisons)
+    return MedianInterval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.launches, comparisons)
 
 
 @dataclass(frozen=True)
 class MachineNoise:
-    """How quiet the machine was while something was measured; `foreign_cores` is None where the system tells nothing.
+    """How noisy the machine was during a benchmark.
 
-    `spread` is that of the reference's timings, the median over launches.
+    `foreign_cores` is the CPU use of other processes in the median round, None if unknown. `spread` is the
+    interquartile range of the baseline's samples over their median, the median over launches.
     """
 
     rounds: int
-    loaded: int
+    loaded_rounds: int
     foreign_cores: float | None
     spread: float
 
     @property
     def is_noisy(self) -> bool:
-        return self.loaded > NOISY_ROUNDS * self.rounds or self.spread > NOISY_SPREAD
+        return self.loaded_rounds > NOISY_ROUNDS * self.rounds or self.spread > NOISY_SPREAD
 
     def __str__(self) -> str:
         foreign = "unknown" if self.foreign_cores is None else f"{self.foreign_cores:.2f} cores"
-        judged = "NOISY: measure again on a quiet machine before believing this" if self.is_noisy else "quiet"
+        verdict = "NOISY: repeat on a quiet machine before relying on this" if self.is_noisy else "quiet"
         return (
-            f"{judged} (foreign CPU {foreign} in the median round, {self.loaded} of {self.rounds} rounds above "
-            f"{LOADED_CORES:g} cores and marked as loaded; the reference spreads by {self.spread:.1%})"
+            f"{verdict} (CPU use of other processes {foreign} in the median round, {self.loaded_rounds} of "
+            f"{self.rounds} rounds above {LOADED_CORES:g} cores; interquartile range of the baseline {self.spread:.1%})"
         )
 
 
-def noise(foreign: Sequence[Sequence[float | None]], reference: Sequence[Rounds]) -> MachineNoise:
-    """What the foreign load of every round, and the spread of what the others are held against, say of the machine."""
+def machine_noise(foreign: Sequence[Sequence[float | None]], baseline: Sequence[Rounds]) -> MachineNoise:
+    """Summarize the foreign CPU use of every round and the spread of the baseline's samples."""
+    from scipy.stats import iqr
+
     flat = [value for rounds in foreign for value in rounds]
     known = [value for value in flat if value is not None]
     return MachineNoise(
         rounds=len(flat),
-        loaded=sum(is_loaded(value) for value in flat),
+        loaded_rounds=sum(map(is_loaded, flat)),
         foreign_cores=median(known) if known else None,
-        spread=median(spread(rounds) for rounds in reference),
+        spread=median(float(iqr(rounds)) / median(rounds) for rounds in baseline),
     )
 
 
-def is_loaded(foreign_cores: float | None) -> bool:
-    return foreign_cores is not None and foreign_cores > LOADED_CORES
+def is_loaded(cores: float | None) -> bool:
+    """Return True if other processes used more than LOADED_CORES."""
+    return cores is not None and cores > LOADED_CORES
 
 
-def least_squares(
-    first: Sequence[float], second: Sequence[float], target: Sequence[float], weight: Callable[[float], float]
-) -> tuple[float, float]:
-    """a and b for which a * first + b * second is nearest to the target, each square weighted by weight(target)."""
-    w = [weight(value) for value in target]
-    xx = sum(k * x * x for k, x in zip(w, first, strict=True))
-    yy = sum(k * y * y for k, y in zip(w, second, strict=True))
-    xy = sum(k * x * y for k, x, y in zip(w, first, second, strict=True))
-    xt = sum(k * x * t for k, x, t in zip(w, first, target, strict=True))
-    yt = sum(k * y * t for k, y, t in zip(w, second, target, strict=True))
-    determinant = xx * yy - xy * xy
-    return (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
+def max_foreign_cores(uses: Sequence[tuple[int, CpuUse]]) -> float | None:
+    """Return the foreign CPU use of the most loaded node, from (node rank, CPU use) of every rank."""
+    nodes = {node for node, _ in uses}
+    found = [foreign_cores([use for node, use in uses if node == chosen]) for chosen in nodes]
+    return max((cores for cores in found if cores is not None), default=None)

@@ -1,4 +1,4 @@
-"""What was asked of `dualdist compare`: checked, and as the cells, the work and the setting of its launches."""
+"""Arguments of `dualdist compare`: checks, and the cells, work, settings and conditions that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dualdist
-from dualdist.bench.cases import MODELS, TrainOptions
 from dualdist.bench.compare.matrix import (
     BASELINES,
     DEFAULT_BASELINES,
@@ -23,8 +22,9 @@ from dualdist.bench.compare.matrix import (
     expand_configs,
     split_runnable,
 )
-from dualdist.bench.jobs import MeasurementSettings
-from dualdist.bench.report import check_file, last_words
+from dualdist.bench.jobs import MeasurementSettings, parse_env
+from dualdist.bench.options import MODELS, TrainOptions
+from dualdist.bench.report import check_writable, error_summary
 from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 
 SCRIPT_STEPS = 30
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
-# Variables that ranks inherit and that change how they communicate or compute.
+# Variables inherited by the ranks that change communication or computation.
 INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_", "MPICH_", "I_MPI_", "CUDA_")
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def cells_of(
-    args: argparse.Namespace, site: Site, setting: MeasurementSettings
+def select_cells(
+    args: argparse.Namespace, site: Site, settings: MeasurementSettings
 ) -> tuple[list[Cell], list[RefusedCell]]:
-    """What will run, and what cannot."""
+    """Return the cells to run and those that cannot run here; raise UsageError if no contender can."""
     facts = MatrixFacts(
-        gpus=0 if args.device == "cpu" else gpus_of(site),
+        gpus=0 if args.device == "cpu" else count_gpus(site),
         device=args.device,
         backends=installed_backends(),
         is_in_slurm=SLURM_JOB in os.environ,
@@ -62,19 +62,18 @@ def cells_of(
     )
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
-    wanted = expand_configs(
-        _words(args.launchers), _words(args.backends) or list(BACKEND_TRANSPORTS), _words(args.transports), os.environ
-    )
-    cells, refused = split_runnable(wanted, setting, site, facts)
+    backends = _split(args.backends) or list(BACKEND_TRANSPORTS)
+    configs = expand_configs(_split(args.launchers), backends, _split(args.transports), os.environ)
+    cells, refused = split_runnable(configs, settings, site, facts)
     if cells and args.self_check is not None:
         first = cells[0].config
-        cells += [Cell(DUALDIST, first, copy=1), Cell(DUALDIST, first, slow=1 + args.self_check / 100, copy=2)]
-    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _words(args.baselines) or []))
+        cells += [Cell(DUALDIST, first, copy=1), Cell(DUALDIST, first, slowdown=1 + args.self_check / 100, copy=2)]
+    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _split(args.baselines) or []))
     for name in names:
         require_choice(name, BASELINES, "baseline")
     if args.script is not None:
         if args.baselines is not None and set(names) - {"one"}:
-            raise UsageError(f"--baselines {args.baselines}: beside a script only `one` can run, one rank alone")
+            raise UsageError(f"--baselines {args.baselines}: with a script only `one` can run, a single rank")
         names = [name for name in names if name == "one"]
     for each in baseline_cells(names, cells, facts):
         if isinstance(each, Cell):
@@ -82,49 +81,40 @@ def cells_of(
         else:
             refused.append(each)
     if not any(cell.is_contender for cell in cells):
-        reasons = [f"{each.cell.label}: {last_words(each.reason)}" for each in refused if each.cell.is_contender]
+        reasons = [f"{each.cell.label}: {error_summary(each.reason)}" for each in refused if each.cell.is_contender]
         raise UsageError("\n  ".join(["no contender can run here:", *reasons]))
     return cells, refused
 
 
-def gpus_of(site: Site) -> int:
-    """How many GPUs torch sees; asked in a process of its own, as torch takes long to import, and may be broken."""
+def count_gpus(site: Site) -> int:
+    """Return how many GPUs torch sees, from a separate process: torch is slow to import, and may be broken."""
     if versions().get("torch", "").endswith("+cpu"):
         return 0
-    said = probe_torch(os.environ)
-    if isinstance(said, str):
-        raise LaunchError(f"torch cannot be imported by {site.python}: {said}")
-    return said.gpus
+    probe = probe_torch(os.environ)
+    if isinstance(probe, str):
+        raise LaunchError(f"torch cannot be imported by {site.python}: {probe}")
+    return probe.gpus
 
 
-def _words(text: str | None) -> list[str] | None:
+def _split(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def work_of(args: argparse.Namespace) -> TrainOptions | UserScript:
-    """A model to be trained, or a script."""
+def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
+    """Return the model to train, or the user's script."""
+    settings = describe_settings(args)
     if args.script is not None:
         from dualdist.bench.compare.runner import UserScript
         from dualdist.cli.run import program_words
 
-        words = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
-        return UserScript(words, args.warmup, args.steps or SCRIPT_STEPS)
-    model = MODELS[args.model]
-    return TrainOptions(
-        args.model,
-        DUALDIST,
-        args.batch or model.batch * args.ranks,
-        args.warmup,
-        args.steps or model.steps,
-        args.image_size,
-        sizes=SIZES,
-        device=args.device,
-        seed=args.seed,
-    )
+        argv = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
+        return UserScript(argv, args.warmup, settings["steps"])
+    names = ("model", "batch", "warmup", "steps", "image_size", "device", "seed")
+    return TrainOptions(contender=DUALDIST, sizes=SIZES, **{name: settings[name] for name in names})
 
 
-def seconds(text: str) -> float:
-    """120s, 2m, 1h or 90."""
+def parse_budget(text: str) -> float:
+    """Return the seconds of 120s, 2m, 1h or 90."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
     try:
         found = float(number) * UNITS[unit]
@@ -135,101 +125,99 @@ def seconds(text: str) -> float:
     return found
 
 
-def check(args: argparse.Namespace) -> None:
-    """UsageError for what cannot be right, before anything takes time."""
-    check_file("--json", args.json, args.output)
-    check_file("--csv", args.csv, args.output)
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise UsageError for invalid arguments, before anything is launched."""
+    check_writable("--json", args.json, args.output)
+    check_writable("--csv", args.csv, args.output)
     if args.save_choice:
         saved_choice.load(saved_choice.choices_path(os.environ))
-    seconds(args.budget)
+    parse_budget(args.budget)
     require_choice(args.model, MODELS, "model")
-    least = {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2}
-    for option, value in least.items():
-        if getattr(args, option) < value:
-            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {value} or more")
+    check_minimum(args, {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2})
     if args.batch % args.ranks:
-        raise UsageError(
-            f"--batch {args.batch}: expected a multiple of the {args.ranks} ranks, so that all have as much"
-        )
+        raise UsageError(f"--batch {args.batch}: expected a multiple of the {args.ranks} ranks")
     if args.self_check is not None and not 0 < args.self_check <= 100:
         raise UsageError(f"--self-check {args.self_check:g}: expected a percentage above 0, up to 100")
     if args.script is None and (args.arguments or args.as_horovod):
         raise UsageError("arguments after -- and --as-horovod are for a --script")
     if args.script is not None and (args.batch or args.self_check is not None):
-        raise UsageError("--batch and --self-check are for models: a script says its own batch, and runs unmodified")
+        raise UsageError("--batch and --self-check are for models: a script chooses its batch and runs unmodified")
 
 
-def setting_of(args: argparse.Namespace) -> MeasurementSettings:
-    for word in args.env:
-        if not word.partition("=")[1]:
-            raise UsageError(f"--env {word}: expected NAME=VALUE")
-    variables = {word.partition("=")[0]: word.partition("=")[2] for word in args.env}
+def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
+    """Raise UsageError if an option is below its minimum."""
+    for option, minimum in minima.items():
+        if getattr(args, option) < minimum:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {minimum} or more")
+
+
+def make_settings(args: argparse.Namespace) -> MeasurementSettings:
+    """Return the settings of all launches."""
     return MeasurementSettings(
-        args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), variables
+        args.ranks, _threads(args), args.device, args.timeout, min(300.0, args.timeout), parse_env(args.env)
     )
 
 
 def _threads(args: argparse.Namespace) -> int:
-    """Of a rank: what was asked for, else what `dualdist run` gives it here, where a saved choice shall count."""
+    """Return --threads, else the number that `dualdist run` gives a rank here, for which a saved choice is valid."""
     if args.threads is not None:
         return int(args.threads)
     own = os.environ.get(THREADS, "").partition(",")[0].strip()  # the first number is that of the outermost level
     return int(own) if own.isdecimal() and int(own) else threads_per_rank(usable_cores(), args.ranks)
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """As they count: what was left open has the value that it gets."""
-    names = ["ranks", "threads", "device", "seed", "rounds", "budget", "warmup", "env"]
-    names += ["script", "arguments"] if args.script is not None else ["model", "image_size"]
-    found = {
-        **{name: getattr(args, name) for name in names},
-        "threads": _threads(args),
-        "env": redact_command(args.env),
-    }
+def describe_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings with defaults filled in and secrets hidden."""
+    names = ["ranks", "device", "seed", "rounds", "budget", "warmup"]
+    found = {name: getattr(args, name) for name in names}
+    found |= {"threads": _threads(args), "env": redact_command(args.env)}
     if args.script is not None:
-        found["arguments"] = redact_command(args.arguments)
-        return {**found, "steps": args.steps or SCRIPT_STEPS}
+        arguments = redact_command(args.arguments)
+        return {**found, "script": args.script, "arguments": arguments, "steps": args.steps or SCRIPT_STEPS}
     model = MODELS[args.model]
+    found |= {"model": args.model, "image_size": args.image_size}
     return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
 
 
-def conditions_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What all launches of a comparison have in common."""
-    free = ("rounds", "budget")
-    settings = {name: value for name, value in settings_of(args).items() if name not in free}
-    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, *setting_of(args).variables()}
+def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what must be equal in all launches of a comparison, also after it is resumed."""
+    conditions = describe_settings(args)
+    del conditions["rounds"], conditions["budget"]
+    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, *make_settings(args).variables()}
     names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
-    more: dict[str, Any] = {
-        "env": _kept(args.env),
-        "inherited": _kept([f"{name}={os.environ[name]}" for name in names]),
+    conditions |= {
+        "env": _redact_with_hash(args.env),
+        "inherited": _redact_with_hash([f"{name}={os.environ[name]}" for name in names]),
+        "as_horovod": args.as_horovod,
+        "self_check": args.self_check,
+        "dualdist": _package_digest(),
     }
-    more |= {"as_horovod": args.as_horovod, "self_check": args.self_check, "dualdist": _digest_of_package()}
     if args.script is not None:
-        more |= {
-            "arguments": _kept(args.arguments),
+        conditions |= {
+            "arguments": _redact_with_hash(args.arguments),
             "script": str(Path(args.script).resolve()),
-            "script_sha256": _digest_of_script(args.script),
+            "script_sha256": _script_digest(args.script),
         }
-    return {**settings, **more, "machine": asdict(machine()), "versions": versions()}
+    return {**conditions, "machine": asdict(machine()), "versions": versions()}
 
 
-def _kept(words: Sequence[str]) -> list[str]:
-    """The words without the values of secrets; a hash says whether these are the same."""
+def _redact_with_hash(words: Sequence[str]) -> list[str]:
+    """Hide the values of secrets, with a hash that shows if they changed."""
     return [
         shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
         for word, shown in zip(words, redact_command(words), strict=True)
     ]
 
 
-def _digest_of_script(name: str) -> str:
+def _script_digest(name: str) -> str:
     try:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError as error:
         raise UsageError(f"--script {name}: cannot be read ({error.strerror})") from error
 
 
-def _digest_of_package() -> str:
-    """Of all its files of Python: while one works on dualdist, its version stays the same."""
+def _package_digest() -> str:
+    """Return a digest of all Python files of dualdist, whose version stays the same during development."""
     found, folder = hashlib.sha256(), Path(dualdist.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

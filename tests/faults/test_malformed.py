@@ -19,7 +19,6 @@ from harness.effort import Effort
 from hypothesis import strategies as st
 
 from dualdist.bench.compare import launches
-from dualdist.bench.compare import runner as comparison
 from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read_newest, write
 from dualdist.cli import build_parser, main
 from dualdist.errors import CheckpointError, RendezvousError, UsageError
@@ -252,18 +251,18 @@ def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effor
 @pytest.mark.smoke
 def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "launch.json"
-    launches.write(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
+    launches.write_launch(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
     whole = json.loads(path.read_text())
 
     def claim() -> None:
-        with comparison.claimed(tmp_path, {"ranks": 2}):
+        with launches.claim_folder(tmp_path, {"ranks": 2}):
             pass
 
     def check(text: str) -> None:
         for data in (text.encode(errors="surrogatepass"), text.encode(errors="surrogatepass") + b"\xff"):
             path.write_bytes(data)
-            error_of(lambda: launches.read(path), UsageError)
-            (tmp_path / comparison.CONDITIONS).write_bytes(data)
+            error_of(lambda: launches.read_launch(path), UsageError)
+            (tmp_path / launches.CONDITIONS).write_bytes(data)
             error_of(claim, UsageError)
 
     effort.fuzz("files of comparisons", altered(whole) | altered({"ranks": 2}), check)

@@ -1,4 +1,4 @@
-"""`dualdist bench` on two real ranks: each sub-command measures, tells all that goes with it, and refuses nonsense."""
+"""`dualdist bench` on two real ranks: each benchmark measures, records its setup, and refuses invalid arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from harness.jobs import Launch
 from harness.mpi import OpenMPI
 from launch.running import interrupted
 
-from dualdist.bench.statistics import RESAMPLES
-
 BENCH = (sys.executable, "-m", "dualdist", "bench")
 # The README's lines, which the options behind them make short.
 SHOWN = [
@@ -29,23 +27,33 @@ ROUNDS = 2
 
 
 def shown(*begin: str) -> list[str]:
-    """The one that begins so."""
+    """Return the README's line that begins so."""
     (words,) = (words for words in SHOWN if words[: len(begin)] == list(begin))
     return words
 
 
 def record(launch: Launch, *words: str, timeout_s: float = 240.0) -> dict[str, Any]:
-    """What the command wrote as JSON on standard output."""
+    """Run the benchmark and return its JSON record."""
     outcome = launch([*BENCH, *words, "--json", "-"], timeout_s=timeout_s)
     kept: dict[str, Any] = json.loads(outcome.stdout)
     return kept
 
 
-def check_record(kept: dict[str, Any], what: str, jobs: int) -> None:
-    """All that goes with every figure is there."""
-    assert set(kept) == {"schema", "what", "command", "at", "machine", "versions", "settings", "results", "jobs"}
-    assert (kept["schema"], kept["what"]) == (1, what)
-    assert kept["command"].startswith(f"dualdist bench {what}")
+def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
+    """Check that the record holds command, machine, versions and settings."""
+    assert set(kept) == {
+        "schema",
+        "benchmark",
+        "command",
+        "timestamp",
+        "machine",
+        "versions",
+        "settings",
+        "results",
+        "jobs",
+    }
+    assert (kept["schema"], kept["benchmark"]) == (1, benchmark)
+    assert kept["command"].startswith(f"dualdist bench {benchmark}")
     assert kept["machine"]["cores"] >= 1
     assert kept["machine"]["processor"]
     assert {"torch", "dualdist"} <= set(kept["versions"])
@@ -56,12 +64,12 @@ def check_record(kept: dict[str, Any], what: str, jobs: int) -> None:
 
 def check_ratio(found: dict[str, Any], rounds: int) -> None:
     assert found["median"]["low"] <= found["median"]["value"] <= found["median"]["high"]
-    assert 0 < found["minimum"] <= found["median"]["value"]
+    assert 0 < found["min_ratio"] <= found["median"]["value"]
     assert found["rounds"] == rounds
-    assert 0 <= found["loaded"] <= rounds
+    assert 0 <= found["loaded_rounds"] <= rounds
 
 
-def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
+def test_step_measures_every_contender_of_native_and_horovod(launch: Launch) -> None:
     line = ["mlp" if word == "resnet18" else word for word in shown("step")]  # another --model would be one more
     kept = record(launch, *line, *QUICK_STEP[3:], "--no-memory", "--launches", "2", "--backend", "native,horovod")
     check_record(kept, "step", jobs=4)
@@ -74,13 +82,13 @@ def test_step_measures_every_contender_of_both_families(launch: Launch) -> None:
         assert isinstance(result["noise"]["is_noisy"], bool)
         for name, contender in result["contenders"].items():
             assert contender["identical_across_ranks"] is (name != "none"), name
-            assert contender["distance"] == 0.0, name  # two ranks: the same bits, whoever added them up
+            assert contender["max_difference"] == 0.0, name  # two ranks: bit-identical sums
             assert contender["seconds"]["value"] > 0
             assert contender["cpu_seconds"] > 0
-            for found in contender["over"].values():
+            for found in contender["ratios"].values():
                 check_ratio(found, 2 * ROUNDS)
-    assert set(native["contenders"]["dualdist"]["over"]) == {"ddp", "ddp_view", "none"}
-    assert set(horovod["contenders"]["dualdist"]["over"]) == {"ddp", "hvd", "none"}
+    assert set(native["contenders"]["dualdist"]["ratios"]) == {"ddp", "ddp_view", "none"}
+    assert set(horovod["contenders"]["dualdist"]["ratios"]) == {"ddp", "hvd", "none"}
     report = kept["jobs"][0]["reports"][0]
     assert len(report["foreign_cores"]) == len(report["seconds"]["ddp"]) == ROUNDS
 
@@ -103,10 +111,10 @@ def test_step_runs_under_mpirun_and_spawn(launch: Launch, openmpi: OpenMPI) -> N
         words = ("--launcher", launcher, "--backend", backend, "--contenders", "none,dualdist", "--no-memory")
         result = record(launch, *QUICK_STEP, *words)["results"][0]
         assert (result["launcher"], result["ranks"]) == (launcher, 2)
-        check_ratio(result["contenders"]["dualdist"]["over"]["none"], ROUNDS)
+        check_ratio(result["contenders"]["dualdist"]["ratios"]["none"], ROUNDS)
 
 
-def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> None:
+def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", str(ROUNDS), "--block-s", "0.005", "--backend", "native,horovod")
     kept = record(launch, *shown("allreduce"), *words)
     check_record(kept, "allreduce", jobs=2)
@@ -120,29 +128,29 @@ def test_allreduce_measures_both_calls_beside_the_raw_ones(launch: Launch) -> No
                 assert call["algorithm_gb_s"] == pytest.approx(size["bytes"] / seconds / 1e9)
                 assert call["bus_gb_s"] == pytest.approx(call["algorithm_gb_s"])  # 2 (n - 1) / n is 1 for two ranks
             for name in ("dualdist_", "dualdist"):
-                check_ratio(size["over_raw"][name], ROUNDS)
-                above = size["above_raw_s"][name]
-                assert above["low"] <= above["value"] <= above["high"]
+                check_ratio(size["ratio_to_raw"][name], ROUNDS)
+                overhead = size["overhead_s"][name]
+                assert overhead["low"] <= overhead["value"] <= overhead["high"]
 
 
-def test_startup_times_fresh_processes_of_every_backend(launch: Launch) -> None:
+def test_startup_times_new_processes_of_every_backend(launch: Launch) -> None:
     kept = record(
         launch, *shown("startup", "--ranks"), "--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1"
     )
     check_record(kept, "startup", jobs=8)
     found = [(result["launcher"], result["ranks"]) for result in kept["results"]]
     assert found == [("torchrun", 1), ("torchrun", 2), ("mpirun", 1), ("mpirun", 2)]
-    alone, together = (result["held"]["dualdist"]["sockets"] for result in kept["results"][:2])
+    alone, together = (result["resources"]["dualdist"]["sockets"] for result in kept["results"][:2])
     assert 0 < alone < together
     for result in kept["results"]:
         parts = result["parts"]
-        for held in result["held"].values():
-            assert 100 << 20 < held["own_bytes"] < held["peak_bytes"] < 1 << 30
+        for held in result["resources"].values():
+            assert 100 << 20 < held["private_bytes"] < held["peak_bytes"] < 1 << 30
         phases = {name: parts[name]["dualdist"]["value"] for name in ("torch", "import", "init", "first")}
         assert parts["torch"]["raw"]["value"] > 0.2
         assert 0 < phases["import"] < phases["torch"]
         assert 0 < phases["init"] < 60
-        whole = parts["all, to the first collective"]["dualdist"]["value"]
+        whole = parts["total to first collective"]["dualdist"]["value"]
         assert max(phases.values()) < whole <= sum(phases.values()) + 1e-9
 
 
@@ -155,23 +163,23 @@ def test_scale_fits_checks_and_predicts(launch: Launch) -> None:
     assert {(fit["algorithm"], fit["ranks"]) for fit in found["fits"]} == {
         (name, ranks) for name in ("ring", "tree", "halving-doubling") for ranks in (2, 3)
     }
-    assert all(len(fit["residuals"]) == 3 and fit["typical_residual"] <= fit["worst_residual"] for fit in found["fits"])
-    assert {check["ranks"] for check in found["checks"]} == {3}
-    assert [each["ranks"] for each in found["outlook"][::3]] == [2, 3, 64, 4096]
-    for each in found["outlook"]:
-        assert each["limit_s"] == max(found["step"]["compute_s"], each["communication_s"])
+    assert all(len(fit["residuals"]) == 3 and fit["rms_residual"] <= fit["max_residual"] for fit in found["fits"])
+    assert {check["ranks"] for check in found["validation"]} == {3}
+    assert [each["ranks"] for each in found["predictions"][::3]] == [2, 3, 64, 4096]
+    for each in found["predictions"]:
+        assert each["overlapped_s"] == max(found["step"]["compute_s"], each["communication_s"])
     assert found["step"]["gradient_bytes"] == 4 * 416000
     assert found["step"]["compute_s"] == median(kept["jobs"][-1]["reports"][0]["seconds"]["none"])
 
 
 @pytest.mark.smoke
-def test_scale_of_a_given_link_and_step_launches_nothing_and_says_what_it_cannot_know(launch: Launch) -> None:
+def test_scale_of_a_given_link_and_step_launches_nothing_and_states_its_limitations(launch: Launch) -> None:
     words = ("--alpha-us", "2", "--beta-gb-s", "12", "--compute-ms", "100", "--bytes", "100M", "--ranks", "8,4096")
     outcome = launch([*BENCH, "scale", *words])
     assert outcome.stderr == ""
     # A ring of 8: 14 messages of 2 us and 14/8 of the bytes, for each of 4 buckets.
     assert f"{(4 * 14 * 2e-6 + 14 / 8 * (100 << 20) / 12e9) * 1e3:.2f}, 100.00, 100%" in outcome.stdout
-    assert "what this cannot know: a network" in outcome.stdout
+    assert "not modelled: a network" in outcome.stdout
 
 
 @pytest.mark.smoke("step --model resnet18 --launches 5", "startup -np 8")
@@ -190,7 +198,7 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: l
 
 
 @pytest.mark.smoke
-def test_what_is_measured_where_no_backend_is_named_is_all_that_can_run(launch: Launch, openmpi: OpenMPI) -> None:
+def test_by_default_all_backends_that_can_run_are_measured(launch: Launch, openmpi: OpenMPI) -> None:
     def backends(*words: str) -> list[str]:
         lines = launch([*BENCH, *words, "--dry-run", "--device", "cpu"]).stdout.splitlines()
         found = [word for line in lines for word in shlex.split(line) if word.startswith("DUALDIST_BACKEND=")]
@@ -221,7 +229,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
 
 @pytest.mark.smoke("words2-'hvd' is raw Horovod", "words8-there is no folder /nowhere", "words14-give both, or neither")
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("step", "--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
         (("step", "--contenders", "ddp,dpd"), "contenders 'ddp,dpd': expected different ones of"),
@@ -245,16 +253,18 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("scale", "--backend", "native,horovod"), "one backend at a time"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], told: str) -> None:
+def test_what_cannot_be_measured_is_refused_in_one_sentence(
+    launch: Launch, words: tuple[str, ...], expected: str
+) -> None:
     outcome = launch([*BENCH, *words], check=False)
     assert outcome.rc == 1, str(outcome)
-    assert told in outcome.stderr
+    assert expected in outcome.stderr
     assert outcome.stderr.startswith("dualdist bench: ")
     assert len(outcome.stderr.splitlines()) == 1
     assert outcome.stdout == ""
 
 
-def test_a_job_that_fails_names_its_command_and_its_last_words(launch: Launch) -> None:
+def test_a_failed_job_is_reported_with_command_and_error(launch: Launch) -> None:
     words = (*QUICK_STEP, "--no-memory", "--backend", "native", "--launcher", "mpirun", "--env", "DUALDIST_SIZE=7")
     outcome = launch([*BENCH, *words], check=False)
     assert outcome.rc == 1
@@ -264,13 +274,13 @@ def test_a_job_that_fails_names_its_command_and_its_last_words(launch: Launch) -
 
 
 @pytest.mark.smoke
-def test_a_job_that_takes_too_long_is_ended(launch: Launch) -> None:
+def test_a_job_that_exceeds_its_timeout_is_ended(launch: Launch) -> None:
     outcome = launch([*BENCH, *QUICK_STEP, "--no-memory", "--backend", "native", "--timeout", "1"], check=False)
     assert outcome.rc == 1
     assert "was not done after 1 s and was ended" in outcome.stderr
 
 
-def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: Path) -> None:
+def test_results_are_reported_with_failures(launch: Launch, tmp_path: Path) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--launches", "2", "--block-s", "0.005", "--device", "cpu")
     kept = str(tmp_path / "kept.json")
     outcome = launch([*BENCH, "allreduce", *words, "--backend", "native:nccl,native:gloo", "--json", kept], check=False)
@@ -285,7 +295,7 @@ def test_what_was_measured_is_told_beside_what_failed(launch: Launch, tmp_path: 
     assert "Traceback" not in outcome.stderr
 
 
-def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
+def test_ctrl_c_reports_the_results_until_then(launch: Launch) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--block-s", "0.005", "--backend", "native:gloo,native:shm")
     outcome = interrupted(launch, [*BENCH, "allreduce", *words], "[2/2]")
     assert outcome.rc == 130, str(outcome)
@@ -293,8 +303,3 @@ def test_ctrl_c_tells_what_was_measured_until_then(launch: Launch) -> None:
     assert "64 KiB" in outcome.stdout
     assert "interrupted" in outcome.stdout
     assert "Traceback" not in outcome.stderr
-
-
-@pytest.mark.smoke
-def test_resamples_are_enough_for_the_edges_of_an_interval() -> None:
-    assert RESAMPLES * 0.025 >= 50

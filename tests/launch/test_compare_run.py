@@ -1,4 +1,4 @@
-"""`dualdist compare` with real launches: what it measures, verifies, writes, goes on with, and what it refuses."""
+"""`dualdist compare` with real launches: metrics, equivalence, output, resuming, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ for step in range(6):
 
 
 class Compared:
-    """One comparison, with all that it left."""
+    """One comparison, with its output."""
 
     def __init__(self, outcome: Outcome, folder: Path) -> None:
         self.outcome, self.folder = outcome, folder
@@ -79,7 +79,7 @@ class Compared:
 def compared(
     base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, _orphans_stay_ours: None
 ) -> Compared:
-    """Horovod over Gloo, the same again and at half its speed, all references; each launched once."""
+    """Horovod over Gloo, the same again and at half its speed, all baselines; each launched once."""
     folder = tmp_path_factory.mktemp("compared")
     words = ("-np", "2", "--backends", "horovod", "--transports", "gloo,nccl", "--rounds", "1", "--self-check", "100")
     files = ("--json", "kept.json", "--csv", "launches.csv", "--save-choice")
@@ -93,17 +93,17 @@ AGAIN, SLOWED = "horovod over gloo (torchrun, again)", "horovod over gloo (torch
 DDP, RAW = "DDP over gloo (torchrun)", "raw Horovod over gloo (torchrun)"
 
 
-def test_contenders_and_references_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
+def test_contenders_and_baselines_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
     assert set(compared.cells) == {OWN, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
     (refused,) = compared.result["refused"]
     assert refused["cell"]["config"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
-    assert "nccl moves GPU tensors" in refused["reason"]
+    assert "nccl needs GPU tensors" in refused["reason"]
     assert compared.result["ended"] == "complete"
 
 
-def test_all_trained_the_same_model_to_the_bit(compared: Compared) -> None:
-    same = compared.result["same"]
-    assert (same["how"], same["differing"], same["steps"], same["launches"]) == ("to the bit", {}, 10, 5)
+def test_all_trained_the_same_model_bit_identically(compared: Compared) -> None:
+    same = compared.result["equivalence"]
+    assert (same["criterion"], same["mismatches"], same["steps"], same["launches"]) == ("bit-identical", {}, 10, 5)
     training = [job for job in compared.kept["jobs"] if job["cell"].split("-")[0] not in ("none", "one")]
     assert len({rank["digest"] for job in training for rank in job["ranks"]}) == 1
     assert len({tuple(rank["losses"]) for job in training for rank in job["ranks"] if rank["rank"] == 0}) == 1
@@ -111,20 +111,20 @@ def test_all_trained_the_same_model_to_the_bit(compared: Compared) -> None:
     assert losses[8] < losses[0]  # the first batch, a second time
 
 
-def test_every_measurement_is_there(compared: Compared) -> None:
+def test_every_metric_is_measured(compared: Compared) -> None:
     for label, cell in compared.cells.items():
         ranks = 1 if label == "one rank" else 2
-        assert cell["runs"] == 1
-        assert cell["rate"]["value"] == pytest.approx(4 * ranks / cell["step_s"]["value"])
-        assert len(cell["rate_of_ranks"]) == ranks
+        assert cell["launches"] == 1
+        assert cell["samples_per_s"]["value"] == pytest.approx(4 * ranks / cell["step_s"]["value"])
+        assert len(cell["samples_per_s_by_rank"]) == ranks
         assert 0 < cell["init_s"] < cell["startup_s"] < 60
         assert 100 << 20 < cell["peak_bytes"] < 2 << 30
         assert cell["device_peak_bytes"] is None
         assert cell["cpu_s"] > 0
-        assert (cell["efficiency"] is None) == (label == "one rank")
+        assert (cell["scaling_efficiency"] is None) == (label == "one rank")
         assert (cell["exposed_s"] is None) == (label in ("one rank", "no communication"))
     own = compared.cells[OWN]
-    assert [point["nbytes"] for point in own["curve"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
+    assert [point["nbytes"] for point in own["bandwidth"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
     assert 0 < own["latency_s"] < 0.1
     assert own["bus_gb_s"] > 0
     # Two ranks over Gloo send each other every gradient once, 416,000 floats, of which the last ones may not have been
@@ -134,7 +134,7 @@ def test_every_measurement_is_there(compared: Compared) -> None:
     assert compared.cells["no communication"]["tcp_bytes"] < 1000
 
 
-def test_one_launch_of_the_same_again_tells_nothing_and_a_slowed_contender_is_slowed(compared: Compared) -> None:
+def test_a_self_check_launches_a_copy_and_a_slowed_contender(compared: Compared) -> None:
     assert compared.result["verdict"] == {
         "kind": "alone",
         "sentence": f"{OWN} is the only contender that ran here",
@@ -142,22 +142,22 @@ def test_one_launch_of_the_same_again_tells_nothing_and_a_slowed_contender_is_sl
         "runner_up": None,
         "ratio": None,
     }
-    assert compared.result["further"] == {}
+    assert compared.result["pairwise"] == {}
     own, slowed = compared.cells[OWN], compared.cells[SLOWED]
     # Its steps take twice as long, and it works all the while; a loaded machine may hide one of the two.
     assert slowed["step_s"]["value"] > 1.3 * own["step_s"]["value"] or slowed["cpu_s"] > 1.2 * own["cpu_s"]
-    assert f"{OWN} was the only one that it started" in compared.outcome.stderr
+    assert f"{OWN} is its only contender" in compared.outcome.stderr
     assert not (compared.folder / "config" / "dualdist").exists()
 
 
-def test_progress_tells_what_is_done_and_what_is_left(compared: Compared) -> None:
+def test_progress_shows_launches_done_and_time_left(compared: Compared) -> None:
     lines = [line for line in compared.outcome.stderr.splitlines() if line.startswith("[")]
     assert [line.split("]")[0] for line in lines] == [f"[{number}/7" for number in range(8)]
     assert all("left)" in line for line in lines)
 
 
 class Links(HTMLParser):
-    """What a page would load."""
+    """Collects the URLs that a page loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -168,14 +168,14 @@ class Links(HTMLParser):
         self.found += [str(value) for name, value in attrs if name in ("src", "href")]
 
 
-def test_the_page_is_whole_in_itself(compared: Compared) -> None:
+def test_the_page_needs_no_other_file(compared: Compared) -> None:
     folder = compared.folder / "report"
     page = (folder / "report.html").read_text()
     links = Links(page).found
     assert len(links) == 5  # four pictures, and the data
     assert all(link.startswith("data:") for link in links)
     assert compared.result["verdict"]["sentence"] in page
-    for label in (*compared.cells, "nccl moves GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
+    for label in (*compared.cells, "nccl needs GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
         assert label in page
     assert all(shlex.split(job["command"])[-1] in page for job in compared.kept["jobs"])
     for name in ("steps", "bandwidth", "scaling", "losses"):
@@ -183,16 +183,16 @@ def test_the_page_is_whole_in_itself(compared: Compared) -> None:
     assert json.loads((folder / "comparison.json").read_text())["results"] == compared.result
 
 
-def test_csv_has_one_line_a_launch(compared: Compared) -> None:
+def test_csv_has_one_line_per_launch(compared: Compared) -> None:
     with (compared.folder / "launches.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 7
     for row in rows:
-        assert float(row["samples_per_s"]) == pytest.approx(compared.cells[row["label"]]["rate"]["value"])
+        assert float(row["samples_per_s"]) == pytest.approx(compared.cells[row["label"]]["samples_per_s"]["value"])
         assert row["error"] == ""
 
 
-def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> None:
+def test_an_interrupted_run_reports_its_launches_and_is_resumed(launch: Launch) -> None:
     words = [*COMPARE, *QUICK, "--backends", "native", "--baselines", "none", "--rounds", "1", "--output", "out"]
     outcome = interrupted(launch, words, "[1/2]")
     assert outcome.rc == 130, str(outcome)
@@ -200,7 +200,7 @@ def test_an_interrupted_run_reports_what_it_has_and_goes_on(launch: Launch) -> N
     assert outcome.left == ()
     before = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
     again = launch(words)
-    assert "[1/2] from the run before" in again.stderr
+    assert "[1/2] resumed" in again.stderr
     assert "launches  2, complete" in again.stdout
     after = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
     assert len(after) == 2
@@ -218,35 +218,36 @@ def script(launch: Launch) -> Path:
     return path
 
 
-def test_a_script_is_timed_from_inside_and_ended_after_its_steps(
-    launch: Launch, script: Path, openmpi: OpenMPI
-) -> None:
+def test_a_script_is_timed_and_ended_after_its_steps(launch: Launch, script: Path, openmpi: OpenMPI) -> None:
     words = (*SCRIPTS, "--backends", "native,horovod", "--rounds", "1", "--steps", "12")
     line = OF_SCRIPT[: OF_SCRIPT.index("--")]  # behind it stands what the script knows
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config")}
     outcome = launch([*COMPARE, *line, *words, "--json", "-", "--", "seeded"], env=env)
     kept = json.loads(outcome.stdout)
-    assert kept["results"]["same"] == {"how": "to the bit", "launches": 2, "steps": 15, "differing": {}}
-    assert kept["results"]["verdict"]["sentence"].startswith("1 run is too few to tell")
+    assert kept["results"]["equivalence"] == {
+        "criterion": "bit-identical",
+        "launches": 2,
+        "steps": 15,
+        "mismatches": {},
+    }
+    assert kept["results"]["verdict"]["sentence"].startswith("1 launch is too few to compare")
     for job in kept["jobs"]:
         assert job["command"].endswith("train.py seeded")
         for rank in job["ranks"]:
             assert len(rank["ends"]) == len(rank["losses"]) == 15
             assert rank["losses"][0] > 0
-    assert {cell["rate"] for cell in kept["results"]["cells"]} == {None}  # nobody knows its batch
+    assert {cell["samples_per_s"] for cell in kept["results"]["cells"]} == {None}  # its batch is unknown
 
 
-def test_scripts_that_train_different_models_make_an_invalid_comparison(
-    launch: Launch, script: Path, openmpi: OpenMPI
-) -> None:
+def test_scripts_that_train_different_models_are_not_comparable(launch: Launch, script: Path, openmpi: OpenMPI) -> None:
     words = (*SCRIPTS, "--backends", "native", "--rounds", "2", "--steps", "3")
     outcome = launch([*COMPARE, *words, "--script", str(script), "--", "unseeded"], check=False)
     assert outcome.rc == 1
     assert "INVALID: the contenders did not train the same model" in outcome.stdout
-    assert "had another loss at step 1" in outcome.stdout
+    assert "had a different loss at step 1" in outcome.stdout
 
 
-def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(launch: Launch) -> None:
+def test_a_horovod_script_that_ends_early_is_timed_until_then(launch: Launch) -> None:
     (launch.directory / "hvd.py").write_text(HOROVOD_SCRIPT)
     words = ("--backends", "native", "--transports", "gloo", "--rounds", "1", "--baselines", "", "--device", "cpu")
     outcome = launch([*COMPARE, *words, "--as-horovod", "--script", "hvd.py", "--json", "-"])
@@ -256,13 +257,13 @@ def test_a_script_for_horovod_that_ends_by_itself_is_timed_as_far_as_it_goes(lau
 
 
 @pytest.mark.smoke
-def test_a_script_that_steps_nothing_is_listed_with_the_reason(launch: Launch) -> None:
+def test_a_script_without_steps_is_listed_with_the_reason(launch: Launch) -> None:
     (launch.directory / "train.py").write_text("print('done')")
     words = ("--backends", "native", "--transports", "gloo", "--launchers", "torchrun,spawn", "--baselines", "")
     outcome = launch([*COMPARE, *words, "--device", "cpu", "--script", "train.py"], check=False)
     assert outcome.rc == 1
     assert "does the script call dd.wrap_optimizer?" in outcome.stdout
-    assert "spawn is one command a rank" in outcome.stdout
+    assert "a script does not spawn its ranks" in outcome.stdout
     assert "verdict   nothing was measured" in outcome.stdout
 
 
@@ -290,7 +291,7 @@ for asked in ("auto", None, "native"):
 """
 
 
-def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: dict[str, str]) -> None:
+def test_auto_takes_the_saved_choice_and_logs_it_once(launch: Launch, config: dict[str, str]) -> None:
     (launch.directory / "tell.py").write_text(TELL)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"]
     outcome = launch(torchrun, env=config)
@@ -298,7 +299,7 @@ def test_auto_takes_the_saved_choice_and_says_so_once(launch: Launch, config: di
     assert outcome.stderr.count("dualdist: horovod over gloo, as dualdist compare found on 2026-01-01: 1.31x") == 1
 
 
-def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
+def test_a_saved_transport_that_does_not_open_is_logged_with_the_one_used(
     launch: Launch, config: dict[str, str]
 ) -> None:
     saved_choice.save(
@@ -313,7 +314,7 @@ def test_a_saved_transport_that_does_not_open_is_told_with_the_one_that_did(
 
 
 @pytest.mark.smoke
-def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launch) -> None:
+def test_dry_run_prints_every_launch_in_order_and_runs_nothing(launch: Launch) -> None:
     words = (*QUICK, "--backends", "native", "--launchers", "torchrun,mpirun,python", "--baselines", "ddp")
     outcome = launch([*COMPARE, *words, "--rounds", "3", "--dry-run", "--output", "out"])
     lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
@@ -326,7 +327,7 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("--model", "resnet19"), "model 'resnet19': expected one of resnet18"),
         (("--budget", "soon"), "--budget soon: expected a time above 0, as 120s"),
@@ -343,11 +344,11 @@ def test_dry_run_prints_every_launch_in_its_order_and_runs_nothing(launch: Launc
         (("--csv", "/tmp"), "--csv /tmp: this cannot be written; name another file"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], expected: str) -> None:
     device = () if "--device" in words else ("--device", "cpu")
     outcome = launch([*COMPARE, *words, *device], env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
     assert outcome.rc == 1, str(outcome)
-    assert told in outcome.stderr
+    assert expected in outcome.stderr
     assert outcome.stderr.startswith("dualdist compare: ")
     assert len(outcome.stderr.splitlines()) == 1
     assert outcome.stdout == ""

@@ -1,4 +1,4 @@
-"""Launches made up for the judges of a comparison: what a job would have left, with times of our choice."""
+"""Synthetic launches of a comparison, with chosen step times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOSSES = [2.5, 2.25, 2.0, 1.75, 1.5, 1.25, 1.0]
 
 
 def rank(number: int, step_s: float, **changes: object) -> RankRecord:
-    """One of two ranks on CPUs, whose timed steps all take step_s."""
+    """Record of one of two ranks on CPUs, whose timed steps all take step_s."""
     found = {
         "rank": number,
         "ranks": 2,
@@ -47,11 +47,11 @@ def rank(number: int, step_s: float, **changes: object) -> RankRecord:
 
 
 def launch(cell: str, number: int, step_s: float, **changes: object) -> Launch:
-    """A launch of two ranks in this round."""
+    """A launch of two ranks in the given round."""
     ranks = [rank(0, step_s, **changes), rank(1, step_s / 2, **changes)]
     return Launch(cell=cell, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks)
 
 
 def launches(cell: str, steps_s: Sequence[float]) -> list[Launch]:
-    """One launch a round."""
+    """One launch per round."""
     return [launch(cell, number, step_s) for number, step_s in enumerate(steps_s)]

@@ -14,8 +14,8 @@ import torch
 from comparisons import launch, launches
 
 from dualdist.bench.compare.launches import Launch
-from dualdist.bench.compare.verdict import chosen
-from dualdist.bench.paired import least_launches
+from dualdist.bench.compare.verdict import choices_to_save
+from dualdist.bench.statistics import min_launches
 from dualdist.errors import UsageError
 from dualdist.rendezvous import saved_choice as choices
 from dualdist.rendezvous.backend_selection import matching_choice
@@ -56,22 +56,22 @@ def test_every_launcher_that_started_several_has_its_fastest_saved() -> None:
         "d": of("d", 0.5, "mpirun", "mpi", "mpi"),
         "e": of("e", 0.1, "srun", "native", "shm"),
     }
-    torchrun, mpirun, srun = chosen(contenders, "today")
+    torchrun, mpirun, srun = choices_to_save(contenders, "today")
     assert isinstance(torchrun, SavedChoice)
     assert isinstance(mpirun, SavedChoice)
     assert (torchrun.conditions, torchrun.backend, torchrun.transport) == (HERE, "native", "shm")
     assert torchrun.why == "1.50x faster than b"
     assert (mpirun.conditions.launcher, mpirun.conditions.mpi, mpirun.backend) == ("mpirun", True, "mpi")
-    assert "e was the only one" in str(srun)
+    assert "e is its only contender" in str(srun)
 
 
 def test_no_difference_saves_nothing() -> None:
     same = {"a": launches("a", [1.0, 1.1] * 4), "b": launches("b", [1.1, 1.0] * 4)}
-    (told,) = chosen(same, "today")
+    (told,) = choices_to_save(same, "today")
     assert isinstance(told, str)
-    assert "no difference" in told
+    assert "no significant difference" in told
     few = {"a": launches("a", [1.0] * 5), "b": launches("b", [9.0] * 5)}
-    assert isinstance(next(chosen(few, "today")), str)
+    assert isinstance(next(choices_to_save(few, "today")), str)
 
 
 @pytest.mark.smoke("abc-6", "ab-6")
@@ -84,19 +84,21 @@ def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -
     drawn = (
         {name: launches(name, [0.1 * draw.gauss(1, 0.02) for _ in range(runs)]) for name in names} for _ in range(200)
     )
-    assert sum(isinstance(told, SavedChoice) for each in drawn for told in chosen(each, "today")) <= 14
+    assert sum(isinstance(told, SavedChoice) for each in drawn for told in choices_to_save(each, "today")) <= 14
 
 
 def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None:
-    assert [least_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
+    assert [min_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
 
     def told(names: str, runs: int) -> SavedChoice | str:
-        (found,) = chosen({name: launches(name, [place] * runs) for place, name in enumerate(names, 1)}, "today")
+        (found,) = choices_to_save(
+            {name: launches(name, [place] * runs) for place, name in enumerate(names, 1)}, "today"
+        )
         return found
 
-    assert str(told("abc", 6)).endswith(": 3 contenders need 7 runs of each")
+    assert str(told("abc", 6)).endswith(": 3 contenders need 7 launches of each")
     assert isinstance(told("abc", 7), SavedChoice)
-    assert str(told("abcd", 7)).endswith(": 4 contenders need 8 runs of each")
+    assert str(told("abcd", 7)).endswith(": 4 contenders need 8 launches of each")
 
 
 def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from harness.base_env import ROOT
 from harness.installed import lack
 
 from dualdist.cli import COMMANDS, EXAMPLES, build_parser, main
-from dualdist.cli.bench import WHATS
+from dualdist.cli.bench import BENCHMARKS
 from dualdist.cli.doctor import Painter, is_color_enabled
 from dualdist.cli.help_formatter import HEIGHT, WIDTH
 
-HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in WHATS)]
+HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in BENCHMARKS)]
 
 
 def shown(*words: str) -> str:
@@ -73,7 +73,7 @@ def test_the_commands_that_are_listed_are_all() -> None:
     text = shown("--help")
     assert all(name in text for name in COMMANDS)
     assert all(example in text for example in EXAMPLES)
-    assert all(what in shown("bench", "--help") for what in WHATS)
+    assert all(what in shown("bench", "--help") for what in BENCHMARKS)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
         ("dualdist run --tag", {"--tag-output"}),
         ("dualdist doctor --explain", {"--explain-env"}),
         ("dualdist doctor --backends native,m", {"native,mpi"}),
-        ("dualdist bench ", set(WHATS)),
+        ("dualdist bench ", set(BENCHMARKS)),
         ("dualdist bench step --model res", {"resnet18", "resnet50"}),
     ],
 )

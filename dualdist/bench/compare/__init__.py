@@ -1,1 +1,1 @@
-"""dualdist compare: contenders, launches, statistics, report."""
+"""`dualdist compare`: which launcher, backend and transport trains fastest on this machine."""

@@ -1,9 +1,13 @@
-"""What one launched job of a comparison left behind, as its file holds it, and what follows from it alone."""
+"""Launches of a comparison: the records of their ranks, what follows from one launch, and the folder of their files."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -12,16 +16,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dualdist.bench.ranks.interleaving import worst
+from dualdist.bench.statistics import max_foreign_cores
 from dualdist.errors import UsageError
 from dualdist.utils.machine import CpuUse
 
-LEAST_WINDOW_S = 1.0  # the system counts in ticks of 10 ms
+MIN_WINDOW_S = 1.0  # the system counts CPU time in ticks of 10 ms
 CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
 
 
 class RankRecord(BaseModel):
-    """Record of one rank; see diagnostics/recording.py. Times are seconds, `began` and its kin times of day."""
+    """Record of one rank, written by diagnostics/recording.py.
+
+    Durations are in seconds; `began`, `ready` and `first_step` are Unix times.
+    """
 
     model_config = CONFIG
 
@@ -44,7 +51,7 @@ class RankRecord(BaseModel):
     ends: list[float]
     losses: list[float | None]
     digest: str
-    start: list[float]  # before the first step, as `sample` is after the last one
+    start: list[float]  # a sample of the parameters before the first step, `sample` after the last
     sample: list[float]
     rounding: float
     peak_bytes: int | None
@@ -57,12 +64,12 @@ class RankRecord(BaseModel):
 
     @property
     def steps(self) -> list[float]:
-        """Seconds of each timed step on this rank."""
+        """Return the seconds of each timed step on this rank."""
         return [after - before for before, after in pairwise(self.ends[max(0, self.warmup - 1) :])]
 
 
 class Launch(BaseModel):
-    """One launch of a cell. `seconds` is the whole job's, `error` why it failed; then it has no ranks."""
+    """One launch of a cell; `seconds` is the job's duration. A failed launch has an `error` and no ranks."""
 
     model_config = CONFIG
 
@@ -71,7 +78,7 @@ class Launch(BaseModel):
     began: float
     seconds: float
     command: str
-    batch: int | None = None  # samples of all ranks in a step, where they are known
+    batch: int | None = None  # global batch size, if known
     foreign_cores: float | None = None
     ranks: list[RankRecord] = []
     allreduce: dict[str, Any] | None = None
@@ -79,17 +86,17 @@ class Launch(BaseModel):
 
     @cached_property
     def steps(self) -> list[float]:
-        """Seconds of each timed step, on its slowest rank."""
+        """Return the seconds of each timed step on its slowest rank."""
         return [max(each) for each in zip(*(rank.steps for rank in self.ranks), strict=False)]
 
     @cached_property
     def step_s(self) -> float:
-        """The median step."""
+        """Return the median step time."""
         return median(self.steps)
 
     @cached_property
     def losses(self) -> list[float | None]:
-        """Of every step, warm-up included, the mean over ranks; None where a step had none."""
+        """Return the mean loss over ranks of every step, warm-up included; None for a step without a loss."""
         return [
             None if None in each else _mean([loss for loss in each if loss is not None])
             for each in zip(*(rank.losses for rank in self.ranks), strict=False)
@@ -101,75 +108,152 @@ class Launch(BaseModel):
 
     @property
     def startup_s(self) -> float:
-        """From the launch to the end of the first training step, on the slowest rank."""
+        """Return the time from the launch to the end of the first training step, on the slowest rank."""
         return max(rank.first_step for rank in self.ranks) - self.began
 
     @property
     def init_s(self) -> float:
-        """From the launch until the ranks had found each other."""
+        """Return the time from the launch to the end of init() on the slowest rank."""
         return max(rank.ready for rank in self.ranks) - self.began
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the rank that needed most."""
+        """Return the maximum over ranks."""
         return max((rank.peak_bytes for rank in self.ranks if rank.peak_bytes is not None), default=None)
 
     @property
     def device_peak_bytes(self) -> int | None:
+        """Return the maximum over ranks."""
         return max((rank.device_peak_bytes for rank in self.ranks if rank.device_peak_bytes is not None), default=None)
 
     @property
     def tcp_bytes(self) -> float | None:
-        """That a rank sent in a step, the mean over ranks."""
+        """Return the bytes a rank sends over TCP in a step, the mean over ranks."""
         known = [rank.tcp_bytes for rank in self.ranks if rank.tcp_bytes is not None]
         return math.fsum(known) / len(known) if known else None
 
     @property
     def cpu_s(self) -> float | None:
-        """Of all ranks in a step."""
+        """Return the CPU seconds of a step, the sum over ranks."""
         known = [rank.cpu_s for rank in self.ranks if rank.cpu_s is not None]
         return math.fsum(known) if known else None
 
 
 def _mean(losses: Sequence[float]) -> float:
-    """NaN of two different infinities, where fsum raises."""
+    """Return the mean; NaN for infinities of both signs, for which fsum raises."""
     total = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
     return total / len(losses)
 
 
-def read(path: Path) -> Launch:
-    """The launch that a file holds; UsageError where it is damaged."""
+def foreign_cores_beside(ranks: Sequence[RankRecord]) -> float | None:
+    """Return the CPU use of other processes during the timed steps on the most loaded node; None if unknown.
+
+    From the ranks' readings, as slurmstepd starts the ranks of srun: their CPU time is not that of our children.
+    """
+    uses = [
+        (rank.node_rank, CpuUse(rank.window_s, rank.machine_s, rank.own_s))
+        for rank in ranks
+        if rank.window_s is not None and rank.window_s >= MIN_WINDOW_S and rank.own_s is not None
+    ]
+    return max_foreign_cores(uses) if len(uses) == len(ranks) else None
+
+
+def group_by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
+    """Group the successful launches by cell, in the order of rounds."""
+    found: dict[str, list[Launch]] = {}
+    for launch in sorted(launches, key=lambda each: each.round):
+        if launch.error is None:
+            found.setdefault(launch.cell, []).append(launch)
+    return found
+
+
+CONDITIONS = "conditions.json"
+DRAFT = "conditions.draft"
+
+
+def read_launch(path: Path) -> Launch:
+    """Read a launch from its file; raise UsageError if the file is damaged."""
     try:
         return Launch.model_validate_json(path.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: this is no launch of dualdist compare; delete it to have it run again") from error
+        raise UsageError(f"{path}: not a launch of dualdist compare; delete it to repeat the launch") from error
 
 
-def write(launch: Launch, path: Path) -> None:
-    """The launch is in the file, whole or not at all."""
+def write_launch(launch: Launch, path: Path) -> None:
+    """Write the launch atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     draft.write_text(launch.model_dump_json())
     draft.replace(path)
 
 
-def foreign_of(ranks: Sequence[RankRecord]) -> float | None:
-    """How many cores others used beside the timed steps, on the host that had most of that; None where it is unknown.
+@contextmanager
+def claim_folder(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
+    """Lock the output folder of a comparison, new or started under the same conditions.
 
-    By what the ranks saw themselves: slurmstepd starts those of srun, whose CPU time is no part of our children's.
+    Raises:
+        UsageError: another process uses it, or its conditions differ; the message names them.
     """
-    uses = [
-        (rank.node_rank, CpuUse(rank.window_s, rank.machine_s, rank.own_s))
-        for rank in ranks
-        if rank.window_s is not None and rank.window_s >= LEAST_WINDOW_S and rank.own_s is not None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        _lock(lock, folder)
+        if not _has_conditions(folder, conditions):
+            try:
+                (folder / DRAFT).write_text(json.dumps(conditions, indent=1))
+                (folder / DRAFT).replace(folder / CONDITIONS)
+            except OSError as error:
+                raise _unusable(folder, error) from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def check_folder(folder: Path, conditions: Mapping[str, Any]) -> None:
+    """Raise UsageError if claim_folder() would refuse the folder; does not change it."""
+    if folder.exists():
+        _has_conditions(folder, conditions)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"--output {folder}: another dualdist compare uses it; wait for its end, or name another folder"
+        ) from error
+    except OSError:
+        return  # some network file systems cannot lock folders
+
+
+def _has_conditions(folder: Path, conditions: Mapping[str, Any]) -> bool:
+    """Return True if a comparison under these conditions was started in the folder, False if it is empty."""
+    file = folder / CONDITIONS
+    conditions = json.loads(json.dumps(conditions))
+    try:
+        if not file.exists():
+            if any(path.name != DRAFT for path in folder.iterdir()):
+                raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
+            return False
+        before = json.loads(file.read_text())
+        if not isinstance(before, dict):
+            raise ValueError(f"{CONDITIONS} holds no conditions")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(folder, error) from error
+    differing = [
+        f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"
+        for name in {**before, **conditions}
+        if before.get(name) != conditions.get(name)
     ]
-    return worst(uses) if len(uses) == len(ranks) else None
+    if differing:
+        raise UsageError(
+            f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
+        )
+    return True
 
 
-def by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
-    """The launches that succeeded, round by round."""
-    found: dict[str, list[Launch]] = {}
-    for launch in sorted(launches, key=lambda each: each.round):
-        if launch.error is None:
-            found.setdefault(launch.cell, []).append(launch)
-    return found
+def _unusable(folder: Path, error: Exception) -> UsageError:
+    return UsageError(f"--output {folder}: cannot be used ({error}); name another folder")

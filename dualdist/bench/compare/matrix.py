@@ -1,4 +1,4 @@
-"""The contenders of a comparison: a cell is (launcher, backend, transport); baselines run beside; some cannot run."""
+"""Cells of a comparison: launcher, backend and transport, the baselines, and why some cannot run here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dualdist.launch.launchers import Site, check_launcher
 from dualdist.utils.suggest import require_choice
 
 DUALDIST = "dualdist"
-# What a reference is, and what it is called.
 BASELINES = {
     "ddp": "DDP",
     "ddp_view": "DDP, gradient_as_bucket_view",
@@ -23,51 +22,54 @@ BASELINES = {
     "one": "one rank",
 }
 DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")
-# They train, or nobody averages: their parameters and losses cannot agree with the others'.
-APART = ("none", "one")
+NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and parameters differ from the others'
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender, launched as a job of its own. `slow` stretches its steps; `copy` tells equal ones apart."""
+    """One contender or baseline (`kind`), launched as a separate job.
+
+    `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check.
+    """
 
     kind: str
     config: RunConfig
-    slow: float = 1.0
+    slowdown: float = 1.0
     copy: int = 0
 
     @property
-    def is_reference(self) -> bool:
+    def is_baseline(self) -> bool:
         return self.kind != DUALDIST
 
     @property
     def is_contender(self) -> bool:
-        """Whether it may win: no reference, and no check of the tool itself."""
-        return not self.is_reference and not self.copy
+        """Return True if it may win: neither a baseline nor a self-check."""
+        return not self.is_baseline and not self.copy
 
     @property
     def label(self) -> str:
-        """As a sentence names it."""
-        place = self.config
-        over = f" over {place.transport}" if place.transport not in (None, place.backend) else ""
-        if self.kind in APART:
+        """Return the name used in tables and sentences."""
+        config = self.config
+        over = f" over {config.transport}" if config.transport not in (None, config.backend) else ""
+        if self.kind in NOT_AVERAGED:
             return BASELINES[self.kind]
-        if self.kind != DUALDIST:
-            return f"{BASELINES[self.kind]}{over} ({place.launcher})"
-        again = f", slowed by {100 * (self.slow - 1):.3g}%" if self.slow > 1 else ", again" if self.copy else ""
-        return f"{place.backend}{over} ({place.launcher}{again})"
+        if self.is_baseline:
+            return f"{BASELINES[self.kind]}{over} ({config.launcher})"
+        copy = ", again" if self.copy else ""
+        suffix = f", slowed by {100 * (self.slowdown - 1):.3g}%" if self.slowdown > 1 else copy
+        return f"{config.backend}{over} ({config.launcher}{suffix})"
 
     @property
     def key(self) -> str:
-        """As files name it."""
-        place = self.config
-        words = [self.kind, place.backend, place.transport or "own", place.launcher]
+        """Return the name used in file names."""
+        config = self.config
+        words = [self.kind, config.backend, config.transport or "own", config.launcher]
         return "-".join([*words, *([f"copy{self.copy}"] if self.copy else [])])
 
 
 @dataclass(frozen=True)
 class MatrixFacts:
-    """What decides which cells can run here, beside the launchers."""
+    """Properties of this machine that decide which cells can run, besides its launchers."""
 
     gpus: int
     device: str  # "auto", "cpu" or "cuda"
@@ -82,7 +84,7 @@ class MatrixFacts:
 
 @dataclass(frozen=True)
 class RefusedCell:
-    """A cell that cannot run here, and why."""
+    """A cell that cannot run here, and the reason."""
 
     cell: Cell
     reason: str
@@ -94,10 +96,10 @@ def expand_configs(
     transports: Sequence[str] | None,
     environ: Mapping[str, str],
 ) -> list[RunConfig]:
-    """Every combination that was asked for; of what was left open, all transports, by the launcher that fits each."""
+    """Return every combination; None stands for all transports, or for the default launcher of each."""
     for backend in backends:
         require_choice(backend, BACKEND_TRANSPORTS, "backend")
-    valid = list(dict.fromkeys(name for carriers in BACKEND_TRANSPORTS.values() for name in carriers))
+    valid = list(dict.fromkeys(name for transports_of in BACKEND_TRANSPORTS.values() for name in transports_of))
     for transport in transports or ():
         require_choice(transport, valid, "transport")
     found = [
@@ -109,65 +111,66 @@ def expand_configs(
     return list(dict.fromkeys(found))
 
 
-def refusal_reason(place: RunConfig, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> str | None:
-    """Why this place cannot be had here; None where nothing is known against it."""
-    return next(_against(place, setting, site, facts), None)
+def refusal_reason(config: RunConfig, settings: MeasurementSettings, site: Site, facts: MatrixFacts) -> str | None:
+    """Return why this configuration cannot run here, None if no reason is known."""
+    return next(_reasons(config, settings, site, facts), None)
 
 
-def _against(place: RunConfig, setting: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
-    # What no launcher can mend comes first.
-    for launcher in (None, place.launcher):
-        choice = JobChoices(launcher, place.backend, place.transport, setting.ranks)
+def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
+    # Launcher-independent reasons first.
+    for launcher in (None, config.launcher):
+        choice = JobChoices(launcher, config.backend, config.transport, settings.ranks)
         yield from (found.message for found in find_conflicts(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
-    installed = facts.backends[place.backend]
+    installed = facts.backends[config.backend]
     if not installed.available:
         yield installed.reason
-    if facts.is_script and place.launcher == "spawn":
-        yield "spawn is one command a rank, and a comparison of scripts starts one for all: choose another launcher"
+    if facts.is_script and config.launcher == "spawn":
+        yield "a script does not spawn its ranks: choose another launcher"
     try:
-        program_command(place, ("-c", "pass"), setting, site)
+        program_command(config, ("-c", "pass"), settings, site)
     except DualdistError as error:
         yield str(error)
-    if place.launcher == "srun" and not facts.is_in_slurm:
+    if config.launcher == "srun" and not facts.is_in_slurm:
         yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
-    if place.transport == "nccl":
-        yield from _against_nccl(place, setting, facts)
-    elif place.backend == "native" and place.transport is not None and facts.uses_gpus:
-        yield "on GPUs the backend native moves tensors by nccl: add --device cpu"
-    if place.backend == "horovod" and place.transport == "gloo" and installed.gloo is False:
+    if config.transport == "nccl":
+        yield from _nccl_reasons(config, settings, facts)
+    elif config.backend == "native" and config.transport is not None and facts.uses_gpus:
+        yield "on GPUs the backend native uses nccl: add --device cpu"
+    if config.backend == "horovod" and config.transport == "gloo" and installed.gloo is False:
         yield "the installed Horovod was built without Gloo"
 
 
-def _against_nccl(place: RunConfig, setting: MeasurementSettings, facts: MatrixFacts) -> Iterator[str]:
+def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: MatrixFacts) -> Iterator[str]:
     if not facts.uses_gpus:
-        yield "nccl moves GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
-    elif facts.gpus < setting.ranks:
-        yield f"nccl wants a GPU for each rank: torch sees {facts.gpus}, and there are {setting.ranks} ranks"
-    if place.backend == "horovod" and facts.backends["horovod"].nccl is None:
+        yield "nccl needs GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
+    elif facts.gpus < settings.ranks:
+        yield f"nccl needs a GPU per rank: torch sees {facts.gpus}, and there are {settings.ranks} ranks"
+    if config.backend == "horovod" and facts.backends["horovod"].nccl is None:
         yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
 
 
 def split_runnable(
-    places: Sequence[RunConfig], setting: MeasurementSettings, site: Site, facts: MatrixFacts
+    configs: Sequence[RunConfig], settings: MeasurementSettings, site: Site, facts: MatrixFacts
 ) -> tuple[list[Cell], list[RefusedCell]]:
-    """The cells that can run here as far as is known, and the others."""
-    cells = [Cell(DUALDIST, place) for place in places]
-    reasons = {cell: refusal_reason(cell.config, setting, site, facts) for cell in cells}
+    """Return the cells that can run here as far as is known, and the others with the reasons."""
+    cells = [Cell(DUALDIST, config) for config in configs]
+    reasons = {cell: refusal_reason(cell.config, settings, site, facts) for cell in cells}
     refused = [RefusedCell(cell, reason) for cell, reason in reasons.items() if reason is not None]
     return [cell for cell in cells if reasons[cell] is None], refused
 
 
 def baseline_cells(names: Sequence[str], cells: Sequence[Cell], facts: MatrixFacts) -> Iterator[Cell | RefusedCell]:
-    """The baselines that go with these cells; the names are those of BASELINES."""
-    own = None if facts.uses_gpus else "gloo"
+    """Yield the baselines for these cells; `names` are keys of BASELINES."""
+    transport = None if facts.uses_gpus else "gloo"
     for name in names:
-        cell = Cell(name, RunConfig("native", own, "torchrun"))
         if name == "one":
-            cell = Cell(name, RunConfig("auto", None, "python"))
-        if name == "hvd":
-            on_horovod = [each for each in cells if each.config.backend == "horovod"]
-            cell = Cell(name, on_horovod[0].config if on_horovod else RunConfig("horovod", None, "torchrun"))
-            if not on_horovod:
+            yield Cell(name, RunConfig("auto", None, "python"))
+        elif name == "hvd":
+            configs = [each.config for each in cells if each.config.backend == "horovod"]
+            if configs:
+                yield Cell(name, configs[0])
+            else:
+                cell = Cell(name, RunConfig("horovod", None, "torchrun"))
                 yield RefusedCell(cell, "it needs a cell of the backend horovod that can run")
-                continue
-        yield cell
+        else:
+            yield Cell(name, RunConfig("native", transport, "torchrun"))

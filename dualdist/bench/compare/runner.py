@@ -1,154 +1,73 @@
-"""From a cell to a launched job, and from what its ranks left to a Launch in a file."""
+"""Run a comparison: the job of each cell, its launch, and the order of launches within a time budget."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
+import random
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from dualdist.bench.cases import TrainOptions
-from dualdist.bench.compare import launches as files
-from dualdist.bench.compare.launches import Launch, RankRecord, foreign_of
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch, write_launch
 from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, program_command, run_job, worker_command
-from dualdist.errors import LaunchError, UsageError
+from dualdist.bench.options import TrainOptions
+from dualdist.errors import LaunchError
 from dualdist.launch.launchers import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
-CONDITIONS = "conditions.json"
-LAUNCHES = "launches"  # a file for each
-RUNNING = "running"  # where the ranks of a launch leave their records
-DRAFT = "conditions.draft"
-
-
-@contextmanager
-def claimed(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
-    """The folder is this comparison's, and no other process's until the end: new, or begun under the same conditions.
-
-    UsageError names the conditions that differ.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        _lock(lock, folder)
-        _claim(folder, json.loads(json.dumps(conditions)))
-        yield
-    finally:
-        os.close(lock)
-
-
-def looked_at(folder: Path, conditions: Mapping[str, Any]) -> None:
-    """UsageError where claimed() would refuse the folder, which stays as it is."""
-    if folder.exists():
-        _check(folder, json.loads(json.dumps(conditions)))
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UsageError(
-            f"--output {folder}: another dualdist compare is at work there; wait for its end, or name another folder"
-        ) from error
-    except OSError:
-        return  # some network file systems lock no folders
-
-
-def _claim(folder: Path, conditions: Mapping[str, Any]) -> None:
-    if _check(folder, conditions):
-        return
-    try:
-        draft = folder / DRAFT
-        draft.write_text(json.dumps(conditions, indent=1))
-        draft.replace(folder / CONDITIONS)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-
-
-def _check(folder: Path, conditions: Mapping[str, Any]) -> bool:
-    """Whether a comparison under these conditions has begun there; UsageError where it was another one, or none."""
-    file = folder / CONDITIONS
-    try:
-        if not file.exists():
-            if any(path.name != DRAFT for path in folder.iterdir()):
-                raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
-            return False
-        before = json.loads(file.read_text())
-        if not isinstance(before, dict):
-            raise ValueError(f"{CONDITIONS} holds no conditions")
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(folder, error) from error
-    differing = [
-        f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"
-        for name in {**before, **conditions}
-        if before.get(name) != conditions.get(name)
-    ]
-    if differing:
-        raise UsageError(
-            f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
-        )
-    return True
-
-
-def _unusable(folder: Path, error: Exception) -> UsageError:
-    return UsageError(f"--output {folder}: cannot be used ({error}); name another folder")
-
-
+LAUNCHES = "launches"  # folder of one file per launch
+RUNNING = "running"  # folder in which the ranks of a launch leave their records
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
+FIRST_GUESS_S = 8.0  # duration of a launch before one has been measured
 
 
 @dataclass(frozen=True)
 class UserScript:
-    """A program of a user's, what follows `python`."""
+    """The user's program (`argv` follows `python`) and how many of its steps to time."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     warmup: int
     steps: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What every launch is made from: `work` is a model to be trained, or a script; `folder` keeps what was found."""
+    """What all launches share: the model or script to train, settings, and the folder for their files."""
 
     work: TrainOptions | UserScript
-    setting: MeasurementSettings
+    settings: MeasurementSettings
     site: Site
     folder: Path
 
     def ranks(self, cell: Cell) -> int:
-        return 1 if cell.kind == "one" else self.setting.ranks
+        return 1 if cell.kind == "one" else self.settings.ranks
 
-    def planned(self, cell: Cell, number: int) -> PlannedJob:
-        """The job of a round, and the files in which its ranks will leave their records."""
+    def plan_job(self, cell: Cell, number: int) -> PlannedJob:
+        """Return the job of a cell in a round."""
         ranks, own = self.ranks(cell), self.folder / RUNNING / f"{number}-{cell.key}"
-        setting = replace(self.setting, ranks=ranks)
+        settings = replace(self.settings, ranks=ranks)
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
         if isinstance(self.work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
-            setting = replace(setting, env={**record, **setting.env})
-            built = program_command(cell.config, self.work.words, setting, self.site)
+            settings = replace(settings, env={**record, **settings.env})
+            command = program_command(cell.config, self.work.argv, settings, self.site)
         else:
-            built = worker_command(cell.config, self._words(cell, self.work, own), setting, self.site)
-            if self._sweeps(cell, self.work):
+            command = worker_command(cell.config, self._train_arguments(cell, self.work, own), settings, self.site)
+            if self._times_allreduces(cell, self.work):
                 reports.append(own / "allreduce.json")
-        return PlannedJob(f"round {number + 1}, {cell.label}", built, tuple(reports), {"cell": cell, "folder": own})
+        return PlannedJob(f"round {number + 1}, {cell.label}", command, tuple(reports), {"cell": cell, "folder": own})
 
     def _batch(self, cell: Cell) -> int | None:
-        """Samples of all ranks in a step; one rank alone has as many as each of several."""
-        return None if isinstance(self.work, UserScript) else self.work.batch * self.ranks(cell) // self.setting.ranks
+        """Return the global batch size; a single rank trains with one rank's share."""
+        return None if isinstance(self.work, UserScript) else self.work.batch * self.ranks(cell) // self.settings.ranks
 
-    def _words(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
-        words = {
+    def _train_arguments(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
+        named = {
             "model": options.model,
             "contender": DUALDIST if cell.kind == "one" else cell.kind,
             "batch": self._batch(cell),
@@ -156,54 +75,177 @@ class Comparison:
             "steps": options.steps,
             "image-size": options.image_size,
             "seed": options.seed,
-            "slow": cell.slow,
+            "slowdown": cell.slowdown,
             "folder": own,
             "report": own / "allreduce.json",
         }
-        if self._sweeps(cell, options):
-            words["sizes"] = ",".join(map(str, options.sizes))
-        return ["train", *(f"--{name}={value}" for name, value in words.items())]
+        if self._times_allreduces(cell, options):
+            named["sizes"] = ",".join(map(str, options.sizes))
+        return ["train", *(f"--{name}={value}" for name, value in named.items())]
 
-    def _sweeps(self, cell: Cell, options: TrainOptions) -> bool:
+    def _times_allreduces(self, cell: Cell, options: TrainOptions) -> bool:
         return bool(options.sizes) and cell.is_contender and self.ranks(cell) > 1
 
     def launch(self, cell: Cell, number: int) -> Launch:
-        """Run the job to its end; a launch that failed says why."""
-        planned, began, started = self.planned(cell, number), time.time(), time.monotonic()
-        shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # what an interrupted launch has left
-        found = Launch(
+        """Run the job of a cell in a round and write its file; a failed launch holds the error."""
+        planned, began, start = self.plan_job(cell, number), time.time(), time.monotonic()
+        shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # of an interrupted launch
+        result = Launch(
             cell=cell.key, round=number, began=began, seconds=0, command=planned.command_line, batch=self._batch(cell)
         )
         try:
-            reports = run_job(planned, self.setting.timeout_s)
+            reports = run_job(planned, self.settings.timeout_s)
             ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(cell)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
-            known = {"ranks": ranks, "allreduce": allreduce, "error": unfit(cell, ranks)}
-            foreign = foreign_of(ranks) if cell.config.launcher == "srun" else reports[0][FOREIGN]
-            found = found.model_copy(update={**known, "foreign_cores": foreign})
+            foreign = foreign_cores_beside(ranks) if cell.config.launcher == "srun" else reports[0][FOREIGN]
+            error = record_error(cell, ranks)
+            update = {"ranks": ranks, "allreduce": allreduce, "error": error, "foreign_cores": foreign}
+            result = result.model_copy(update=update)
         except LaunchError as error:
             hint = NO_STEPS if isinstance(self.work, UserScript) and "it left no report" in str(error) else ""
-            found = found.model_copy(update={"error": hint + str(error)})
+            result = result.model_copy(update={"error": hint + str(error)})
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
-        found = found.model_copy(update={"seconds": time.monotonic() - started})
-        files.write(found, self.folder / LAUNCHES / f"{number:03}-{cell.key}.json")
-        return found
+        result = result.model_copy(update={"seconds": time.monotonic() - start})
+        write_launch(result, self.folder / LAUNCHES / f"{number:03}-{cell.key}.json")
+        return result
 
-    def kept(self, cells: Sequence[Cell]) -> list[Launch]:
-        """The launches of an earlier run that was broken off; those that failed are tried again."""
+    def load_launches(self, cells: Sequence[Cell]) -> list[Launch]:
+        """Read the launches of an interrupted run; failed ones are repeated."""
         keys = {cell.key for cell in cells}
-        paths = sorted((self.folder / LAUNCHES).glob("*.json"))
-        found = [launch for path in paths if (launch := files.read(path)).cell in keys]
-        return [launch for launch in found if launch.error is None]
+        launches = map(read_launch, sorted((self.folder / LAUNCHES).glob("*.json")))
+        return [launch for launch in launches if launch.cell in keys and launch.error is None]
 
 
-def unfit(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
-    """Why these records cannot be compared, or are not this cell's; None where they can."""
-    first, place = ranks[0], cell.config
-    if place.backend not in ("auto", first.backend) or place.transport not in (None, first.transport):
-        ran, asked = f"{first.backend} over {first.transport}", f"{place.backend} over {place.transport}"
-        return f"it ran on {ran}, not on {asked}: does the script name a backend itself? Let it call dd.init()"
+def record_error(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
+    """Return why these records are not valid for the cell, None if they are."""
+    first, config = ranks[0], cell.config
+    if config.backend not in ("auto", first.backend) or config.transport not in (None, first.transport):
+        actual, expected = f"{first.backend} over {first.transport}", f"{config.backend} over {config.transport}"
+        return f"it ran on {actual}, not on {expected}: does the script name a backend itself? Let it call dd.init()"
     if min(len(rank.steps) for rank in ranks) < 1:
         return f"it took {len(first.ends)} steps, and the first {first.warmup} are not timed: train longer"
     return None
+
+
+def draw_order(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
+    """Return the cells in the random order of a round; the first round starts with the contenders.
+
+    A budget that ends within the first round is thus spent on the cells that the verdict is about.
+    """
+    drawn = random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
+    return sorted(drawn, key=lambda cell: cell.is_baseline) if number == 0 else drawn
+
+
+class LaunchSchedule:
+    """Iterator over the launches, round by round, until `rounds` are complete or `budget_s` is used up.
+
+    `ended` says why it stopped. No round but the first starts that would exceed the budget. A resumed run continues in
+    the last round of `done`: rounds from an earlier run are not comparable.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        launch: Callable[[Cell, int], Launch],
+        done: Sequence[Launch] = (),
+        *,
+        rounds: int,
+        budget_s: float,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ended = "interrupted"
+        self.failed: set[str] = set()
+        self._cells = list(cells)
+        self._launch = launch
+        self._done = {(each.cell, each.round) for each in done}
+        self._first_round = max((each.round for each in done), default=0)
+        self._seconds: dict[str, list[float]] = {}
+        for each in done:
+            self._seconds.setdefault(each.cell, []).append(each.seconds)
+        self._rounds = rounds
+        self._budget_s = budget_s
+        self._seed = seed
+        self._clock = clock
+        self._start = clock()
+
+    def __iter__(self) -> Iterator[Launch]:
+        is_first = True  # with work left: every resumed run must make progress
+        for number in range(self._rounds):
+            remaining = self.remaining_in(number)
+            if not is_first and remaining and self.elapsed_s + self._estimate(remaining) > self._budget_s:
+                self.ended = self._budget_used("")
+                return
+            for cell in remaining:
+                if is_first and self.elapsed_s > self._budget_s:
+                    self.ended = self._budget_used(" in the first round")
+                    return
+                result = self._launch(cell, number)
+                self._seconds.setdefault(cell.key, []).append(result.seconds)
+                self._done.add((cell.key, number))
+                if result.error is not None:
+                    self.failed.add(cell.key)
+                yield result
+            is_first = is_first and not remaining
+        self.ended = "complete"
+
+    def _budget_used(self, where: str) -> str:
+        round_s = self._estimate([cell for cell in self._cells if cell.key not in self.failed])
+        more = ", more than the budget" if round_s > self._budget_s else ""
+        return f"the budget of {self._budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._start
+
+    def remaining_in(self, number: int) -> list[Cell]:
+        """Return the cells to launch in a round; cells that failed are not launched again."""
+        if number < self._first_round:
+            return []
+        cells = draw_order(self._cells, number, self._seed)
+        return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
+
+    @property
+    def remaining(self) -> list[Cell]:
+        """Return all launches that are left without regard to the budget; a cell once per round."""
+        return [cell for number in range(self._rounds) for cell in self.remaining_in(number)]
+
+    def remaining_s(self) -> float:
+        """Estimate how long the rest takes."""
+        return max(0.0, min(self._estimate(self.remaining), self._budget_s - self.elapsed_s))
+
+    def _estimate(self, cells: Sequence[Cell]) -> float:
+        known = [seconds for each in self._seconds.values() for seconds in each]
+        guess = median(known) if known else FIRST_GUESS_S
+        return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)
+
+
+OnLaunch = Callable[[str, int, int, float], None]  # label, launches done, launches in total, seconds left
+
+
+@contextmanager
+def show_progress() -> Iterator[OnLaunch]:
+    """Show a progress bar on a terminal, else print a line per launch."""
+    if not sys.stderr.isatty():
+        yield lambda label, done, total, left_s: print(
+            f"[{done}/{total}] {label} (about {format_duration(left_s)} left)", file=sys.stderr, flush=True
+        )
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda label, done, total, left_s: bar.update(
+            task, completed=done, total=total, description=f"about {format_duration(left_s)} left; {label}"
+        )
+
+
+def format_duration(seconds: float) -> str:
+    """Return 45 s, 12 min or 3 h 20 min."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

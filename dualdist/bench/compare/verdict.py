@@ -1,23 +1,161 @@
-"""Which contender is the fastest, in one sentence with its confidence."""
+"""Verdict of a comparison: did all contenders train the same model, and which one is the fastest."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from dualdist.bench.compare.equivalence import Equivalence
 from dualdist.bench.compare.launches import Launch
-from dualdist.bench.paired import LEAST_LAUNCHES, MedianInterval, least_launches, ratio_of
+from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval, min_launches, ratio_interval
 from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+
+Launches = Mapping[str, Sequence[Launch]]  # by the label of a contender
+
+# Note [equivalent training]
+# With more than two ranks, and on GPUs, a sum depends on its order. Losses then differ by rounding, which training
+# amplifies: ResNet-18 on four ranks up to 163 times from one step to the next (8.6e-8 of the second loss, 6e-2 of the
+# fortieth), the MLP hardly at all. A wrong reduction shows at once: with 1% more learning rate the second loss differs
+# by 1e-5 in both. So the first two losses may differ by ROUNDINGS units in the last place, and each later one by GROWTH
+# times the largest difference before it. Programs that round differently (autocast, TF32) get LOSS_TOLERANCE instead
+# of units; above it rounding dominates, and parameters are not compared. MOVEMENT_TOLERANCE limits the distance between
+# final parameters (a sample of them), relative to how far training moved them: a contender that never steps is 1 away,
+# one that divides by the number of ranks twice 0.5 or more.
+ROUNDINGS, GROWTH = 16, 1024
+LOSS_TOLERANCE = 1e-3
+MOVEMENT_TOLERANCE = 0.4
+BIT_IDENTICAL = "bit-identical"
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Result of the check that all contenders trained the same model; `mismatches` says how one differs."""
+
+    criterion: str
+    launches: int
+    steps: int
+    mismatches: Mapping[str, str]
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.mismatches
+
+    def __str__(self) -> str:
+        if self.is_valid:
+            return f"losses of {self.steps} steps and parameters agree in {self.launches} launches: {self.criterion}"
+        return "; ".join(f"{name} {why}" for name, why in self.mismatches.items())
+
+
+def check_equivalence(launches: Launches) -> Equivalence:
+    """Compare losses and parameters of all launches with the result that most launches agree on.
+
+    Two ranks on CPUs can sum in one order only, so they must be bit-identical; see Note [equivalent training].
+    """
+    every = [launch for found in launches.values() for launch in found]
+    if not every:
+        return Equivalence(BIT_IDENTICAL, 0, 0, {})
+    is_exact = all(len(launch.ranks) <= 2 and launch.first.device == "cpu" for launch in every)
+    common, _ = Counter(map(_outcome, every)).most_common(1)[0]
+    expected = next(launch for launch in every if _outcome(launch) == common)
+    mismatches: dict[str, str] = {}
+    for name, found in launches.items():
+        for launch in found:
+            why = _mismatch(launch, expected, is_exact)
+            if why is not None:
+                mismatches.setdefault(name, why)
+    worst = max(max(_loss_differences(launch, expected), default=0.0) for launch in every)
+    criterion = BIT_IDENTICAL if is_exact else _criterion(expected, worst)
+    return Equivalence(criterion, len(every), len(expected.losses), mismatches)
+
+
+def _criterion(expected: Launch, worst: float) -> str:
+    losses = f"losses up to rounding and its growth in training, {worst:.0e} at most"
+    # A contender that never steps, or half as far, must be detectable.
+    if worst <= LOSS_TOLERANCE and _allowed_distance(expected) < _movement(expected) / 2:
+        return f"{losses}, parameters within {MOVEMENT_TOLERANCE:g} of how far training moved them"
+    has_grown = worst > LOSS_TOLERANCE
+    why = "rounding has grown too far" if has_grown else "training moved them hardly more than rounding does"
+    return f"{losses}; parameters not comparable, as {why}"
+
+
+def _outcome(launch: Launch) -> tuple[str, tuple[str, ...]]:
+    return launch.first.digest, tuple(map(str, launch.losses))  # as text, since NaN does not equal itself
+
+
+def _mismatch(launch: Launch, expected: Launch, is_exact: bool) -> str | None:
+    """Return how the launch's training differs from the expected one, None if it does not."""
+    if len({rank.digest for rank in launch.ranks}) > 1:
+        return "ended with different parameters on different ranks"
+    if len(launch.losses) != len(expected.losses):
+        return f"took {len(launch.losses)} steps, others {len(expected.losses)}"
+    unit, worst = (0.0, 0.0) if is_exact else (_loss_unit(expected), expected.first.rounding)
+    for step, difference in enumerate(_loss_differences(launch, expected), 1):
+        if difference > (unit if step <= 2 else max(unit, GROWTH * worst)):
+            losses = (launch.losses[step - 1], expected.losses[step - 1])
+            one, others = ("none" if loss is None else f"{loss:.9g}" for loss in losses)
+            return f"had a different loss at step {step} ({one}, others {others})"
+        worst = max(worst, difference)
+    if is_exact:
+        return None if launch.first.digest == expected.first.digest else "ended with different parameters"
+    apart = distance(launch.first.sample, expected.first.sample)
+    if worst > LOSS_TOLERANCE or apart <= _allowed_distance(expected):
+        return None
+    return f"ended with parameters {apart:.1e} from those of others, which training moved by {_movement(expected):.1e}"
+
+
+def _loss_unit(expected: Launch) -> float:
+    """Return the tolerance of the first two losses; only a launch of one of our models knows its batch."""
+    is_ours = expected.first.device == "cpu" and expected.batch is not None
+    return ROUNDINGS * expected.first.rounding if is_ours else LOSS_TOLERANCE
+
+
+def _loss_differences(launch: Launch, expected: Launch) -> list[float]:
+    return [_relative_difference(*each) for each in zip(launch.losses, expected.losses, strict=False)]
+
+
+def _relative_difference(one: float | None, other: float | None) -> float:
+    """Return the relative difference, infinite if only one is a number."""
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if _is_same(one, other):
+        return 0.0
+    relative = abs(one - other) / max(abs(one), abs(other))
+    return math.inf if math.isnan(relative) else relative
+
+
+def _movement(launch: Launch) -> float:
+    """Return how far training moved the parameters that stayed finite."""
+    both = [each for each in zip(launch.first.start, launch.first.sample, strict=False) if math.isfinite(each[1])]
+    return distance([start for start, _ in both], [end for _, end in both])
+
+
+def _allowed_distance(expected: Launch) -> float:
+    """Return the allowed distance between final parameters; every step rounds them once more, at random."""
+    size = math.hypot(*filter(math.isfinite, expected.first.sample))
+    rounding = expected.first.rounding * size * math.sqrt(len(expected.losses))
+    return max(MOVEMENT_TOLERANCE * _movement(expected), rounding)
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the Euclidean distance, infinite for different lengths; equal infinities and NaNs count as equal."""
+    if len(one) != len(other):
+        return math.inf
+    return math.hypot(*(a - b for a, b in zip(one, other, strict=True) if not _is_same(a, b)))
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
 
 Kind = Literal["faster", "no difference", "too few", "alone", "invalid", "nothing"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio` is the runner-up's step time over the winner's; both names are those of the contenders, or None."""
+    """Verdict on the contenders; `ratio` is the runner-up's step time over the winner's."""
 
     kind: Kind
     sentence: str
@@ -26,116 +164,102 @@ class Verdict:
     ratio: MedianInterval | None = None
 
 
-def ranking(launches: Mapping[str, Sequence[Launch]]) -> list[str]:
-    """The names, the fastest first: by the median over rounds of the step over that of the round's median contender.
+def rank_by_speed(launches: Launches) -> list[str]:
+    """Return the names, fastest first, by the median over rounds of the step time relative to the round's median.
 
-    Rounds that some lack count for the others; what did not run is left out.
+    A round counts for the contenders that took part in it; names without launches are left out.
     """
     rounds = sorted({launch.round for found in launches.values() for launch in found})
-    shares: dict[str, list[float]] = {name: [] for name, found in launches.items() if found}
+    relative: dict[str, list[float]] = {name: [] for name, found in launches.items() if found}
     for number in rounds:
         here = {name: each.step_s for name, found in launches.items() for each in found if each.round == number}
         for name, seconds in here.items():
-            shares[name].append(seconds / median(here.values()))
-    return sorted(shares, key=lambda name: median(shares[name]))
+            relative[name].append(seconds / median(here.values()))
+    return sorted(relative, key=lambda name: median(relative[name]))
 
 
-def pairs(one: Sequence[Launch], other: Sequence[Launch]) -> tuple[list[Launch], list[Launch]]:
-    """The launches of rounds in which both ran."""
-    theirs = {launch.round: launch for launch in other}
-    both = [launch for launch in one if launch.round in theirs]
-    return both, [theirs[launch.round] for launch in both]
+def paired_steps(one: Sequence[Launch], other: Sequence[Launch]) -> tuple[list[float], list[float]]:
+    """Return the step times of both in the rounds in which both ran."""
+    others = {launch.round: launch.step_s for launch in other}
+    both = [launch for launch in one if launch.round in others]
+    return [launch.step_s for launch in both], [others[launch.round] for launch in both]
 
 
-def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, among: int = 1) -> MedianInterval | None:
-    """The step time of one contender over that of another; None where no round had both."""
-    first, second = pairs(over, under)
-    if not first:
-        return None
-    return ratio_of([each.step_s for each in first], [each.step_s for each in second], among=among)
+def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, comparisons: int = 1) -> MedianInterval | None:
+    """Return the ratio of the step times; None if no round has both."""
+    first, second = paired_steps(over, under)
+    return ratio_interval(first, second, comparisons=comparisons) if first else None
 
 
-def verdict(launches: Mapping[str, Sequence[Launch]], same: Equivalence) -> Verdict:
-    """The sentence about contenders, by the names that it shall use; of those not launched yet the list is empty."""
-    if not same.is_valid:
-        return Verdict("invalid", f"INVALID: the contenders did not train the same model: {same}")
-    order = ranking(launches)
+def judge(launches: Launches, equivalence: Equivalence) -> Verdict:
+    """Return the verdict; contenders that were not launched yet have an empty list."""
+    if not equivalence.is_valid:
+        return Verdict("invalid", f"INVALID: the contenders did not train the same model: {equivalence}")
+    order = rank_by_speed(launches)
     if not order:
         return Verdict("nothing", "nothing was measured")
     if len(order) == 1 and len(launches) > 1:
-        told = f"no verdict: of {len(launches)} contenders {order[0]} alone was launched, so give more time"
-        return Verdict("too few", told, order[0])
+        sentence = f"no verdict: only {order[0]} of {len(launches)} contenders was launched; increase --budget"
+        return Verdict("too few", sentence, order[0])
     if len(order) == 1:
         return Verdict("alone", f"{order[0]} is the only contender that ran here", order[0])
     winner, runner_up = order[:2]
     ratio = step_ratio(launches[runner_up], launches[winner])
     if ratio is None:
-        return Verdict("too few", f"no round had both {winner} and {runner_up}: give more time", winner, runner_up)
-    if ratio.value < 1:  # a tie, by the rounds that both took part in
-        winner, runner_up, ratio = runner_up, winner, _inverse(ratio)
-    return Verdict(*_said(winner, runner_up, ratio), winner, runner_up, ratio)
+        return Verdict("too few", f"no round has both {winner} and {runner_up}; increase --budget", winner, runner_up)
+    if ratio.value < 1:  # in the rounds that both took part in
+        winner, runner_up, ratio = runner_up, winner, ratio.inverse()
+    return Verdict(*_describe(winner, runner_up, ratio), winner, runner_up, ratio)
 
 
-def _said(one: str, other: str, ratio: MedianInterval) -> tuple[Kind, str]:
+def _describe(one: str, other: str, ratio: MedianInterval) -> tuple[Kind, str]:
     digits = 3 if ratio.value < 1.1 else 2
     value, low, high = (f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high))
-    if not ratio.is_sound:
+    launches = f"{ratio.launches} launch" + ("" if ratio.launches == 1 else "es")
+    if not ratio.has_enough_launches:
         return "too few", (
-            f"{runs(ratio.launches)} {'is' if ratio.launches == 1 else 'are'} too few to tell {one} from {other} "
-            f"(ratio {value}, seen {low} to {high}): a verdict needs {LEAST_LAUNCHES} of each, so give more time"
+            f"{launches} {'is' if ratio.launches == 1 else 'are'} too few to compare {one} with {other} "
+            f"(ratio {value}, observed {low} to {high}): a verdict needs {MIN_LAUNCHES} of each; increase --budget"
         )
-    interval = f"95% interval {low} to {high}, {ratio.launches} runs each"
-    if ratio.differs_from(1.0) and ratio.value > 1:
+    interval = f"95% interval {low} to {high}, {launches} each"
+    if ratio.excludes(1.0) and ratio.value > 1:
         return "faster", f"{one} is {value}x faster than {other} ({interval})"
-    return "no difference", (
-        f"no difference that {runs(ratio.launches)} can show between {one} and {other} (ratio {value}, {interval})"
-    )
+    return "no difference", f"no significant difference between {one} and {other} (ratio {value}, {interval})"
 
 
-def against(winner: str, launches: Mapping[str, Sequence[Launch]]) -> dict[str, str]:
-    """A sentence on the winner and each other with launches enough; every interval holds for its own pair alone."""
+def compare_with_winner(winner: str, launches: Launches) -> dict[str, str]:
+    """Return a sentence per contender with enough launches; each interval holds for its pair alone."""
     found = {}
     for other in launches:
         ratio = step_ratio(launches[other], launches[winner]) if other != winner else None
-        if ratio is not None and ratio.is_sound:
-            low_first = (winner, other, ratio) if ratio.value >= 1 else (other, winner, _inverse(ratio))
-            found[other] = _said(*low_first)[1]
+        if ratio is not None and ratio.has_enough_launches:
+            pair = (winner, other, ratio) if ratio.value >= 1 else (other, winner, ratio.inverse())
+            found[other] = _describe(*pair)[1]
     return found
 
 
-def _inverse(ratio: MedianInterval) -> MedianInterval:
-    return MedianInterval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.launches, ratio.among)
+def choices_to_save(contenders: Launches, timestamp: str) -> Iterator[SavedChoice | str]:
+    """Yield the fastest contender of every launcher that ran two or more, or a sentence why there is none.
 
-
-def runs(count: int) -> str:
-    return f"{count} run" + ("" if count == 1 else "s")
-
-
-Launches = Mapping[str, Sequence[Launch]]
-
-
-def chosen(contenders: Launches, at: str) -> Iterator[SavedChoice | str]:
-    """The fastest contender, by label, of every launcher that started two or more; or a sentence why there is none.
-
-    auto cannot change the launcher, so contenders of different ones are no choice. Somebody must be slower for sure.
+    Contenders of different launchers are no choice, as backend="auto" cannot change the launcher. At least one other
+    contender must be slower with 95% confidence; any pair may come first, hence the number of comparisons.
     """
     for conditions, found in _by_conditions(contenders).items():
         if len(found) < 2:
-            yield f"nothing saved for {conditions}: {next(iter(found))} was the only one that it started"
+            yield f"nothing saved for {conditions}: {next(iter(found))} is its only contender"
             continue
-        first, *others = ranking(found)
-        pairs = len(found) * (len(found) - 1) // 2  # the first is looked for, and any of them may come out as that
-        ratios = {other: step_ratio(found[other], found[first], among=pairs) for other in others}
-        slower = {other: each for other, each in ratios.items() if each and each.value > 1 and each.differs_from(1.0)}
-        if not slower and not any(each and each.is_sound for each in ratios.values()):
-            yield f"nothing saved for {conditions}: {len(found)} contenders need {least_launches(pairs)} runs of each"
-            continue
-        if not slower:
-            yield f"nothing saved for {conditions}: no difference that these runs can show"
-            continue
-        why = ", ".join(f"{each.value:.2f}x faster than {other}" for other, each in slower.items())
-        place = found[first][0].first
-        yield SavedChoice(conditions, place.backend, place.transport, at, why)
+        first, *others = rank_by_speed(found)
+        pairs = len(found) * (len(found) - 1) // 2
+        ratios = {other: step_ratio(found[other], found[first], comparisons=pairs) for other in others}
+        slower = {other: each for other, each in ratios.items() if each and each.value > 1 and each.excludes(1.0)}
+        if slower:
+            why = ", ".join(f"{each.value:.2f}x faster than {other}" for other, each in slower.items())
+            rank = found[first][0].first
+            yield SavedChoice(conditions, rank.backend, rank.transport, timestamp, why)
+        elif any(each and each.has_enough_launches for each in ratios.values()):
+            yield f"nothing saved for {conditions}: no significant difference"
+        else:
+            yield f"nothing saved for {conditions}: {len(found)} contenders need {min_launches(pairs)} launches of each"
 
 
 def _by_conditions(contenders: Launches) -> dict[ChoiceConditions, Launches]:

@@ -1,1 +1,1 @@
-"""Programs that run inside the ranks of a measurement."""
+"""Programs that the ranks of a benchmark run; only these modules import torch."""

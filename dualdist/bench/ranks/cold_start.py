@@ -1,17 +1,18 @@
-"""Times, in a new process, the way to a first collective: python start.py raw|dualdist BACKEND SIZE FOLDER DEVICE.
+"""Program that times a cold start: python cold_start.py raw|dualdist BACKEND SIZE FOLDER DEVICE.
 
-Every rank leaves FOLDER/RANK.json: seconds for `torch` (its import), `import` (the library's, beside torch), `init`,
-`first` and `second` (allreduces of 8 bytes), and what the process then holds: `peak_bytes` and `own_bytes` of memory
-(the most that was resident, and what it shares with nobody now) and `sockets`. Ranks wait for each other in FOLDER
-before init, and that wait is not counted: how far apart their imports ended is the launcher's and the scheduler's
-doing. "raw" needs no dualdist.
+It is started by its path, so that nothing is imported before its clock starts, and "raw" does not need dualdist.
+
+Every rank writes FOLDER/RANK.json: the seconds of `torch` (its import), `import` (of the library without torch),
+`init`, `first` and `second` (allreduces of 8 bytes), and the process's `peak_bytes` and `private_bytes` of memory and
+number of `sockets`. The ranks wait in FOLDER for each other before init; that wait is not counted, as the difference
+between their imports is due to the launcher and the scheduler.
 """
 
 from __future__ import annotations
 
 import time
 
-BEGAN = time.perf_counter()
+START = time.perf_counter()
 
 import itertools  # noqa: E402
 import json  # noqa: E402
@@ -20,17 +21,17 @@ from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-WAIT_S = 120.0
-LOOK_S = 0.002
+TIMEOUT_S = 120.0
+POLL_S = 0.002
 
-Started = tuple[int, Callable[[], object], Callable[[], object]]  # rank, one allreduce, how to end
+Started = tuple[int, Callable[[], object], Callable[[], object]]  # rank, allreduce, shutdown
 
 
 def main() -> None:
     kind, backend, size, folder, device = sys.argv[1:]
-    sys.path.pop(0)  # this folder, which a program of a user's would not have there
-    marks = {"began": BEGAN}
-    if kind == "dualdist":  # comes without torch; the raw libraries need it first
+    sys.path.pop(0)  # this folder
+    marks = {"start": START}
+    if kind == "dualdist":  # does not import torch; the raw libraries need it first
         library = _import_dualdist()
         marks["import"] = time.perf_counter()
     import torch
@@ -39,37 +40,37 @@ def main() -> None:
     if kind == "raw":
         library = RAW[backend]()
         marks["import"] = time.perf_counter()
-    _meet(Path(folder), int(size))
-    marks["met"] = time.perf_counter()
-    rank, allreduce, end = library(torch, device)
+    _wait_for_ranks(Path(folder), int(size))
+    marks["wait"] = time.perf_counter()
+    rank, allreduce, shutdown = library(torch, device)
     marks["init"] = time.perf_counter()
     for name in ("first", "second"):
         allreduce()
         marks[name] = time.perf_counter()
     points = list(marks)
     seconds = {name: marks[name] - marks[before] for before, name in itertools.pairwise(points)}
-    del seconds["met"]
+    del seconds["wait"]
     draft = Path(folder, f"{rank}.draft")
-    draft.write_text(json.dumps({"rank": rank, "seconds": seconds, **_held()}))
+    draft.write_text(json.dumps({"rank": rank, "seconds": seconds, **_resources()}))
     draft.replace(Path(folder, f"{rank}.json"))
-    end()
+    shutdown()
 
 
-def _meet(folder: Path, size: int) -> None:
-    """All ranks have come this far."""
+def _wait_for_ranks(folder: Path, size: int) -> None:
+    """Wait until all ranks have created a file in the folder."""
     import os
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"here-{os.getpid()}").touch()
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while sum(name.startswith("here-") for name in os.listdir(folder)) < size:
         if time.monotonic() > deadline:
-            raise SystemExit(f"not all {size} ranks came to {folder} within {WAIT_S:g} s: did one of them fail?")
-        time.sleep(LOOK_S)
+            raise SystemExit(f"not all {size} ranks reached {folder} within {TIMEOUT_S:g} s: did one of them fail?")
+        time.sleep(POLL_S)
 
 
-def _held() -> dict[str, int | None]:
-    """What Linux says of this process; None elsewhere."""
+def _resources() -> dict[str, int | None]:
+    """Return memory and sockets of this process on Linux, None elsewhere."""
     import os
 
     def sum_of(file: str, *names: str) -> int | None:
@@ -83,11 +84,11 @@ def _held() -> dict[str, int | None]:
     for entry in list(os.scandir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else ():
         try:
             sockets = (sockets or 0) + os.readlink(entry.path).startswith("socket:")
-        except OSError:  # closed since: the listing's own, or a connection that a library has ended
+        except OSError:  # closed since it was listed
             continue
     return {
         "peak_bytes": sum_of("status", "VmHWM"),
-        "own_bytes": sum_of("smaps_rollup", "Private_Clean", "Private_Dirty"),
+        "private_bytes": sum_of("smaps_rollup", "Private_Clean", "Private_Dirty"),
         "sockets": sockets,
     }
 

@@ -1,4 +1,4 @@
-"""A launch of a comparison inside its ranks: what is recorded, whatever follows the training."""
+"""A launch of a comparison in its ranks: the training is recorded even if allreduces cannot be timed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import dualdist as dd
-from dualdist.bench.cases import TrainOptions
-from dualdist.bench.ranks import baselines
-from dualdist.bench.ranks.training import train
+from dualdist.bench.options import TrainOptions
+from dualdist.bench.ranks import contenders
+from dualdist.bench.ranks.measurements import train
 from dualdist.errors import UnsupportedError
 
 
@@ -25,14 +25,14 @@ def _session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_session")
-def test_a_training_whose_allreduces_cannot_be_timed_is_recorded_and_says_why(
+def test_a_training_whose_allreduces_cannot_be_timed_is_recorded_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_place(tensor: torch.Tensor) -> None:
-        raise UnsupportedError("only on CPU tensors")  # as raw mpi4py says of a GPU's, and no runner has a GPU
+        raise UnsupportedError("only on CPU tensors")  # as raw mpi4py does for GPU tensors
 
     monkeypatch.setattr(
-        baselines, "collective_of", lambda backend: baselines.BaselineAllreduce("x", in_place, torch.Tensor.clone)
+        contenders, "raw_allreduce", lambda backend: contenders.RawAllreduce("x", in_place, torch.Tensor.clone)
     )
     options = TrainOptions("mlp", "dualdist", batch=2, warmup=1, steps=2, sizes=(8,))
     assert train(options, tmp_path, 0.0) == {"unmeasured": "only on CPU tensors"}

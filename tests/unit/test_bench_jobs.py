@@ -1,4 +1,4 @@
-"""Taking turns, naming places, and showing results: what needs no ranks."""
+"""Interleaving, jobs, reports and models of a benchmark, without ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from dualdist.bench import scale, startup
-from dualdist.bench.cases import CONTENDERS, MODELS, StepOptions
 from dualdist.bench.jobs import (
     FOREIGN,
     MeasurementSettings,
@@ -25,20 +24,30 @@ from dualdist.bench.jobs import (
     run_job,
     worker_command,
 )
-from dualdist.bench.ranks.interleaving import (
+from dualdist.bench.options import CONTENDERS, MODELS, StepOptions
+from dualdist.bench.ranks.contenders import step_case
+from dualdist.bench.ranks.measurements import (
     RankTimings,
-    TimedContender,
+    Sync,
+    TimedCall,
     interleave,
-    order_of,
+    merge_ranks,
     repeats_to_fill,
-    together,
+    round_order,
 )
-from dualdist.bench.ranks.models import case_of
-from dualdist.bench.report import FigureTable, check_file, dumps, plain, record, size_words, typed
+from dualdist.bench.report import (
+    ReportTable,
+    check_writable,
+    dump_json,
+    format_command,
+    format_plain,
+    format_size,
+    make_record,
+)
 from dualdist.bench.scale import LinkModel, ScaleOptions
-from dualdist.bench.startup import where_raw_starts
-from dualdist.bench.step import check
-from dualdist.cli.bench import _numbers, _size
+from dualdist.bench.startup import with_raw_launchers
+from dualdist.bench.step import check_contenders
+from dualdist.cli.bench import _parse_ranks, _size
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.launchers import Command, Site
 from dualdist.utils.machine import CpuUse
@@ -47,40 +56,40 @@ SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_everybody_is_first_and_last_equally_often(count: int) -> None:
+def test_every_contender_is_first_and_last_equally_often(count: int) -> None:
     names = list("abcde"[:count])
-    orders = [order_of(names, number) for number in range(2 * count)]
+    orders = [round_order(names, number) for number in range(2 * count)]
     assert all(sorted(order) == names for order in orders)
     assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
     assert Counter(order[-1] for order in orders) == dict.fromkeys(names, 2)
 
 
-def test_neighbours_change() -> None:
+def test_neighbours_change_between_rounds() -> None:
     after: dict[str, set[str]] = {name: set() for name in "abcd"}
     for number in range(8):
-        for first, second in itertools.pairwise(order_of(list("abcd"), number)):
+        for first, second in itertools.pairwise(round_order(list("abcd"), number)):
             after[first].add(second)
     assert all(len(followers) >= 2 for followers in after.values())
 
 
-def test_every_contender_is_timed_in_every_round_after_an_untimed_lead() -> None:
+def test_every_contender_is_timed_in_every_round_after_a_warm_up() -> None:
     calls: list[str] = []
     turns = [
-        TimedContender(name, lambda n=name: calls.append(f"lead {n}"), lambda n=name: calls.append(n)) for name in "ab"
+        TimedCall(name, lambda n=name: calls.append(f"warm-up {n}"), lambda n=name: calls.append(n)) for name in "ab"
     ]
-    met: list[int] = []
-    sight = interleave(turns, 3, 2, meet=lambda: met.append(len(calls)), synchronize=lambda: None, node_rank=0)
-    assert calls == ["lead a", *"aaa", "lead b", *"bbb", "lead b", *"bbb", "lead a", *"aaa"]
-    assert met == [1, 5, 9, 13]  # after each lead
-    assert {name: len(rounds) for name, rounds in sight.seconds.items()} == {"a": 2, "b": 2}
-    assert len(sight.rounds) == 2
+    barriers: list[int] = []
+    timings = interleave(turns, 3, 2, Sync(lambda: barriers.append(len(calls)), lambda: None), node_rank=0)
+    assert calls == ["warm-up a", *"aaa", "warm-up b", *"bbb", "warm-up b", *"bbb", "warm-up a", *"aaa"]
+    assert barriers == [1, 5, 9, 13]  # after each warm-up
+    assert {name: len(rounds) for name, rounds in timings.seconds.items()} == {"a": 2, "b": 2}
+    assert len(timings.rounds) == 2
 
 
-def test_a_call_takes_as_long_as_on_its_slowest_rank_and_costs_what_all_spend() -> None:
-    def sight(node: int, seconds: float, cpu_s: float) -> RankTimings:
+def test_merged_timings_have_the_slowest_ranks_seconds_and_the_sum_of_cpu_seconds() -> None:
+    def timings(node: int, seconds: float, cpu_s: float) -> RankTimings:
         return RankTimings(node, {"a": [seconds]}, {"a": [cpu_s]}, [CpuUse(1.0, 2.0, cpu_s)])
 
-    found = together([sight(0, 1.0, 0.25), sight(0, 3.0, 0.5), sight(1, 2.0, 0.125)])
+    found = merge_ranks([timings(0, 1.0, 0.25), timings(0, 3.0, 0.5), timings(1, 2.0, 0.125)])
     assert found == {"seconds": {"a": [3.0]}, "cpu_s": {"a": [0.875]}, "foreign_cores": [1.875]}
 
 
@@ -89,7 +98,7 @@ def test_repeats_fill_a_block_within_bounds(seconds: float, repeats: int) -> Non
     assert repeats_to_fill(0.4, seconds, 3, 50) == repeats
 
 
-def test_places_take_their_own_transport_before_the_common_one() -> None:
+def test_a_backends_transport_takes_precedence_over_the_common_one() -> None:
     assert parse_configs("native,horovod:mpi", None, None) == [
         RunConfig("native", None, "torchrun"),
         RunConfig("horovod", "mpi", "mpirun"),
@@ -101,7 +110,7 @@ def test_places_take_their_own_transport_before_the_common_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backends", "transport", "launcher", "told"),
+    ("backends", "transport", "launcher", "expected"),
     [
         ("nativ", None, None, "backend 'nativ': expected native"),
         ("auto", None, None, "backend 'auto'"),
@@ -110,14 +119,14 @@ def test_places_take_their_own_transport_before_the_common_one() -> None:
         ("native", None, "mpirunn", "launcher 'mpirunn': expected one of"),
     ],
 )
-def test_places_that_are_none_are_refused(
-    backends: str, transport: str | None, launcher: str | None, told: str
+def test_invalid_backends_transports_and_launchers_are_refused(
+    backends: str, transport: str | None, launcher: str | None, expected: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=expected):
         parse_configs(backends, transport, launcher)
 
 
-def test_worker_is_started_by_the_places_launcher_with_the_places_variables() -> None:
+def test_the_worker_command_has_launcher_and_variables_of_its_configuration() -> None:
     built = worker_command(
         RunConfig("horovod", "gloo", "torchrun"), ["step"], MeasurementSettings(2, env={"A": "b"}), SITE
     )
@@ -130,16 +139,16 @@ def test_worker_is_started_by_the_places_launcher_with_the_places_variables() ->
     assert built.argv[-5:] == ("-m", "dualdist.bench.ranks.worker", "step", "--device=auto", "--timeout-s=300")
 
 
-def test_srun_gives_a_rank_a_core_for_each_of_its_threads() -> None:
+def test_srun_allocates_a_core_per_thread() -> None:
     site = replace(SITE, tools={"srun": "/v/srun"})
     built = worker_command(RunConfig("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
     assert "--cpus-per-task=4" in built.argv
     assert built.env["OMP_NUM_THREADS"] == "4"
 
 
-def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() -> None:
+def test_spawn_is_one_process_that_starts_the_ranks_and_cpu_hides_the_gpus() -> None:
     built = worker_command(RunConfig("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
-    assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.spawned", "3")
+    assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.worker", "--spawn=3")
     assert built.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -147,9 +156,9 @@ def test_spawn_is_one_process_that_starts_the_others_and_cpu_hides_the_gpus() ->
 def test_a_job_that_failed_is_told_by_its_exception_however_much_its_launcher_says_after_it(prefix: str) -> None:
     program = f"print('{prefix}ValueError: boom'); [print('after', n) for n in range(99)]; raise SystemExit(3)"
     failing = PlannedJob("x", Command((sys.executable, "-c", program), prefix=r"\[\d+,\d+\]<\w+>:"), ())
-    with pytest.raises(LaunchError) as told:
+    with pytest.raises(LaunchError) as caught:
         run_job(failing, 60)
-    head, exception, *shown = str(told.value).splitlines()
+    head, exception, *shown = str(caught.value).splitlines()
     assert head.startswith("x failed (exit code 3): ")
     assert (exception, shown[-1], len(shown)) == ("ValueError: boom", "after 98", 31)
 
@@ -161,78 +170,78 @@ def test_a_secret_of_a_job_is_neither_in_its_command_line_nor_in_what_is_told_of
     )
     assert failing.command_line.startswith("env 'A_TOKEN=***' ")
     assert failing.command_line.endswith(" '--env=B_TOKEN=***'")
-    with pytest.raises(LaunchError, match=r"no \*\*\*$") as told:
+    with pytest.raises(LaunchError, match=r"no \*\*\*$") as caught:
         run_job(failing, 60)
-    assert "hush" not in str(told.value)
-    assert typed(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
+    assert "hush" not in str(caught.value)
+    assert format_command(["bench", "step", "--env=B_TOKEN=hush-2", "--env", "A_TOKEN=hush-1"]) == (
         "dualdist bench step '--env=B_TOKEN=***' --env 'A_TOKEN=***'"
     )
     slow = PlannedJob("x", Command(("sh", "-c", "echo $A_TOKEN; sleep 60"), failing.command.env), ())
-    with pytest.raises(LaunchError, match=r"was not done after") as told:
+    with pytest.raises(LaunchError, match=r"was not done after") as caught:
         run_job(slow, 0.5)
-    assert "hush" not in str(told.value)
+    assert "hush" not in str(caught.value)
 
 
 def test_the_record_has_the_cuda_and_nccl_of_ranks_on_gpus() -> None:
     on_cpu, on_gpu = {"cuda": None, "nccl": None}, {"cuda": "13.0", "nccl": "2.28.3"}
     for jobs in ([{"ranks": [on_cpu]}, {"ranks": [on_gpu]}], [{"reports": [{}]}, {"reports": [on_gpu]}]):
-        assert record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
-    assert "CUDA" not in record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
+        assert make_record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
+    assert "CUDA" not in make_record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
 
 
-def test_json_has_null_where_a_number_is_none() -> None:
+def test_json_has_null_for_nan_and_infinity() -> None:
     data = {"a": [math.nan, 1.5, (math.inf, "NaN")], "b": {"c": -math.inf, "d": None, "e": True}}
-    assert dumps(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
+    assert dump_json(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
 
 
-def test_a_file_may_lie_in_the_folder_that_will_be_made(tmp_path: Path) -> None:
-    check_file("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")
+def test_a_file_may_be_in_a_folder_that_will_be_created(tmp_path: Path) -> None:
+    check_writable("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")
     for folder in (None, f"{tmp_path}/other"):
         with pytest.raises(UsageError, match="there is no folder"):
-            check_file("--json", f"{tmp_path}/new/x.json", folder)
+            check_writable("--json", f"{tmp_path}/new/x.json", folder)
 
 
-def test_raw_horovod_runs_only_in_horovods_jobs() -> None:
-    check(["hvd"], RunConfig("horovod", None, "torchrun"))
+def test_raw_horovod_needs_the_horovod_backend() -> None:
+    check_contenders(["hvd"], RunConfig("horovod", None, "torchrun"))
     with pytest.raises(UsageError, match="--backend horovod"):
-        check(["hvd"], RunConfig("native", None, "torchrun"))
+        check_contenders(["hvd"], RunConfig("native", None, "torchrun"))
     with pytest.raises(UsageError, match="expected different ones of none, ddp"):
-        check(["ddp", "ddp"], RunConfig("native", None, "torchrun"))
+        check_contenders(["ddp", "ddp"], RunConfig("native", None, "torchrun"))
 
 
-def test_start_up_is_by_the_raw_librarys_own_launcher() -> None:
-    found = where_raw_starts(parse_configs("native,horovod,horovod:mpi", None, None), launcher_was_named=False)
-    assert [place.launcher for place in found] == ["torchrun", "horovodrun", "mpirun"]
+def test_startup_uses_the_launcher_of_the_raw_library() -> None:
+    found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None, None), has_launcher=False)
+    assert [config.launcher for config in found] == ["torchrun", "horovodrun", "mpirun"]
     with pytest.raises(UsageError, match="takes no --launcher"):
-        where_raw_starts(found, launcher_was_named=True)
+        with_raw_launchers(found, has_launcher=True)
 
 
 def started(kind: str, number: int) -> tuple[PlannedJob, list[dict[str, Any]]]:
-    tags = {"place": RunConfig("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
-    held: dict[str, Any] = dict.fromkeys(startup.HELD, 1)
+    tags = {"config": RunConfig("native", None, "torchrun"), "kind": kind, "ranks": 1, "launch": number}
+    held: dict[str, Any] = dict.fromkeys(startup.RESOURCES, 1)
     report = {"seconds": dict.fromkeys(startup.PHASES, 1.0 + number), **held, FOREIGN: 0.0}
     return PlannedJob("x", Command(("x",)), (), tags), [report]
 
 
-def test_start_up_is_judged_by_the_rounds_that_both_libraries_ended() -> None:
+def test_startup_uses_rounds_that_both_libraries_completed() -> None:
     whole = [started("raw", 0), started("dualdist", 0)]
-    (found,) = startup.judge([*whole, started("raw", 1)])
+    (found,) = startup.summarize([*whole, started("raw", 1)])
     assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
     assert list(startup.tables([found]))
-    assert startup.judge([started("dualdist", 0)]) == []
+    assert startup.summarize([started("dualdist", 0)]) == []
 
 
-def test_scale_without_its_step_or_its_sweep_predicts_nothing_and_shows_the_rest() -> None:
+def test_scale_without_step_or_sweep_has_no_predictions() -> None:
     for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", LinkModel(1e-6, 1e-9))):
-        found = scale.judge([], options)
-        assert found["outlook"] == []
+        found = scale.summarize([], options)
+        assert found["predictions"] == []
         assert list(scale.tables(found)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])
-def test_a_case_builds_the_same_model_every_time_and_a_batch_for_each_rank(name: str) -> None:
+def test_a_case_builds_equal_models_and_a_different_batch_per_rank(name: str) -> None:
     options = StepOptions(name, tuple(CONTENDERS), batch=2, image_size=32)
-    case, others = (case_of(options, torch.device("cpu"), rank) for rank in (0, 1))
+    case, others = (step_case(options, torch.device("cpu"), rank) for rank in (0, 1))
     torch.manual_seed(77)
     before = torch.random.get_rng_state()
     first, second = case.build(), case.build()
@@ -246,37 +255,37 @@ def test_a_case_builds_the_same_model_every_time_and_a_batch_for_each_rank(name:
 @pytest.mark.parametrize(
     ("name", "tensors", "millions"), [("mlp", 200, 0.42), ("transformer", 63, 9.6), ("resnet18", 62, 11.7)]
 )
-def test_models_are_as_large_as_they_say(name: str, tensors: int, millions: float) -> None:
-    model = case_of(StepOptions(name, ()), torch.device("cpu"), 0).build()
+def test_models_have_the_stated_size(name: str, tensors: int, millions: float) -> None:
+    model = step_case(StepOptions(name, ()), torch.device("cpu"), 0).build()
     parameters = list(model.parameters())
     assert len(parameters) == tensors
     assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
-def test_plain_table_aligns_words_left_and_figures_right() -> None:
-    table = FigureTable("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
-    assert plain(table) == "title\nname      ms\n------------\na        1.0\nlonger  10.0\n"
+def test_plain_table_aligns_text_left_and_numbers_right() -> None:
+    table = ReportTable("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
+    assert format_plain(table) == "title\nname      ms\n------------\na        1.0\nlonger  10.0\n"
 
 
 @pytest.mark.parametrize(("nbytes", "words"), [(8, "8 B"), (65536, "64 KiB"), (25 << 20, "25 MiB"), (1 << 30, "1 GiB")])
-def test_sizes_read_as_people_write_them(nbytes: int, words: str) -> None:
-    assert size_words(nbytes) == words
+def test_sizes_are_formatted_and_parsed_with_units(nbytes: int, words: str) -> None:
+    assert format_size(nbytes) == words
     assert _size(words.replace(" B", "").replace(" ", "").replace("iB", "")) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "3", "1.5M", "-8", "M"])
-def test_sizes_that_are_none_are_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="as 8, 64K or 25M"):
         _size(text)
 
 
-def test_ranks_are_numbers_with_commas() -> None:
-    assert _numbers("8,2,4,2") == (2, 4, 8)
+def test_ranks_are_comma_separated_numbers() -> None:
+    assert _parse_ranks("8,2,4,2") == (2, 4, 8)
     with pytest.raises(UsageError, match="as 2,4,8"):
-        _numbers("2,four")
+        _parse_ranks("2,four")
 
 
-def test_only_the_ranks_side_imports_torch() -> None:
+def test_only_modules_in_ranks_import_torch() -> None:
     folder = Path(__file__).parents[2] / "dualdist" / "bench"
     importing = {path.parent.name for path in folder.rglob("*.py") if "\nimport torch\n" in path.read_text()}
     assert importing == {"ranks"}

@@ -1,4 +1,4 @@
-"""Which contenders a comparison has, and which of them cannot run here, with the reason."""
+"""Cells of a comparison: combinations, baselines, and the reasons why some cannot run here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualdist.bench.compare.matrix import (
 )
 from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli import compare
-from dualdist.cli.compare_request import cells_of
+from dualdist.cli.compare_request import select_cells
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import Site
 
@@ -35,7 +35,7 @@ def reason(words: str, facts: MatrixFacts = FACTS, site: Site = SITE) -> str | N
     return refusal_reason(RunConfig(backend, transport, launcher), MeasurementSettings(2), site, facts)
 
 
-def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> None:
+def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
     found = [
         f"{each.launcher} {each.backend} {each.transport}"
         for each in expand_configs(None, ["native", "horovod"], None, {})
@@ -51,10 +51,10 @@ def test_what_is_left_open_is_every_transport_by_the_launcher_that_fits_it() -> 
     assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
 
 
-def test_every_combination_that_was_asked_for_is_a_cell_and_none_is_dropped() -> None:
-    places = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    cells, refused = split_runnable(places, MeasurementSettings(2), SITE, FACTS)
-    assert len(places) == 8
+def test_every_requested_combination_is_a_cell_or_refused_with_a_reason() -> None:
+    configs = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
+    cells, refused = split_runnable(configs, MeasurementSettings(2), SITE, FACTS)
+    assert len(configs) == 8
     assert [cell.config for cell in cells] == [
         RunConfig("native", "shm", "torchrun"),
         RunConfig("native", "shm", "mpirun"),
@@ -67,12 +67,12 @@ def test_every_combination_that_was_asked_for_is_a_cell_and_none_is_dropped() ->
 @pytest.mark.parametrize(
     "words", ["torchrun native shm", "mpirun horovod mpi", "horovodrun horovod gloo", "spawn native gloo"]
 )
-def test_what_can_run_is_not_refused(words: str) -> None:
+def test_runnable_cells_are_not_refused(words: str) -> None:
     assert reason(words) is None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ("torchrun horovod mpi", "needs a launcher that starts MPI, not torchrun"),
         ("torchrun native mpi", "expected one of gloo, shm, nccl for the backend native, not mpi"),
@@ -81,11 +81,11 @@ def test_what_can_run_is_not_refused(words: str) -> None:
         ("python native shm", "plain python starts one rank"),
     ],
 )
-def test_a_place_that_cannot_be_had_is_refused_with_the_reason(words: str, told: str) -> None:
-    assert told in str(reason(words))
+def test_unrunnable_cells_are_refused_with_the_reason(words: str, expected: str) -> None:
+    assert expected in str(reason(words))
 
 
-def test_reasons_come_from_what_is_installed() -> None:
+def test_reasons_depend_on_what_is_installed() -> None:
     missing = replace(FACTS, backends={**FACTS.backends, "mpi": Availability(False, None, "mpi4py is not installed")})
     assert reason("mpirun mpi mpi", missing) == "mpi4py is not installed"
     without = replace(FACTS, backends={**FACTS.backends, "horovod": replace(HOROVOD, mpi=False, gloo=False)})
@@ -95,10 +95,10 @@ def test_reasons_come_from_what_is_installed() -> None:
     srun = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
     assert "no Slurm allocation" in str(reason("srun native shm", site=srun))
     assert reason("srun native shm", replace(FACTS, is_in_slurm=True), srun) is None
-    assert "spawn is one command a rank" in str(reason("spawn native shm", replace(FACTS, is_script=True)))
+    assert "a script does not spawn its ranks" in str(reason("spawn native shm", replace(FACTS, is_script=True)))
 
 
-def test_gpus_decide_between_nccl_and_the_others() -> None:
+def test_gpus_decide_between_nccl_and_other_transports() -> None:
     assert reason("torchrun native nccl", GPUS) is None
     assert "add --device cpu" in str(reason("torchrun native shm", GPUS))
     assert "torch sees 1, and there are 2 ranks" in str(reason("torchrun native nccl", replace(GPUS, gpus=1)))
@@ -107,7 +107,7 @@ def test_gpus_decide_between_nccl_and_the_others() -> None:
     assert "install-horovod --gpu" in str(reason("torchrun horovod nccl", GPUS))
 
 
-def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> None:
+def test_raw_horovod_runs_as_a_horovod_cell_or_is_refused() -> None:
     cells = [Cell("dualdist", RunConfig("horovod", "mpi", "mpirun"))]
     found = list(baseline_cells(["ddp", "hvd", "none", "one"], cells, FACTS))
     assert [each.label for each in found if isinstance(each, Cell)] == [
@@ -120,28 +120,28 @@ def test_raw_horovod_runs_where_a_horovod_runs_and_says_where_it_cannot() -> Non
     assert isinstance(alone, RefusedCell)
 
 
-def asked(*words: str) -> list[Cell]:
+def selected(*words: str) -> list[Cell]:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
     args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
-    return cells_of(args, SITE, MeasurementSettings(2))[0]
+    return select_cells(args, SITE, MeasurementSettings(2))[0]
 
 
-def test_references_are_launched_once_and_unknown_ones_refused_beside_a_script_too() -> None:
-    kinds = [cell.kind for cell in asked("--transports", "gloo", "--baselines", "ddp,one,ddp")]
+def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() -> None:
+    kinds = [cell.kind for cell in selected("--transports", "gloo", "--baselines", "ddp,one,ddp")]
     assert kinds == ["dualdist", "ddp", "one"]
-    assert [cell.kind for cell in asked("--transports", "gloo", "--script", "x.py")] == ["dualdist", "one"]
+    assert [cell.kind for cell in selected("--transports", "gloo", "--script", "x.py")] == ["dualdist", "one"]
     for script in ((), ("--script", "x.py")):
         with pytest.raises(UsageError, match="baseline 'hvt': expected one of ddp"):
-            asked("--baselines", "hvt", *script)
-    with pytest.raises(UsageError, match="--baselines one,ddp: beside a script only `one` can run"):
-        asked("--baselines", "one,ddp", "--script", "x.py")
+            selected("--baselines", "hvt", *script)
+    with pytest.raises(UsageError, match="--baselines one,ddp: with a script only `one` can run"):
+        selected("--baselines", "one,ddp", "--script", "x.py")
 
 
-def test_nothing_is_launched_where_no_contender_is_left_and_the_reasons_are_told() -> None:
-    with pytest.raises(UsageError) as told:
-        asked("--transports", "nccl,mpi")
-    head, *reasons = str(told.value).splitlines()
+def test_without_a_runnable_contender_the_error_lists_the_reasons() -> None:
+    with pytest.raises(UsageError) as caught:
+        selected("--transports", "nccl,mpi")
+    head, *reasons = str(caught.value).splitlines()
     assert head == "no contender can run here:"
     assert [line.split(":")[0].strip() for line in reasons] == [
         "native over nccl (torchrun)",
@@ -151,23 +151,27 @@ def test_nothing_is_launched_where_no_contender_is_left_and_the_reasons_are_told
 
 
 @pytest.mark.parametrize(
-    ("backends", "transports", "launchers", "told"),
+    ("backends", "transports", "launchers", "expected"),
     [
         (["nativ"], None, None, "backend 'nativ': expected one of native"),
         (["native"], ["tcp"], None, "transport 'tcp': expected one of gloo"),
         (["native"], None, ["torchrn"], "did you mean 'torchrun'"),
     ],
 )
-def test_names_that_nobody_has_are_refused(
-    backends: list[str], transports: list[str] | None, launchers: list[str] | None, told: str
+def test_unknown_names_are_refused(
+    backends: list[str], transports: list[str] | None, launchers: list[str] | None, expected: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=expected):
         expand_configs(launchers, backends, transports, {})
 
 
-def test_labels_and_keys_tell_cells_apart() -> None:
-    place = RunConfig("native", "shm", "torchrun")
-    cells = [Cell("dualdist", place), Cell("dualdist", place, copy=1), Cell("dualdist", place, slow=1.05, copy=2)]
+def test_labels_and_keys_distinguish_cells() -> None:
+    config = RunConfig("native", "shm", "torchrun")
+    cells = [
+        Cell("dualdist", config),
+        Cell("dualdist", config, copy=1),
+        Cell("dualdist", config, slowdown=1.05, copy=2),
+    ]
     assert [cell.label for cell in cells] == [
         "native over shm (torchrun)",
         "native over shm (torchrun, again)",

@@ -1,0 +1,273 @@
+"""Contenders of a benchmark: models, the optimizers that reduce their gradients, and the raw libraries' allreduces.
+
+The raw libraries are used as a program without dualdist uses them.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dualdist as dd
+from dualdist.bench.options import StepOptions, TrainOptions
+from dualdist.errors import UnsupportedError
+
+CLASSES = 10
+MLP_LAYERS, MLP_WIDTH = 100, 64
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+DDP_FLAGS: dict[str, dict[str, bool]] = {
+    "ddp": {},
+    "ddp_view": {"gradient_as_bucket_view": True},
+    "ddp_best": {"gradient_as_bucket_view": True, "broadcast_buffers": False},
+}
+
+
+class ResidualMlp(nn.Module):
+    """Residual linear layers, whose gradients neither vanish nor explode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(MLP_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.relu(layer(x))
+        return x
+
+
+class Encoder(nn.Module):
+    """A transformer encoder without dropout that classifies sequences."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        classes: torch.Tensor = self.head(self.encoder(self.embedding(tokens)).mean(1))
+        return classes
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """A batch, and `build()`, which returns a model with the same initial parameters every time and on every rank."""
+
+    build: Callable[[], nn.Module]
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(self.inputs), self.targets)
+
+    def shard(self, rank: int, ranks: int) -> TrainingCase:
+        """Return one rank's rows of this batch."""
+        rows = slice(rank * len(self.inputs) // ranks, (rank + 1) * len(self.inputs) // ranks)
+        return TrainingCase(self.build, self.inputs[rows], self.targets[rows])
+
+
+def make_case(options: StepOptions | TrainOptions, batch: int, device: torch.device, seed: int) -> TrainingCase:
+    """Build the model of these options, with a batch drawn by `seed`."""
+    make, inputs, classes = MAKERS[options.model](batch, options.image_size, torch.Generator().manual_seed(seed))
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(options.seed)
+            return make().to(device).train()
+
+    return TrainingCase(build, inputs.to(device), (torch.arange(batch) % classes).to(device))
+
+
+def step_case(options: StepOptions, device: torch.device, rank: int) -> TrainingCase:
+    """Build the case of `dualdist bench step` on this rank; each rank has a different batch."""
+    return make_case(options, options.batch_size, device, options.seed + 1 + rank)
+
+
+Made = tuple[Callable[[], nn.Module], torch.Tensor, int]  # model factory, inputs, number of classes
+Maker = Callable[[int, int, torch.Generator], Made]  # of batch size, image size and generator
+
+
+def _resnet(name: str) -> Maker:
+    def make(batch: int, image_size: int, random: torch.Generator) -> Made:
+        from dualdist.utils.torchvision_import import load_torchvision
+
+        factory = getattr(load_torchvision().models, name)
+        return factory, torch.randn(batch, 3, image_size, image_size, generator=random), 1000
+
+    return make
+
+
+def _mlp(batch: int, image_size: int, random: torch.Generator) -> Made:
+    return ResidualMlp, torch.randn(batch, MLP_WIDTH, generator=random), MLP_WIDTH
+
+
+def _transformer(layers: int, width: int, heads: int, vocabulary: int, length: int) -> Maker:
+    def make(batch: int, image_size: int, random: torch.Generator) -> Made:
+        tokens = torch.randint(vocabulary, (batch, length), generator=random)
+        return lambda: Encoder(layers, width, heads, vocabulary), tokens, CLASSES
+
+    return make
+
+
+MAKERS: dict[str, Maker] = {
+    "resnet18": _resnet("resnet18"),
+    "resnet50": _resnet("resnet50"),
+    "mlp": _mlp,
+    "transformer": _transformer(layers=5, width=384, heads=6, vocabulary=2000, length=32),
+    "transformer100m": _transformer(layers=16, width=768, heads=12, vocabulary=16384, length=128),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model, and `step`, which trains it on a batch and returns the loss."""
+
+    name: str
+    model: nn.Module
+    step: Callable[[TrainingCase], torch.Tensor]
+
+
+def make_contender(name: str, case: TrainingCase, device: torch.device) -> Contender:
+    """Build a contender; all start with the same parameters and use the same optimizer class."""
+    module = case.build()
+    model = _ddp(module, device, **DDP_FLAGS[name]) if name in DDP_FLAGS else module
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    if name == "dualdist":
+        dd.wrap_optimizer(optimizer, module.named_parameters())
+    elif name == "hvd":
+        optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
+
+    def step(case: TrainingCase) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = case.loss(model)
+        loss.backward()
+        if name == "naive":
+            _average_gradients(module)
+        optimizer.step()
+        return loss.detach()
+
+    return Contender(name, module, step)
+
+
+def _ddp(model: nn.Module, device: torch.device, **flags: bool) -> nn.Module:
+    options: dict[str, Any] = {"device_ids": [device.index] if device.type == "cuda" else None, **flags}
+    with warnings.catch_warnings():  # torch 2.13 announces the renaming of broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def _average_gradients(model: nn.Module) -> None:
+    """Average each gradient with a separate allreduce after backward."""
+    size = dist.get_world_size()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(size)
+
+
+def load_horovod() -> Any:
+    """Import Horovod; its engine is the one that a dualdist session has started."""
+    from dualdist.backends.horovod import backend as horovod
+
+    return horovod.import_horovod()
+
+
+def init_torch(device: torch.device, timeout_s: float) -> Callable[[], None]:
+    """Initialize torch's default process group within a dualdist session, unless the session has done so.
+
+    Returns:
+        A function that destroys the process group if it was created here.
+    """
+    if dist.is_initialized():
+        return lambda: None
+    rank, size, timeout = dd.rank(), dd.size(), timedelta(seconds=timeout_s)
+    if rank == 0:
+        host = "127.0.0.1" if dd.num_nodes() == 1 else socket.getfqdn()
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        dd.broadcast_object((host, store.port))
+    else:
+        address: Any = dd.broadcast_object(None)
+        host, port = address
+        store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+    return _init_torch(store, rank, size, device, timeout)
+
+
+def init_torch_by_file(path: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> Callable[[], None]:
+    """Initialize torch's default process group without a session, through a file that does not exist yet."""
+    return _init_torch(dist.FileStore(str(path), size), rank, size, device, timedelta(seconds=timeout_s))
+
+
+def _init_torch(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> Callable[[], None]:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return dist.destroy_process_group
+
+
+@dataclass(frozen=True)
+class RawAllreduce:
+    """A library's blocking allreduce (sum), in place and into a new tensor."""
+
+    library: str
+    in_place: Callable[[torch.Tensor], object]
+    out_of_place: Callable[[torch.Tensor], torch.Tensor]
+
+
+def raw_allreduce(backend: str) -> RawAllreduce:
+    """Return the allreduce of the library that a dualdist backend uses; needs an open session."""
+    return {"horovod": _horovod_allreduce, "mpi": _mpi_allreduce}.get(backend, _torch_allreduce)()
+
+
+def _torch_allreduce() -> RawAllreduce:
+    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
+        result = tensor.clone()
+        dist.all_reduce(result)
+        return result
+
+    return RawAllreduce("torch.distributed", dist.all_reduce, out_of_place)
+
+
+def _horovod_allreduce() -> RawAllreduce:
+    hvd = load_horovod()
+
+    def in_place(tensor: torch.Tensor) -> None:
+        hvd.allreduce_(tensor, name=f"raw.in_place.{tensor.numel()}", op=hvd.Sum)
+
+    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
+        return result
+
+    return RawAllreduce("horovod", in_place, out_of_place)
+
+
+def _mpi_allreduce() -> RawAllreduce:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def in_place(tensor: torch.Tensor) -> None:
+        world.Allreduce(MPI.IN_PLACE, _array(tensor), MPI.SUM)
+
+    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(tensor)
+        world.Allreduce(_array(tensor), _array(result), MPI.SUM)
+        return result
+
+    return RawAllreduce("mpi4py", in_place, out_of_place)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    if tensor.is_cuda:
+        raise UnsupportedError("raw mpi4py is measured on CPU tensors only: add --device cpu")
+    return tensor.numpy()

@@ -1,0 +1,311 @@
+"""Measurements in the ranks: interleaved steps and allreduces, peak memory, and the training of one contender.
+
+Contenders take turns round by round in one process (A B C, C B A, ...), so that noise affects all of them alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import dualdist as dd
+from dualdist import session
+from dualdist.bench.options import COMMUNICATING, TORCH_CONTENDERS, AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.ranks import contenders
+from dualdist.bench.ranks.contenders import Contender, TrainingCase, make_case, make_contender, step_case
+from dualdist.bench.statistics import max_foreign_cores
+from dualdist.collectives.fingerprint import digest
+from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
+from dualdist.errors import CollectiveError, UnsupportedError
+from dualdist.topology import Topology
+from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resident_kib
+
+MIN_STEPS, MAX_STEPS = 3, 50
+# DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
+MEMORY_STEPS = 5
+NEEDS_SESSION = ("dualdist", "hvd")  # raw Horovod needs its engine started, under any launcher
+MAX_REPEATS = 1000
+WARMUP_CALLS = 2
+ELEMENT_BYTES = 4  # float32
+BATCHES = 8  # distinct batches of a training, used in turn
+ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # in each launch of a comparison
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """A call to time; `warm_up` runs untimed before each sample, to refill caches and wake connections."""
+
+    name: str
+    warm_up: Callable[[], object]
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class RankTimings:
+    """Samples of one rank: seconds and CPU seconds per call, by contender and round, and CPU use of each round."""
+
+    node_rank: int
+    seconds: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    rounds: list[CpuUse] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """`barrier` returns when all ranks have called it, `synchronize` when the device has finished its work."""
+
+    barrier: Callable[[], object]
+    synchronize: Callable[[], object]
+
+
+def round_order(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of a round: each contender is first equally often, and odd rounds run in reverse."""
+    shift = number // 2 % len(names)
+    rotated = [*names[shift:], *names[:shift]]
+    return rotated[::-1] if number % 2 else rotated
+
+
+def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, sync: Sync, node_rank: int) -> RankTimings:
+    """Time every call in every round, `repeats` calls per sample; called by all ranks."""
+    by_name = {each.name: each for each in calls}
+    timings = RankTimings(node_rank, {name: [] for name in by_name}, {name: [] for name in by_name})
+    for number in range(rounds):
+        before = read_cpu()
+        for name in round_order(list(by_name), number):
+            seconds, cpu_s = time_call(by_name[name], repeats, sync)
+            timings.seconds[name].append(seconds)
+            timings.cpu_s[name].append(cpu_s)
+        timings.rounds.append(CpuUse.between(before, read_cpu()))
+    return timings
+
+
+def time_call(timed: TimedCall, repeats: int, sync: Sync) -> tuple[float, float]:
+    """Return seconds and CPU seconds of this process per call, over `repeats` calls."""
+    timed.warm_up()
+    sync.synchronize()
+    sync.barrier()
+    cpu, start = time.process_time(), time.perf_counter()
+    for _ in range(repeats):
+        timed.call()
+    sync.synchronize()
+    end = time.perf_counter()
+    return (end - start) / repeats, (time.process_time() - cpu) / repeats
+
+
+def repeats_to_fill(block_s: float, seconds: float, least: int, most: int) -> int:
+    """Return how many calls of `seconds` fill `block_s`, between `least` and `most`."""
+    return max(least, min(most, round(block_s / max(seconds, 1e-9))))
+
+
+def merge_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
+    """Merge the timings of all ranks: the slowest rank's seconds, and the sum of CPU seconds."""
+    names = list(timings[0].seconds)
+    rounds = range(len(timings[0].rounds))
+    return {
+        "seconds": {name: [max(rank.seconds[name][i] for rank in timings) for i in rounds] for name in names},
+        "cpu_s": {name: [sum(rank.cpu_s[name][i] for rank in timings) for i in rounds] for name in names},
+        "foreign_cores": [max_foreign_cores([(rank.node_rank, rank.rounds[i]) for rank in timings]) for i in rounds],
+    }
+
+
+def _session_sync(device: torch.device) -> Sync:
+    return Sync(dd.barrier, torch.cuda.synchronize if device.type == "cuda" else _no_op)
+
+
+def _no_op() -> None: ...
+
+
+def measure_steps(options: StepOptions) -> dict[str, Any]:
+    """Time a training step of every contender in an open session; every rank calls this and gets the result."""
+    device = dd.device()
+    needs_torch = any(name in TORCH_CONTENDERS for name in options.contenders)
+    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
+    try:
+        case = step_case(options, device, dd.rank())
+        contending = [make_contender(name, case, device) for name in options.contenders]
+        calls = [TimedCall(each.name, partial(each.step, case), partial(each.step, case)) for each in contending]
+        sync = _session_sync(device)
+        for _ in range(options.warmup):
+            for call in calls:
+                time_call(call, 1, sync)
+        steps = options.steps
+        if not steps:
+            middle = median(time_call(call, 1, sync)[0] for call in calls)
+            steps = dd.broadcast_object(repeats_to_fill(options.block_s, middle, MIN_STEPS, MAX_STEPS))
+        timings = interleave(calls, steps, options.rounds, sync, dd.node_rank())
+        parameters = list(contending[0].model.parameters())
+        return {
+            **merge_ranks(dd.allgather_object(timings)),
+            "steps": steps,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "tensors": len(parameters),
+            "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            **_compare_parameters(contending),
+        }
+    finally:
+        destroy()
+
+
+def _compare_parameters(contending: list[Contender]) -> dict[str, Any]:
+    """Compare final parameters between ranks, and with those of the first contender that communicates.
+
+    All of them took the same number of steps from the same parameters.
+    """
+    digests = dd.allgather_object({each.name: digest(each.model.parameters()) for each in contending})
+    same = {name: len({found[name] for found in digests}) == 1 for name in digests[0]}
+    reduced = [each for each in contending if each.name in COMMUNICATING]
+    return {
+        "identical_across_ranks": same,
+        "difference_from": reduced[0].name if reduced else None,
+        "max_difference": {each.name: _max_difference(each.model, reduced[0].model) for each in reduced},
+    }
+
+
+def _max_difference(first: nn.Module, second: nn.Module) -> float:
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+def measure_memory(name: str, backend: str, options: StepOptions, topology: Topology, store: Path) -> dict[str, Any]:
+    """Measure the memory that one contender adds to a process with all imports done; opens its session if needed.
+
+    On CPUs: peak resident size (VmHWM, with touched shared memory) minus the size before setup, so connections, model,
+    optimizer state and activations count. On CUDA: the peak of torch's allocator, without NCCL's buffers.
+    """
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
+    if backend == "horovod" and name in NEEDS_SESSION:
+        contenders.load_horovod()
+    could_reset = reset_peak()
+    before = resident_kib()
+    destroy: Callable[[], None] = _no_op
+    device = torch.device("cuda", topology.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if name in NEEDS_SESSION:
+        dd.init(timeout_s=options.timeout_s)
+        destroy, device = dd.shutdown, dd.device()
+    elif name in TORCH_CONTENDERS:
+        if cuda:
+            torch.cuda.set_device(device)
+        destroy = contenders.init_torch_by_file(store, topology.rank, topology.size, device, options.timeout_s)
+    try:
+        case = step_case(options, device, topology.rank)
+        contender = make_contender(name, case, device)
+        for _ in range(MEMORY_STEPS):
+            contender.step(case)
+        if cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if cuda else ((peak_kib() or 0) - (before or 0)) * 1024
+    finally:
+        destroy()
+    known = cuda or (before is not None and could_reset)
+    return {"contender": name, "peak_bytes": peak if known else None, "rank": topology.rank}
+
+
+def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
+    """Time allreduces of every size in an open session; every rank calls this and gets the result."""
+    device = dd.device()
+    needs_torch = dd.backend() in ("native", "single")
+    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
+    try:
+        raw = contenders.raw_allreduce(dd.backend())
+        sizes = [_measure_size(nbytes, raw, options, device) for nbytes in options.sizes]
+    finally:
+        destroy()
+    return {"library": raw.library, "sizes": sizes}
+
+
+def _measure_size(
+    nbytes: int, raw: contenders.RawAllreduce, options: AllreduceOptions, device: torch.device
+) -> dict[str, Any]:
+    tensor = torch.zeros(max(1, nbytes // ELEMENT_BYTES), device=device)
+    name = f"bench.{tensor.numel()}"
+    by_name: dict[str, Callable[[], object]] = {
+        "raw_": lambda: raw.in_place(tensor),
+        "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
+        "raw": lambda: raw.out_of_place(tensor),
+        "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
+    }
+    _check_sums(by_name, tensor)
+    calls = [TimedCall(each, partial(_repeat, call, WARMUP_CALLS), call) for each, call in by_name.items()]
+    sync = _session_sync(device)
+    fastest = min(time_call(call, 2, sync)[0] for call in calls)
+    repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
+    timings = interleave(calls, repeats, options.rounds, sync, dd.node_rank())
+    return {
+        "bytes": tensor.numel() * ELEMENT_BYTES,
+        "repeats": repeats,
+        **merge_ranks(dd.allgather_object(timings)),
+    }
+
+
+def _check_sums(calls: dict[str, Callable[[], object]], tensor: torch.Tensor) -> None:
+    """Check that every call sums; leaves zeros in the tensor, whose sum stays zero however often it is reduced."""
+    expected = float(sum(range(1, dd.size() + 1)))
+    for name, call in calls.items():
+        tensor.fill_(dd.rank() + 1)
+        result = call()
+        if not bool(((result if isinstance(result, torch.Tensor) else tensor) == expected).all()):
+            raise CollectiveError(f"{name} of {tensor.numel()} elements did not give the sum {expected:g}")
+    tensor.zero_()
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def train(options: TrainOptions, folder: Path, start_time: float) -> dict[str, Any]:
+    """Train one contender in an open session; every rank writes its record to the folder.
+
+    Returns:
+        Timings of allreduces of `options.sizes`, or why they cannot be measured.
+    """
+    device = dd.device()
+    run = describe_run(session.current().topology, dd.backend(), dd.transport(), device)
+    plan = RecordingPlan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
+    recorder = Recorder(plan, {"rank": dd.rank(), **run}, device, start_time)
+    needs_torch = options.contender in TORCH_CONTENDERS
+    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
+    try:
+        cases = _batches(options, device)
+        contender = make_contender(options.contender, cases[0], device)
+        recorder.start(contender.model.parameters())
+        number = 0
+        while not recorder.is_complete:
+            start = time.perf_counter()
+            loss = contender.step(cases[number % BATCHES])
+            if options.slowdown > 1:
+                end = start + options.slowdown * (time.perf_counter() - start)
+                while time.perf_counter() < end:
+                    pass
+            recorder.step(loss)
+            number += 1
+        recorder.write(contender.model.parameters())
+    finally:
+        destroy()
+    if not options.sizes:
+        return {}
+    sweep = AllreduceOptions(options.sizes, ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S, options.device, options.timeout_s)
+    try:
+        return measure_allreduces(sweep)
+    except UnsupportedError as error:  # raised on every rank; the training has been recorded
+        return {"unmeasured": str(error)}
+
+
+def _batches(options: TrainOptions, device: torch.device) -> list[TrainingCase]:
+    """Return this rank's shard of every global batch, whose samples do not depend on the number of ranks."""
+    build = make_case(options, 1, device, 0).build
+    batches = (
+        make_case(options, options.batch, torch.device("cpu"), options.seed + 1 + 1000 * number)
+        for number in range(BATCHES)
+    )
+    shards = (batch.shard(dd.rank(), dd.size()) for batch in batches)
+    return [TrainingCase(build, shard.inputs.to(device), shard.targets.to(device)) for shard in shards]

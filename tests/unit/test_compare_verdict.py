@@ -1,0 +1,453 @@
+"""The verdict of a comparison: equivalence, significance, the schedule of launches, and metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from comparisons import launch, launches, rank
+
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, group_by_cell
+from dualdist.bench.compare.matrix import DUALDIST, Cell
+from dualdist.bench.compare.metrics import summarize
+from dualdist.bench.compare.runner import LaunchSchedule, draw_order, record_error
+from dualdist.bench.compare.verdict import Verdict, check_equivalence, compare_with_winner, judge, rank_by_speed
+from dualdist.bench.jobs import RunConfig
+from dualdist.bench.statistics import MIN_LAUNCHES, median_interval, ratio_interval
+
+TRIALS = 200
+
+
+def judged(**steps_s: list[float]) -> Verdict:
+    found = {name: launches(name, values) for name, values in steps_s.items()}
+    return judge(found, check_equivalence(found))
+
+
+def drawn(seed: int, runs: int, factor: float = 1.0, *, disturbed: float = 0.0) -> list[float]:
+    """Median steps of launches with 2% standard deviation; some are disturbed by 30%."""
+    draw = random.Random(seed)
+    return [0.1 * factor * draw.gauss(1, 0.02) * (1.3 if draw.random() < disturbed else 1) for _ in range(runs)]
+
+
+@pytest.mark.parametrize(("runs", "disturbed"), [(6, 0.0), (7, 0.0), (9, 0.0), (9, 0.15), (15, 0.0)])
+def test_a_copy_of_a_contender_shows_no_difference_in_95_percent_of_comparisons(runs: int, disturbed: float) -> None:
+    def trial(seed: int) -> Verdict:
+        return judged(**{name: drawn(2 * seed + i, runs, disturbed=disturbed) for i, name in enumerate("ab")})
+
+    found = [trial(seed) for seed in range(TRIALS)]
+    wrong = sum(each.kind == "faster" for each in found)
+    assert all(each.kind in ("faster", "no difference") for each in found)
+    # 5% of 200 is 10; an interval of 95% exceeds 14 in 8% of cases.
+    assert wrong <= 14
+
+
+@pytest.mark.parametrize(("runs", "found_in"), [(9, 0.9), (15, 0.97)])
+def test_a_contender_that_is_5_percent_slower_is_detected(runs: int, found_in: float) -> None:
+    found = [judged(a=drawn(2 * seed, runs), b=drawn(2 * seed + 1, runs, 1.05)) for seed in range(TRIALS)]
+    assert sum((each.kind, each.winner) == ("faster", "a") for each in found) >= found_in * TRIALS
+
+
+def test_the_best_of_five_equal_contenders_does_not_win() -> None:
+    found = [judged(**{name: drawn(5 * seed + i, 9) for i, name in enumerate("abcde")}) for seed in range(TRIALS)]
+    assert sum(each.kind == "faster" for each in found) <= 14
+
+
+def test_load_common_to_a_round_cancels() -> None:
+    load = [1.0, 1.9, 1.2, 1.6, 1.0, 2.0, 1.3, 1.8, 1.1]
+    slow, fast = drawn(1, 9, 1.05), drawn(2, 9)
+    found = judged(
+        slow=[a * b for a, b in zip(slow, load, strict=True)],
+        fast=[a * b for a, b in zip(fast, load, strict=True)],
+    )
+    assert (found.kind, found.winner) == ("faster", "fast")
+
+
+def test_the_sentence_has_ratio_interval_and_number_of_launches() -> None:
+    found = judged(a=[1.31, 1.29, 1.30, 1.31, 1.36, 1.27, 1.33, 1.31, 1.31], b=[1.0] * 9)
+    assert found.sentence == "b is 1.31x faster than a (95% interval 1.29 to 1.33, 9 launches each)"
+    same = judged(a=[1.0, 1.01, 0.99] * 3, b=[1.0, 0.99, 1.01] * 3)
+    assert same.sentence.startswith("no significant difference between ")
+    alone = judged(a=[1.0] * 9)
+    assert alone.sentence == "a is the only contender that ran here"
+    assert judged().kind == "nothing"
+
+
+def test_fewer_than_six_launches_give_no_verdict() -> None:
+    few = judged(a=[1.0] * 5, b=[9.0] * 5)
+    assert few.kind == "too few"
+    assert "5 launches are too few" in few.sentence
+    assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
+    assert 1 - 2 / 2**MIN_LAUNCHES > 0.95 > 1 - 2 / 2 ** (MIN_LAUNCHES - 1)
+
+
+def test_only_rounds_in_which_both_ran_count() -> None:
+    one = launches("a", [1.0] * 8)
+    other = [launch("b", number, 2.0) for number in range(2, 9)]
+    found = judge({"a": one, "b": other}, check_equivalence({"a": one}))
+    assert found.ratio is not None
+    assert (found.ratio.launches, found.ratio.value) == (6, 2.0)
+
+
+def test_a_different_model_makes_the_comparison_invalid() -> None:
+    found = {"a": launches("a", [1.0] * 9), "b": launches("b", [9.0] * 9), "c": launches("c", [9.0] * 9)}
+    found["a"][3] = launch("a", 3, 1.0, digest="other")
+    verdict = judge(found, check_equivalence(found))
+    assert verdict.kind == "invalid"
+    assert verdict.sentence == "INVALID: the contenders did not train the same model: a ended with different parameters"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"losses": [2.5, 2.25, 2.0, 1.75, 1.5, 1.2500001, 1.0]}, "had a different loss at step 1 (2.5, others 3)"),
+        ({"losses": [2.5, 2.25]}, "took 2 steps, others 7"),
+        ({"losses": [None] * 7}, "had a different loss at step 1 (none, others 3)"),
+        ({"digest": "e"}, "ended with different parameters"),
+    ],
+)
+def test_training_on_two_cpu_ranks_must_be_bit_identical(changes: dict[str, object], expected: str) -> None:
+    found = {"a": launches("a", [1.0] * 3), "b": [launch("b", 0, 1.0, **changes)]}
+    same = check_equivalence(found)
+    assert not same.is_valid
+    assert same.mismatches == {"b": expected}
+
+
+def test_ranks_of_one_launch_must_end_with_the_same_parameters() -> None:
+    torn = launch("a", 0, 1.0)
+    torn = torn.model_copy(update={"ranks": [torn.ranks[0], torn.ranks[1].model_copy(update={"digest": "x"})]})
+    found = check_equivalence({"a": [torn], "b": launches("b", [1.0, 1.0])})
+    assert found.mismatches == {"a": "ended with different parameters on different ranks"}
+
+
+def test_training_on_gpus_must_agree_within_a_stated_tolerance() -> None:
+    def on_gpu(cell: str, **changes: object) -> Launch:
+        return launch(cell, 0, 1.0, device="H200", **changes)
+
+    near = on_gpu("b", digest="e", sample=[1.3, 2.0, 2.0])  # training moved the last one by 1
+    assert check_equivalence({"a": [on_gpu("a")], "b": [near]}).is_valid
+    assert "parameters within 0.4" in str(check_equivalence({"a": [on_gpu("a")], "b": [near]}))
+    far = check_equivalence({"a": [on_gpu("a")], "b": [on_gpu("b", digest="e", sample=[1.0, 2.0, 1.5])]})
+    assert far.mismatches["b"] == "ended with parameters 5.0e-01 from those of others, which training moved by 1.0e+00"
+    nan = [float("nan")] * 7
+    assert check_equivalence({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b", losses=nan)]}).is_valid
+    assert not check_equivalence({"a": [on_gpu("a", losses=nan)], "b": [on_gpu("b")]}).is_valid
+
+
+# Of four ranks, each with its part of a batch of 32: gradients added up in their order ("seq") or in pairs, with a
+# learning rate of 0.9 or 0.99 of what it should be, and not reduced any more from step 10 on ("alone10").
+LOSSES = json.loads(Path(__file__).with_name("recorded_losses.json").read_text())
+
+
+def on_four(cell: str, losses: list[float], **changes: object) -> Launch:
+    two = launch(cell, 0, 1.0, losses=losses, digest=cell, **changes)
+    return two.model_copy(update={"ranks": two.ranks * 2})
+
+
+@pytest.mark.parametrize("model", LOSSES)
+def test_four_ranks_that_add_up_in_another_order_train_the_same_model(model: str) -> None:
+    found = check_equivalence({name: [on_four(name, LOSSES[model][name])] for name in ("seq", "pair")})
+    assert found.is_valid, found
+    assert ("rounding has grown too far" in str(found)) is (model == "resnet18")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "step"),
+    [(model, name, 2) for model in LOSSES for name in ("lr0.9", "lr0.99")]
+    + [("mlp", "alone10", 12), ("resnet18", "alone10", 12)],
+)
+def test_four_ranks_that_train_another_model_are_found_out_at_once(model: str, name: str, step: int) -> None:
+    found = check_equivalence({each: [on_four(each, LOSSES[model][each])] for each in ("seq", name)})
+    assert f"{name} had a different loss at step {step} " in str(found)
+
+
+def test_scripts_have_a_tolerance_of_a_thousandth() -> None:
+    """Launches of a script have no batch size."""
+    found = {name: on_four(name, LOSSES["resnet18"][name]) for name in ("seq", "lr0.99", "lr0.9")}
+    scripts = {name: [each.model_copy(update={"batch": None})] for name, each in found.items()}
+    assert check_equivalence({name: scripts[name] for name in ("seq", "lr0.99")}).is_valid
+    far = [launch("b", 0, 1.0, device="H200", losses=[3.004, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0])]
+    assert "step 1" in str(check_equivalence({"a": launches("a", [1.0] * 2), "b": far}))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_a_contender_that_steps_too_little_is_detected_even_if_training_moves_little(share: float) -> None:
+    start, moved = (
+        [1.0, 2.0, 2.0],
+        1e-4,
+    )  # small against the parameters
+
+    def ending(cell: str, share: float) -> Launch:
+        return launch(cell, 0, 1.0, device="H200", digest=cell, start=start, sample=[1.0, 2.0, 2.0 + share * moved])
+
+    assert check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", 1.1)]}).is_valid
+    assert list(check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", share)]}).mismatches) == ["b"]
+
+
+def test_parameters_that_move_no_more_than_rounding_are_not_compared() -> None:
+    still = launch("a", 0, 1.0, device="H200", start=[1.0, 2.0, 2.0 - 1e-7])
+    found = check_equivalence(
+        {"a": [still], "b": [launch("b", 0, 1.0, device="H200", digest="e", sample=[1.0, 2.0, 2.0 - 1e-7])]}
+    )
+    assert found.is_valid
+    assert "parameters not comparable" in str(found)
+
+
+def test_infinite_losses_of_both_signs_have_no_mean() -> None:
+    ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
+    lost, one = launch("a", 0, 1.0).model_copy(update={"ranks": ranks}).losses
+    assert lost is not None
+    assert math.isnan(lost)
+    assert one == 1.0
+
+
+def test_nan_losses_in_every_launch_are_equivalent() -> None:
+    lost = [launch("a", number, 1.0, losses=[math.nan] * 7) for number in range(3)]
+    assert check_equivalence({"a": lost, "b": [launch("b", 0, 1.0, losses=[math.nan] * 7)]}).is_valid
+    found = check_equivalence({"a": lost, "b": [launch("b", 0, 1.0, losses=[None] * 7)]})
+    assert found.mismatches == {"b": "had a different loss at step 1 (none, others nan)"}
+
+
+def test_equal_infinite_parameters_agree() -> None:
+    lost = {"device": "H200", "losses": [float("nan")] * 7, "sample": [float("nan"), float("inf"), 2.0]}
+    found = check_equivalence({"a": [launch("a", 0, 1.0, **lost)], "b": [launch("b", 0, 1.0, **lost, digest="e")]})
+    assert found.is_valid
+    assert (
+        "b"
+        in check_equivalence(
+            {"a": [launch("a", 0, 1.0, **lost)] * 2, "b": [launch("b", 0, 1.0, device="H200")]}
+        ).mismatches
+    )
+
+
+def test_an_interval_of_too_few_launches_is_the_range_of_values() -> None:
+    found = median_interval([3.0, 1.0, 2.0])
+    assert (found.value, found.low, found.high, found.has_enough_launches) == (2.0, 1.0, 3.0, False)
+    assert not found.excludes(0.0)
+    sound = ratio_interval([2.0, 2.1, 1.9, 2.0, 2.05, 1.95], [1.0] * 6)
+    assert sound.has_enough_launches
+    assert sound.excludes(1.0)
+
+
+def test_ranking_is_by_rounds_and_others_are_compared_with_the_winner() -> None:
+    found = {"a": launches("a", [1.0, 5.0] * 3), "b": launches("b", [0.9, 4.5] * 3), "c": launches("c", [2.0] * 6)}
+    assert rank_by_speed(found)[0] == "b"
+    sentences = compare_with_winner("b", found)
+    assert sentences["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 launches each)")
+
+
+# Real launches on two cores: one contender, the same again, and slowed by 5%, as --self-check 5 runs them.
+RECORDED = json.loads(Path(__file__).with_name("recorded_self_check.json").read_text())
+
+
+def recorded(name: str, rounds: int) -> list[Launch]:
+    found = []
+    for number, steps_us in enumerate(RECORDED["steps_us"][name][:rounds]):
+        ends = [0.0, 0.0, *(us / 1e6 for us in accumulate(steps_us))]
+        found.append(launch(name, number, 1.0, ends=ends))
+    return found
+
+
+@pytest.mark.parametrize("rounds", [6, 9, 12])
+def test_recorded_launches_show_5_percent_and_no_difference_for_a_copy(rounds: int) -> None:
+    own, again, slowed = (recorded(name, rounds) for name in ("own", "again", "slowed"))
+    assert own[0].steps == pytest.approx([us / 1e6 for us in RECORDED["steps_us"]["own"][0]])
+    same = check_equivalence({"own": own})
+    assert judge({"own": own, "again": again}, same).kind == "no difference"
+    found = judge({"own": own, "slowed": slowed}, same)
+    assert (found.kind, found.winner) == ("faster", "own")
+    assert found.ratio is not None
+    assert found.ratio.low < 1.05 < found.ratio.high
+
+
+def test_a_bootstrap_over_steps_shows_a_false_difference_for_a_copy() -> None:
+    """Why launches are resampled and not steps: a launch is shifted as a whole."""
+    own, again = (recorded(name, 6) for name in ("own", "again"))
+    steps = [[step for each in found for step in each.steps] for found in (own, again)]
+    assert ratio_interval(*steps).excludes(1.0)
+
+
+CONFIG = RunConfig("native", "shm", "torchrun")
+
+
+def test_metrics_follow_from_the_records_of_ranks() -> None:
+    cell, one, none = Cell(DUALDIST, CONFIG), Cell("one", RunConfig("auto", None, "python")), Cell("none", CONFIG)
+    found = [launch(cell.key, number, 0.2) for number in range(6)]
+    found += [launch(none.key, number, 0.15) for number in range(6)]
+    found += [launch(one.key, number, 0.1) for number in range(6)]
+    figures = {each.kind: each for each in summarize([cell, one, none], [], found, "complete").cells}
+    ours = figures[DUALDIST]
+    assert ours.step_s.value == pytest.approx(0.2)  # the slowest rank's
+    assert ours.samples_per_s is not None
+    assert ours.samples_per_s.value == pytest.approx(16 / 0.2)
+    assert ours.samples_per_s_by_rank == pytest.approx([8 / 0.2, 8 / 0.1])
+    assert ours.scaling_efficiency is not None
+    assert ours.scaling_efficiency.value == pytest.approx(0.5)
+    assert ours.exposed_s is not None
+    assert ours.exposed_s.value == pytest.approx(0.05)
+    assert (ours.startup_s, ours.init_s) == (4.0, 2.0)
+    assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
+
+
+def test_a_script_has_no_scaling_efficiency() -> None:
+    cell, one = Cell(DUALDIST, CONFIG), Cell("one", RunConfig("auto", None, "python"))
+    found = [launch(each.key, 0, 0.1).model_copy(update={"batch": None}) for each in (cell, one)]
+    assert [each.scaling_efficiency for each in summarize([cell, one], [], found, "complete").cells] == [None, None]
+
+
+def test_a_launch_without_allreduce_timings_counts_without_bandwidth() -> None:
+    cell = Cell(DUALDIST, CONFIG)
+    timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
+    swept, not_swept = (
+        launch(cell.key, number, 1.0).model_copy(update={"allreduce": allreduce})
+        for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
+    )
+    (found,) = summarize([cell], [], [not_swept, swept], "complete").cells
+    assert (found.launches, [point.seconds for point in found.bandwidth]) == (2, [2.0])
+    (found,) = summarize([cell], [], [not_swept], "complete").cells
+    assert (found.launches, found.bandwidth, found.latency_s) == (1, [], None)
+
+
+def test_foreign_load_under_srun_is_the_maximum_over_nodes_of_the_ranks_readings() -> None:
+    def ranks(*nodes: int, **changes: object) -> list[RankRecord]:
+        return [rank(number, 0.1, node_rank=node, **changes) for number, node in enumerate(nodes)]
+
+    seen: dict[str, object] = {"window_s": 2.0, "machine_s": 3.0, "own_s": 1.0}
+    assert foreign_cores_beside(ranks(0, 0, **seen)) == 0.5
+    assert foreign_cores_beside(ranks(0, 1, **seen)) == 1.0  # of each host
+    assert foreign_cores_beside(ranks(0, 0, **seen | {"window_s": 0.5})) is None
+    assert foreign_cores_beside([*ranks(0, **seen), rank(1, 0.1, window_s=None, machine_s=None, own_s=None)]) is None
+    assert foreign_cores_beside(ranks(0, 0, **seen | {"machine_s": None})) is None
+
+
+def test_a_contender_that_failed_is_listed_with_its_reason() -> None:
+    cell, other = Cell(DUALDIST, CONFIG), Cell(DUALDIST, RunConfig("horovod", "gloo", "torchrun"))
+    failed = Launch(cell=other.key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
+    found = summarize([cell, other], [], [launch(cell.key, 0, 1.0), failed], "complete")
+    assert [(each.cell, each.reason) for each in found.refused] == [(other, "exit code 1\nno such device")]
+    assert found.verdict.kind == "alone"
+
+
+def test_the_only_launched_contender_of_several_does_not_win() -> None:
+    cells = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun")]
+    verdict = summarize(cells, [], [launch(cells[0].key, 0, 1.0)], "the budget of 60 s was used up").verdict
+    assert verdict.kind == "too few"
+    assert verdict.sentence.startswith("no verdict: only native over shm (torchrun) of 2 contenders was launched")
+
+
+def test_every_cell_without_launches_is_listed_with_a_reason() -> None:
+    cells = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+    failed = Launch(cell=cells[1].key, round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
+    run = [launch(cells[0].key, 0, 1.0), launch(cells[1].key, 0, 1.0), failed]
+    found = summarize(cells, [], run, "the budget of 9 s was used up")
+    assert [cell.launches for cell in found.cells] == [1, 1]
+    assert {each.cell.config.launcher: each.reason for each in found.refused} == {
+        "mpirun": "it failed in round 2 and was not launched again: OSError: gone",
+        "srun": "it was never launched: the budget of 9 s was used up",
+    }
+
+
+def test_records_of_a_different_backend_or_without_steps_are_errors() -> None:
+    cell = Cell(DUALDIST, CONFIG)
+    assert record_error(cell, launch(cell.key, 0, 1.0).ranks) is None
+    error = record_error(Cell(DUALDIST, RunConfig("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    assert error is not None
+    assert error.startswith(
+        "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
+    )
+    assert "it took 2 steps" in str(record_error(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
+
+
+CELLS = [Cell(DUALDIST, RunConfig("native", "shm", name)) for name in ("torchrun", "mpirun", "srun")]
+
+
+def test_the_order_of_each_round_is_random_by_seed() -> None:
+    orders = {tuple(draw_order(CELLS, number, 0)) for number in range(20)}
+    assert len(orders) > 3
+    assert all(sorted(map(str, order)) == sorted(map(str, CELLS)) for order in orders)
+    assert draw_order(CELLS, 3, 7) == draw_order(CELLS, 3, 7)
+
+
+def test_the_first_round_starts_with_the_contenders() -> None:
+    cells = [Cell(kind, RunConfig("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
+    for seed in range(20):
+        assert {cell.kind for cell in draw_order(cells, 0, seed)[: len(CELLS)]} == {DUALDIST}
+    assert {draw_order(cells, 1, seed)[0].kind for seed in range(20)} > {DUALDIST}
+
+
+class Clock:
+    """A clock that advances by launches only."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds, self.log = 0.0, seconds, list[tuple[str, int]]()
+
+    def launch(self, cell: Cell, number: int) -> Launch:
+        self.now += self.seconds
+        self.log.append((cell.key, number))
+        return launch(cell.key, number, 0.1).model_copy(update={"seconds": self.seconds})
+
+
+def test_no_round_starts_that_would_exceed_the_budget() -> None:
+    clock = Clock(10.0)
+    rounds = LaunchSchedule(CELLS, clock.launch, rounds=9, budget_s=100.0, clock=lambda: clock.now)
+    assert rounds.remaining_s() == 100.0  # all would take longer
+    assert len(list(rounds)) == 9  # three rounds of 30 s
+    assert (clock.now, rounds.ended) == (90.0, "the budget of 100 s was used up; a round takes about 30 s")
+
+
+def test_a_first_round_that_exceeds_the_budget_is_stopped() -> None:
+    clock = Clock(60.0)
+    rounds = LaunchSchedule(CELLS, clock.launch, rounds=9, budget_s=100.0, clock=lambda: clock.now)
+    assert len(list(rounds)) == 2
+    assert "used up in the first round; a round takes about 180 s, more than the budget" in rounds.ended
+
+
+def test_every_resumed_run_makes_progress_even_if_a_round_exceeds_the_budget() -> None:
+    done: list[Launch] = []
+    for _ in range(4):
+        before = len(done)
+        clock = Clock(60.0)
+        rounds = LaunchSchedule(
+            CELLS, clock.launch, done, rounds=2, budget_s=100.0, clock=lambda clock=clock: clock.now
+        )
+        done += list(rounds)
+        assert len(done) > before
+    assert rounds.ended == "complete"
+
+
+def test_an_interrupted_run_is_resumed() -> None:
+    first, second = Clock(1.0), Clock(1.0)
+    rounds = iter(LaunchSchedule(CELLS, first.launch, rounds=3, budget_s=100.0, clock=lambda: first.now))
+    done = [next(rounds) for _ in range(4)]
+    again = LaunchSchedule(CELLS, second.launch, done, rounds=3, budget_s=100.0, clock=lambda: second.now)
+    assert again.remaining_s() == 5.0
+    rest = list(again)
+    assert again.ended == "complete"
+    assert sorted(first.log + second.log) == sorted((cell.key, number) for cell in CELLS for number in range(3))
+    assert {key: len(found) for key, found in group_by_cell(done + rest).items()} == {cell.key: 3 for cell in CELLS}
+
+
+def test_earlier_rounds_are_not_completed_after_a_resume() -> None:
+    clock = Clock(1.0)
+    done = [
+        launch(cell.key, number, 0.1) for cell in CELLS[:2] for number in range(4) if (cell, number) != (CELLS[1], 3)
+    ]
+    rounds = LaunchSchedule(CELLS, clock.launch, done, rounds=6, budget_s=100.0, clock=lambda: clock.now)
+    assert len(rounds.remaining) == 8
+    assert len(list(rounds)) == 8
+    late = {number for key, number in clock.log if key == CELLS[2].key}
+    assert late == {3, 4, 5}
+    assert (CELLS[1].key, 3) in clock.log
+
+
+def test_a_cell_that_failed_is_not_launched_again() -> None:
+    clock = Clock(1.0)
+
+    def failing(cell: Cell, number: int) -> Launch:
+        found = clock.launch(cell, number)
+        return found.model_copy(update={"error": "no"}) if cell == CELLS[1] else found
+
+    assert len(list(LaunchSchedule(CELLS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7
