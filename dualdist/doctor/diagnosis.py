@@ -44,7 +44,7 @@ class Diagnosis:
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort by severity, worst first, keeping the order within a level."""
+    """Sort by severity, worst first."""
     return tuple(sorted(findings, key=lambda finding: -EXIT_CODES[finding.level]))
 
 

@@ -56,17 +56,6 @@ class HostPeer:
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """Return the next message; raise LaunchError if there is none."""
-        line = self._read_line(timeout_s)
-        try:
-            message = json.loads(line)
-        except ValueError as error:
-            text = line[-200:].decode(errors="replace")
-            raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
-        assert isinstance(message, dict)
-        return message
-
-    def _read_line(self, timeout_s: float) -> bytes:
-        """Return the next line of JSON, skipping output of the remote shell's start-up files."""
         assert self._process.stdout is not None
         expired = threading.Event()
 
@@ -76,12 +65,16 @@ class HostPeer:
 
         timer = threading.Timer(timeout_s, expire)
         timer.start()
-        try:
+        try:  # start-up files of the remote shell may print other lines first
             line = next((line for line in self._process.stdout if line.startswith(b"{")), b"")
         finally:
             timer.cancel()
         if line.endswith(b"\n"):
-            return line
+            try:
+                return dict(json.loads(line))
+            except ValueError as error:
+                text = line[-200:].decode(errors="replace")
+                raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
         if expired.is_set():
             raise LaunchError(f"host {self.name!r} did not reply within {timeout_s:g} s: is it up?")
         stderr = self._stderr.read_text(errors="replace")

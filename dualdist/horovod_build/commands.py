@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -50,7 +51,7 @@ STEP_PERCENT = 10
 def explain_failure(lines: Sequence[str], title: str) -> str:
     """Return the cause of a failure and the output lines that show it."""
     text = "\n".join(lines)
-    pattern, reason = next(((pattern, reason) for pattern, reason in CAUSES if pattern.search(text)), (FIRST_ERROR, ""))
+    pattern, reason = next((cause for cause in CAUSES if cause[0].search(text)), (FIRST_ERROR, ""))
     shown = (f"    {line.strip()[:SHOWN_WIDTH]}" for line in error_lines(lines, pattern))
     return "\n".join((f"{title} failed{reason}", *shown))
 
@@ -135,10 +136,8 @@ def command_environ(command: BuildCommand, environ: Mapping[str, str]) -> dict[s
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -151,12 +150,6 @@ def unpack(archive: Path, folder: Path) -> None:
                 files.extractall(folder)
     except (OSError, tarfile.TarError) as error:
         raise BuildError(f"{archive.name} could not be unpacked in {folder}: {error}") from error
-
-
-def parse_percent(line: str) -> int | None:
-    """Return the percentage in a line of make's output."""
-    match = PERCENT.match(line)
-    return int(match[1]) if match else None
 
 
 @dataclass
@@ -173,8 +166,9 @@ class BuildProgress:
 
     def on_line(self, line: str) -> None:
         """Print the percentage and the elapsed time if `line` is make's output and another 10% are reached."""
-        percent = parse_percent(line)
-        if percent is not None and percent >= self._next_percent:
+        match = PERCENT.match(line)
+        percent = int(match[1]) if match else -1
+        if percent >= self._next_percent:
             self._next_percent = percent - percent % STEP_PERCENT + STEP_PERCENT
             seconds = int(time.monotonic() - self.started)
             self.print(f"  {percent:3d}%  {seconds // 60}:{seconds % 60:02d}")

@@ -212,6 +212,5 @@ def _check_space(machine: BuildMachine) -> None:
     ):
         if free_gb < needed_gb:
             raise BuildError(
-                f"{folder} has {free_gb:.1f} GB free, but the build needs {needed_gb:g} GB: free some space, or set "
-                f"{variable} to a folder on another disk"
+                f"{folder} has {free_gb:.1f} GB free, expected {needed_gb:g} GB: free some, or set {variable} elsewhere"
             )

@@ -33,7 +33,6 @@ PACKAGE_NAMES = {"setuptools": "'setuptools<81'", "yaml": "pyyaml"}
 GB_PER_JOB = 1.5
 CXX_STANDARDS = (17, 20, 23)
 ARCH_FLAGS = ("f16c", "avx", "fma")
-
 # The headers that check the C++ standard: `#if ... __cplusplus < 201703L`.
 HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 

@@ -56,16 +56,14 @@ def find(reports: Sequence[HostReport]) -> Iterator[Finding]:
 
 def _check_names(report: HostReport) -> Iterator[Finding]:
     for other, address in report.resolved.items():
-        if _is_address(other):
-            continue
-        if not address:
+        if not address and not _is_address(other):
             yield error(
                 "host-name-unknown",
                 f"host {report.name} cannot resolve the name {other}",
                 "torchrun, mpirun and horovodrun pass host names to every host",
                 f"add {other} to /etc/hosts of {report.name}, or use addresses instead of names",
             )
-        elif address.startswith("127."):
+        elif address.startswith("127.") and not _is_address(other):
             yield error(
                 "host-name-is-loopback",
                 f"on host {report.name} the name {other} resolves to {address}",

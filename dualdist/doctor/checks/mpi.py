@@ -10,8 +10,6 @@ from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.package_probe import Mpi4pyProbe
 
-ALTERNATIVE = f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
-
 
 def find(context: DoctorContext) -> Iterator[Finding]:
     """Yield problems of MPI and of jobs that require it."""
@@ -95,6 +93,6 @@ def _check_rendezvous(context: DoctorContext) -> Iterator[Finding]:
             "no-rendezvous",
             f"mpi4py is not installed, and {topology.launcher} does not pass the address of rank 0",
             "without an address, the ranks find each other over MPI",
-            f"pip install mpi4py, or {ALTERNATIVE}",
+            f"pip install mpi4py, or set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name",
             context.command("pip", "install", "mpi4py"),
         )

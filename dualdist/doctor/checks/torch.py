@@ -86,7 +86,7 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
     if gpus and not is_gpu_build:
         yield warning(
             "torch-without-cuda",
-            f"this host has {_count(gpus)}, but torch {probe.version} is a CPU build",
+            f"this host has {gpus} GPU(s), but torch {probe.version} is a CPU build",
             "everything runs on the CPU",
             f"pip install --force-reinstall --no-deps torch=={_release(probe.version)} with the index of your CUDA, "
             f"such as --index-url {INDEX}/cu128, or hide the GPUs on purpose: {VISIBLE}=",
@@ -95,7 +95,7 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
         reason = f": {probe.gpu_warning.strip()}" if probe.gpu_warning else ""
         yield warning(
             "torch-sees-no-gpu",
-            f"this host has {_count(gpus)}, but torch {probe.version} for CUDA {probe.cuda} can use none{reason}",
+            f"this host has {gpus} GPU(s), but torch {probe.version} for CUDA {probe.cuda} can use none{reason}",
             "everything runs on the CPU",
             "compare torch's CUDA version with that of nvidia-smi, the newest that the driver supports; "
             f"update the driver, or install torch for that CUDA: pip install torch --index-url {INDEX}/cu126",
@@ -103,7 +103,7 @@ def _check_gpu_support(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
     if probe.gpus and probe.nccl is None:
         yield warning(
             "torch-without-nccl",
-            f"torch {probe.version} sees {_count(probe.gpus)}, but was built without NCCL",
+            f"torch {probe.version} sees {probe.gpus} GPU(s), but was built without NCCL",
             "GPU tensors would go through host memory and Gloo",
             "install a build of torch with NCCL, such as PyPI's for Linux",
         )
@@ -148,7 +148,3 @@ def _major_minor(version: str) -> tuple[int, int] | None:
 def _release(version: str) -> str:
     """Return the version without its local part, such as "+cu128"."""
     return version.partition("+")[0]
-
-
-def _count(gpus: int) -> str:
-    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
