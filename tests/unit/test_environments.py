@@ -1,4 +1,4 @@
-"""Environments recorded from real launches: each gives the place that the launch had."""
+"""Detection of environments recorded from real launches."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ print(sorted(name for name in ("torch", "mpi4py", "horovod", "numpy") if name in
 
 
 def env_of(table: str, index: int = 0) -> dict[str, str]:
-    """A copy of one recorded environment."""
+    """Return a copy of a recorded environment."""
     return dict(RECORDS[table][index]["env"])
 
 
 @pytest.mark.parametrize("row", RIGHT)
-def test_a_recorded_launch_gives_its_place(row: Mapping[str, Any]) -> None:
+def test_a_recorded_launch_gives_its_topology(row: Mapping[str, Any]) -> None:
     found = detect(row["env"])
     assert {name: getattr(found, name) for name in row["expect"]} == row["expect"]
 
@@ -52,7 +52,7 @@ def test_a_recorded_contradiction_names_its_variables(row: Mapping[str, Any]) ->
 
 @pytest.mark.parametrize("name", [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]])
 def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
-    """Every rank once, one size, one launcher, and the same fields inferred on all: the session relies on that."""
+    """All ranks have the same size, launcher and inferred fields, on which the session relies."""
     found = [detect(row["env"]) for row in RECORDS[name]]
     size = found[0].size
     whole = [topology.rank for topology in found] == list(range(size))
@@ -77,12 +77,12 @@ def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
         ("slurm_sbatch_plain", "none", False),
     ],
 )
-def test_how_the_ranks_meet_follows_from_the_launcher(table: str, rendezvous: str, mpi: bool) -> None:
+def test_the_rendezvous_follows_from_the_launcher(table: str, rendezvous: str, mpi: bool) -> None:
     found = detect(env_of(table))
     assert (found.rendezvous, found.mpi) == (rendezvous, mpi)
 
 
-def test_an_exported_master_is_where_srun_and_mpirun_meet() -> None:
+def test_an_exported_master_address_is_used_under_srun_and_mpirun() -> None:
     master = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra"):
         found = detect(env_of(table) | master)
@@ -92,31 +92,31 @@ def test_an_exported_master_is_where_srun_and_mpirun_meet() -> None:
 
 
 @pytest.mark.parametrize("half", [{"MASTER_ADDR": "n1"}, {"MASTER_PORT": "29500"}, {"MASTER_PORT": "none"}])
-def test_half_a_master_is_passed_over_where_the_launcher_has_another_way(half: dict[str, str]) -> None:
+def test_half_a_master_address_is_ignored_if_the_launcher_has_a_rendezvous(half: dict[str, str]) -> None:
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra", "horovodrun_gloo_more"):
         assert detect(env_of(table) | half) == detect(env_of(table))
 
 
-def test_torchrun_is_inside_whatever_started_it() -> None:
+def test_torchrun_takes_precedence_over_outer_launchers() -> None:
     inner = env_of("torchrun", 1)
     for outer in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra", "slurm_sbatch_openmpi4"):
         assert detect(env_of(outer) | inner) == detect(inner)
 
 
-def test_mpirun_is_inside_the_slurm_step_of_its_daemon() -> None:
+def test_mpirun_takes_precedence_over_its_daemons_slurm_step() -> None:
     for inner in ("openmpi-4.1.4_mpirun", "mpich_hydra", "horovodrun_gloo_more"):
         for outer in ("slurm_srun-none_N2x2", "slurm_sbatch_plain", "slurm_interactive_step_more"):
             assert detect(env_of(outer) | env_of(inner, 1)) == detect(env_of(inner, 1))
 
 
-def test_the_override_wins_over_everything_and_is_not_checked_against_it() -> None:
+def test_the_override_takes_precedence_without_checks() -> None:
     said = {"DUALDIST_RANK": "5", "DUALDIST_SIZE": "6", "DUALDIST_ADDRESS": "n1", "DUALDIST_PORT": "29500"}
     for rows in RECORDS.values():
         found = detect(rows[0]["env"] | said)
         assert (found.rank, found.size, found.launcher, found.address, found.port) == (5, 6, "override", "n1", 29500)
 
 
-def test_an_interactive_step_is_no_step_and_the_next_lower_number_is_one() -> None:
+def test_special_step_ids_are_no_steps() -> None:
     env = env_of("slurm_srun-none_N2x2", 1)
     for step, launcher in (("4294967289", "srun"), ("4294967290", "none"), ("4294967294", "none")):
         assert detect(env | {"SLURM_STEP_ID": step, "SLURM_STEPID": step}).launcher == launcher
@@ -138,12 +138,12 @@ def test_local_size_is_the_count_at_this_node(counts: str, node: int, local_size
     assert (found.local_size, found.node_rank, found.num_nodes, found.size) == (local_size, node, 3, 5)
 
 
-def test_an_astronomic_repeat_count_costs_nothing() -> None:
+def test_a_huge_repeat_count_is_fast() -> None:
     env = env_of("slurm_srun-none_N2x2") | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}
     assert detect(env).local_size == 2
 
 
-def test_an_empty_variable_is_an_unset_one() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     names = {name for rows in RECORDS.values() for row in rows for name in row["env"]}
     for rows in RECORDS.values():
         row = rows[0]
@@ -151,21 +151,21 @@ def test_an_empty_variable_is_an_unset_one() -> None:
             assert detect(dict.fromkeys(names, "") | row["env"]) == detect(row["env"])
 
 
-def test_a_stray_local_rank_or_master_is_no_launcher() -> None:
+def test_a_lone_local_rank_or_master_address_is_no_launcher() -> None:
     found = detect(
         {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "x", "PATH": "/bin"}
     )
     assert (found.launcher, found.rank, found.size, found.rendezvous) == ("none", 0, 1, "none")
 
 
-def test_agreeing_rank_and_world_size_stand_beside_a_launcher() -> None:
+def test_agreeing_rank_and_world_size_are_accepted_with_a_launcher() -> None:
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "horovodrun_gloo_more"):
         for index, row in enumerate(RECORDS[table]):
             said = {"RANK": str(row["expect"]["rank"]), "WORLD_SIZE": str(row["expect"]["size"])}
             assert detect(env_of(table, index) | said) == detect(env_of(table, index))
 
 
-def test_detect_reads_only_its_mapping_and_loads_nothing_heavy() -> None:
+def test_detect_reads_only_its_mapping_and_imports_nothing_heavy() -> None:
     root = str(Path(__file__).parents[2])
     rows = [row for rows in RECORDS.values() for row in rows]
     command = [sys.executable, "-S", "-c", HEAVY, root]
@@ -176,7 +176,7 @@ def test_detect_reads_only_its_mapping_and_loads_nothing_heavy() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
 
-def test_every_environment_has_its_place_in_the_order() -> None:
+def test_only_the_last_environment_accepts_no_variables() -> None:
     assert len(set(ORDER)) == len(ORDER)
     assert [ask for ask in ORDER[:-1] if ask({}) is not None] == []
     assert ORDER[-1]({}) is not None

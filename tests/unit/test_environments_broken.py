@@ -1,4 +1,4 @@
-"""Half-set, impossible and contradicting variables: an error that names them, nothing else and never a job of one."""
+"""Incomplete, impossible and contradicting variables: errors that name them, never a job of one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recorded(table: str, index: int = 1) -> Env:
     return dict(RECORDS[table][index]["env"])
 
 
-# One whole environment each, the variables it cannot do without, and those of them that name the launcher.
+# A complete environment each, and its required variables.
 WHOLE = {
     "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, explicit.NEEDED),
     "torchrun": (recorded("torchrun"), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
@@ -44,7 +44,7 @@ WHOLE = {
     ),
     "flux": (dict(zip(mpi.FLUX.given(), ("1", "4", "1", "2"), strict=True)), mpi.FLUX.given()),
     "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
-    "handset": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*explicit.ENV_NEEDED, *MASTER)),
+    "env": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*explicit.ENV_NEEDED, *MASTER)),
 }
 WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
 HALVES = [pytest.param(env, name, id=f"{kind}-{name}") for kind, (env, needed) in WHOLE.items() for name in needed]
@@ -65,14 +65,14 @@ def test_a_missing_variable_is_named(env: Env, name: str, empty: bool) -> None:
     assert name in message.partition("not set")[0], message
 
 
-def test_torchrun_without_its_run_id_is_still_read_by_hand() -> None:
+def test_torchrun_without_its_run_id_is_read_as_env() -> None:
     env = recorded("torchrun")
     del env["TORCHELASTIC_RUN_ID"]
     found = detect(env)
     assert (found.launcher, found.rank, found.size, found.rendezvous) == ("torchrun", 1, 2, "agent")
 
 
-def test_slurm_without_one_spelling_of_its_step_is_whole_and_without_both_is_half() -> None:
+def test_slurm_needs_one_spelling_of_its_step_id() -> None:
     env = recorded("slurm_srun-none_N2x2")
     for name in slurm.STEP_IDS:
         assert detect({key: value for key, value in env.items() if key != name}).launcher == "srun"
@@ -80,7 +80,7 @@ def test_slurm_without_one_spelling_of_its_step_is_whole_and_without_both_is_hal
     assert "SLURM_STEP_ID" in error_of({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"})
 
 
-def test_hydra_without_its_local_pair_has_inferred_local_ranks() -> None:
+def test_hydra_without_local_variables_infers_local_ranks() -> None:
     """PMI_RANK and PMI_SIZE alone, with no Slurm, Flux or PALS around: a plain PMI launcher, not a job of one."""
     env = {key: value for key, value in recorded("mpich_hydra").items() if not key.startswith("MPI_")}
     found = detect(env)
@@ -95,7 +95,7 @@ def test_pmix_without_a_size_is_refused() -> None:
 
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "+1", "٣", "1 2", "9" * 5000, "nan"])
 @pytest.mark.parametrize(("env", "name"), NUMBERS)
-def test_what_is_no_number_is_named(env: Env, name: str, value: str) -> None:
+def test_a_non_integer_value_is_named(env: Env, name: str, value: str) -> None:
     message = error_of(env | {name: value})
     assert message.startswith(f"{name}={value[:40]!r}"), message
     assert len(message) < 500
@@ -122,8 +122,8 @@ def test_what_is_no_number_is_named(env: Env, name: str, value: str) -> None:
         ("horovodrun", {"HOROVOD_CROSS_RANK": "1"}, ["HOROVOD_CROSS_RANK=1 but HOROVOD_CROSS_SIZE=1"]),
         ("openmpi", {"OMPI_COMM_WORLD_RANK": "9"}, ["OMPI_COMM_WORLD_RANK=9 but OMPI_COMM_WORLD_SIZE=2"]),
         ("hydra", {"PMI_SIZE": "0"}, ["PMI_SIZE=0", "at least one rank"]),
-        ("handset", {"RANK": "2"}, ["RANK=2 but WORLD_SIZE=2"]),
-        ("handset", {"LOCAL_RANK": "7"}, ["LOCAL_RANK=7 but WORLD_SIZE=2"]),
+        ("env", {"RANK": "2"}, ["RANK=2 but WORLD_SIZE=2"]),
+        ("env", {"LOCAL_RANK": "7"}, ["LOCAL_RANK=7 but WORLD_SIZE=2"]),
         ("override", {"DUALDIST_RANK": "2"}, ["DUALDIST_RANK=2 but DUALDIST_SIZE=2"]),
         ("override", {"DUALDIST_LOCAL_SIZE": "0"}, ["DUALDIST_LOCAL_SIZE=0 but DUALDIST_SIZE=2"]),
         ("override", {"DUALDIST_NUM_NODES": "0"}, ["DUALDIST_NUM_NODES=0 but DUALDIST_SIZE=2"]),
@@ -149,7 +149,7 @@ def test_rank_and_world_size_must_not_contradict_a_launcher(kind: str, said: Env
     assert [word for word in [*shown, needed[0], "unset", "DUALDIST_SIZE"] if word not in message] == [], message
 
 
-def test_a_launched_job_of_one_is_not_a_world_of_several() -> None:
+def test_a_launched_job_of_one_contradicts_a_larger_world_size() -> None:
     assert "WORLD_SIZE=4" in error_of(recorded("slurm_srun_of_one_in_salloc_of_four_more", 0) | {"WORLD_SIZE": "4"})
 
 
@@ -164,8 +164,8 @@ def test_jsrun_and_the_open_mpi_below_it_must_agree() -> None:
     assert "JSM_NAMESPACE_RANK" in message
 
 
-def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
-    """The same variables without SLURM_PTY_PORT are srun's tasks, each with an outer mpirun's variables: refused."""
+def test_mpirun_of_one_rank_in_an_interactive_step_is_a_job_of_one() -> None:
+    """Without SLURM_PTY_PORT the same variables are srun's tasks within an mpirun, which are refused."""
     step = recorded("slurm_srun_pty_more", 0)
     mpirun = dict.fromkeys(mpi.OPENMPI.given(), "1") | {
         "OMPI_COMM_WORLD_RANK": "0",
@@ -176,7 +176,7 @@ def test_mpirun_of_one_rank_from_a_terminals_step_is_a_job_of_one() -> None:
     assert "mpirun says one rank, srun 2" in error_of(step | mpirun)
 
 
-def test_several_ranks_by_hand_need_a_master_and_one_does_not() -> None:
+def test_several_ranks_need_a_master_address_and_one_does_not() -> None:
     assert error_of({"RANK": "1", "WORLD_SIZE": "2"}).startswith("MASTER_ADDR and MASTER_PORT not set")
     assert detect({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous == "none"
     assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
@@ -204,7 +204,7 @@ ALWAYS = settings(max_examples=500, deadline=None, database=None, suppress_healt
 BASES = st.sampled_from([{}, *(env for env, _ in WHOLE.values())])
 
 
-def assert_place_or_topology_error(env: Env) -> None:
+def assert_topology_or_error(env: Env) -> None:
     try:
         found: Topology | str = detect(env)
     except TopologyError as error:
@@ -214,19 +214,19 @@ def assert_place_or_topology_error(env: Env) -> None:
 
 @ALWAYS
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
-def test_any_variables_give_a_place_or_a_named_error(env: Env) -> None:
-    assert_place_or_topology_error(env)
+def test_any_variables_give_a_topology_or_a_named_error(env: Env) -> None:
+    assert_topology_or_error(env)
 
 
 @ALWAYS
 @given(BASES, BASES, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
-def test_any_change_of_a_whole_environment_gives_a_place_or_a_named_error(outer: Env, inner: Env, change: Env) -> None:
-    assert_place_or_topology_error(outer | inner | change)
+def test_any_change_of_an_environment_gives_a_topology_or_a_named_error(outer: Env, inner: Env, change: Env) -> None:
+    assert_topology_or_error(outer | inner | change)
 
 
 @ALWAYS
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_detection_changes_nothing(env: Env) -> None:
     before = dict(env)
-    assert_place_or_topology_error(env)
+    assert_topology_or_error(env)
     assert env == before

@@ -1,4 +1,4 @@
-"""Environments that nobody here could record: tables from the launchers' manuals and sources, named at each table."""
+"""Detection of environments from launchers' manuals and sources, named at each table."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def test_two_ranks_on_each_of_two_nodes(envs: list[Env], launcher: str, inferred
     assert all(topology.mpi and topology.rendezvous == "mpi" for topology in found)
 
 
-def test_mvapich_started_by_hydra_is_read_once() -> None:
+def test_mvapich_takes_precedence_over_hydra() -> None:
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     assert detect(MVAPICH[1] | hydra) == detect(MVAPICH[1])
 
 
-def test_pals_variables_in_a_flux_task_are_the_plugins() -> None:
+def test_pals_variables_in_a_flux_task_are_ignored() -> None:
     assert detect(FLUX[1] | {"PALS_NODEID": "0", "PALS_RANKID": "1", "PALS_APID": "a"}) == detect(FLUX[1])
 
 
-def test_flux_as_a_step_of_slurm_is_inside() -> None:
+def test_flux_takes_precedence_over_slurm() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     assert detect(FLUX[3] | step) == detect(FLUX[3])
 
@@ -102,7 +102,7 @@ def test_flux_as_a_step_of_slurm_is_inside() -> None:
         *((0, 0, 4, 0, 1), (3, 1, 4, 0, 1)),
     ],
 )
-def test_the_node_is_inferred_from_the_usual_placements(
+def test_the_node_is_inferred_for_usual_placements(
     rank: int, local_rank: int, local_size: int, node_rank: int, num_nodes: int
 ) -> None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -128,7 +128,7 @@ def test_horovodruns_node_is_inferred_on_even_hosts() -> None:
     assert {topology.inferred for topology in found} == {frozenset({"node_rank", "num_nodes"})}
 
 
-def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
+def test_horovods_cross_rank_is_not_the_node_rank_on_uneven_hosts() -> None:
     """Hosts of 1, 2: the second host's second rank has cross rank 0, and shares its node with cross rank 1."""
     found = [
         detect(horovodrun(0, 3, (0, 1), (0, 2))),
@@ -139,7 +139,7 @@ def test_horovods_cross_rank_is_no_node_of_uneven_hosts() -> None:
     assert all({"node_rank", "num_nodes"} <= topology.inferred for topology in found)
 
 
-# Kubeflow's PyTorchJob, a pod a rank without LOCAL_*; then by hand on one host; then as torch.distributed.launch.
+# Kubeflow's PyTorchJob, one pod per rank without LOCAL_*; then by hand on one host; then as torch.distributed.launch.
 @pytest.mark.parametrize(
     ("extra", "launcher", "expected", "inferred"),
     [
@@ -183,13 +183,13 @@ def test_rank_and_world_size_without_a_launcher(
         ),
     ],
 )
-def test_the_override_says_as_much_as_it_says(env: Env, expected: Mapping[str, Any]) -> None:
+def test_the_override_sets_the_given_fields(env: Env, expected: Mapping[str, Any]) -> None:
     rendezvous = {"DUALDIST_RENDEZVOUS": "file:///a/shared/folder/name"}
     found = detect({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | rendezvous | env)
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-# The variables that pbs_mom of PBS Pro and of Torque gives to a batch script, as people have posted them.
+# The variables that pbs_mom of PBS Pro and of Torque gives to a batch script, as posted by users.
 BATCH = [
     {
         "PBS_ENVIRONMENT": "PBS_BATCH",
@@ -209,24 +209,24 @@ def test_a_batch_script_of_pbs_is_one_rank(env: Env) -> None:
 
 
 @pytest.mark.parametrize("name", ["PBS_NODENUM", "PBS_VNODENUM"])
-def test_a_task_of_pbsdsh_is_no_silent_job_of_one(name: str) -> None:
+def test_a_task_of_pbsdsh_is_refused(name: str) -> None:
     with pytest.raises(TopologyError, match=rf"{name}=1.*pbsdsh.*torchrun"):
         detect(BATCH[0] | {name: "1"})
 
 
 @pytest.mark.parametrize("env", [JSM[3], PALS[3], MVAPICH[3]], ids=["jsm", "pals", "mvapich"])
-def test_a_launcher_under_pbs_or_lsf_says_it_all(env: Env) -> None:
-    """mpiexec and mpirun may start their ranks by PBS's task manager, which numbers the nodes for them, too."""
+def test_a_launcher_under_pbs_or_lsf_takes_precedence(env: Env) -> None:
+    """mpiexec and mpirun may start their ranks by PBS's task manager, which numbers their nodes too."""
     assert detect(env | {"PBS_NODENUM": "1", "LSB_JOBID": "1"}) == detect(env)
 
 
-def test_torchrun_under_pbsdsh_is_torchruns() -> None:
+def test_torchrun_under_pbsdsh_takes_precedence() -> None:
     worker = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     worker |= {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
     assert detect(worker | {"PBS_NODENUM": "1"}) == detect(worker)
 
 
-# IBM Spectrum MPI under jsrun: PMIx names the rank, Open MPI's variables the place, in a folder of JSM's.
+# IBM Spectrum MPI under jsrun: PMIx gives the rank, Open MPI's variables the local rank too.
 SPECTRUM = rows(
     (
         "JSM_NAMESPACE_RANK",
@@ -247,7 +247,7 @@ SPECTRUM = rows(
 )
 
 
-def test_pmix_and_spectrum_mpi_beside_jsrun_say_the_same() -> None:
+def test_spectrum_mpi_must_agree_with_jsrun() -> None:
     assert [place(detect(env)) for env in SPECTRUM] == BLOCK
     with pytest.raises(TopologyError, match=r"OMPI_COMM_WORLD_RANK=0.*rank 3"):
         detect(SPECTRUM[3] | {"OMPI_COMM_WORLD_RANK": "0"})

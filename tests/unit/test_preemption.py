@@ -1,4 +1,4 @@
-"""After which step the ranks stop, by ranks that are threads and a real store; and what tells a process to stop."""
+"""Preemption: the last step of ranks in threads over a real store; signals and notice files."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def ranks_of(size: int) -> list[LastStep]:
     return lasts
 
 
-def steps_of(last: LastStep, pace_s: float, told_at: int | None = None, kind: str = STOP) -> tuple[int, str, str]:
-    """How many steps this rank does, and why it does no more."""
+def steps_of(last: LastStep, pace_s: float, requested_at: int | None = None, kind: str = STOP) -> tuple[int, str, str]:
+    """Run steps until the rank stops; return their number, the request's kind and its reason."""
     for step in range(1, STEPS + 1):
-        if step == told_at:
+        if step == requested_at:
             last.notice.request(kind, f"word {step}")
         time.sleep(random.uniform(0, pace_s))
         found = last.after_step()
@@ -47,7 +47,7 @@ def steps_of(last: LastStep, pace_s: float, told_at: int | None = None, kind: st
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_all_stop_after_one_step_whoever_is_told_and_however_fast_each_is(seed: int) -> None:
+def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
     draw = random.Random(seed)
     size = draw.randrange(1, 6)
     told = {rank: draw.randrange(1, 60) for rank in draw.sample(range(size), draw.randrange(1, size + 1))}
@@ -67,25 +67,25 @@ def test_all_stop_after_one_step_whoever_is_told_and_however_fast_each_is(seed: 
     assert words.startswith("word ")
 
 
-def test_who_is_told_nothing_waits_for_nobody() -> None:
+def test_without_a_request_no_rank_waits() -> None:
     lasts = ranks_of(2)
     assert steps_of(lasts[0], 0) == (STEPS, "", "")
     for last in lasts:
         last.close()
 
 
-def test_a_rank_that_is_done_holds_up_nobody() -> None:
-    """Its last step is before the one after which the others would stop: they end by themselves, too."""
+def test_a_finished_rank_does_not_block_the_others() -> None:
+    """Its last step is before the one after which the others would stop, so they finish too."""
     done, other = ranks_of(2)
     for _ in range(9):
         assert done.after_step() == ("", "")
     done.close()
-    assert steps_of(other, 0, told_at=3) == (10, STOP, "word 3 on rank 1")
+    assert steps_of(other, 0, requested_at=3) == (10, STOP, "word 3 on rank 1")
     other.close()
 
 
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    """Nothing of it is there."""
+def test_a_silent_rank_is_named() -> None:
+    """The other rank never starts."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
     here = LastStep(PreemptionNotice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
     here.start()
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 
 class Gone:
-    """A store that answers to so many calls, and then fails in one of the ways of a store."""
+    """A store that answers `calls` calls, and then raises `error`."""
 
     def __init__(self, calls: int, error: Exception) -> None:
         self._store = TcpStore(dist.HashStore(), "", "the test's store")
@@ -112,16 +112,16 @@ class Gone:
 
 @pytest.mark.parametrize("error", [RendezvousError("the store is gone"), TimeoutError("the store is late")], ids=repr)
 @pytest.mark.parametrize("calls", range(10))
-def test_a_store_that_is_lost_is_an_error_from_which_elastic_training_goes_on(calls: int, error: Exception) -> None:
-    """Whichever of its answers is the first that does not come."""
+def test_a_lost_store_is_an_error_that_elastic_training_handles(calls: int, error: Exception) -> None:
+    """At any of its calls."""
     last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
     last.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):
         last.after_step()
 
 
-def test_whichever_thread_comes_first_there_is_one_last_step() -> None:
-    """Or else what one of them requests is lost."""
+def test_threads_share_one_last_step() -> None:
+    """Else a request to one of them would be lost."""
     for _ in range(10):
         dd.init()
         with ThreadPoolExecutor(8, initializer=threading.Barrier(8).wait) as pool:
@@ -143,7 +143,7 @@ def notice() -> Iterator[PreemptionNotice]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_tells_and_ends_nothing(notice: PreemptionNotice, number: signal.Signals) -> None:
+def test_a_signal_is_recorded_and_not_fatal(notice: PreemptionNotice, number: signal.Signals) -> None:
     notice.install_handlers()
     notice.install_handlers()
     for each in (number, signal.SIGTERM):
@@ -151,7 +151,7 @@ def test_a_signal_tells_and_ends_nothing(notice: PreemptionNotice, number: signa
     assert (notice.kind, notice.reason) == (STOP, number.name)
 
 
-def test_a_signal_that_the_program_handles_stays_the_programs(notice: PreemptionNotice) -> None:
+def test_the_programs_signal_handlers_are_kept(notice: PreemptionNotice) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -162,14 +162,14 @@ def test_a_signal_that_the_program_handles_stays_the_programs(notice: Preemption
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_another_thread_leaves_signals_alone(notice: PreemptionNotice) -> None:
+def test_other_threads_install_no_handlers(notice: PreemptionNotice) -> None:
     thread = threading.Thread(target=notice.install_handlers)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
+def test_a_notice_file_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     found = PreemptionNotice(path)
     found.poll()
@@ -182,7 +182,7 @@ def test_a_file_tells_and_is_answered(tmp_path: Path) -> None:
     assert (tmp_path / "stop.done").exists()
 
 
-def test_a_file_has_a_full_path() -> None:
+def test_a_notice_files_path_is_absolute() -> None:
     assert parse_notice_file("") is parse_notice_file(None) is None
     assert parse_notice_file("/a/b") == Path("/a/b")
     with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the absolute path"):

@@ -1,4 +1,4 @@
-"""The pool in which ranks stay alive between tests: it names the task that failed, and replaces ranks that are lost."""
+"""RankPool: names the failed task, and replaces lost ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(other.wait() if other else 0)
 
 @pytest.fixture
 def started() -> list[int]:
-    """The process ids of the jobs that the pool has started."""
+    """Return the process ids of the pool's jobs."""
     return []
 
 
@@ -52,7 +52,7 @@ def pool(launch: Launch, started: list[int]) -> Iterator[RankPool]:
     pool.close()
 
 
-def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool, started: list[int]) -> None:
+def test_results_are_in_rank_order_and_ranks_start_once(pool: RankPool, started: list[int]) -> None:
     assert pool.run("number") == [0, 1]
     assert pool.run("large") == [[0] * 200_000, [1] * 200_000]
     assert len(started) == 1
@@ -66,7 +66,7 @@ def test_ranks_answer_in_their_order_and_are_started_once(pool: RankPool, starte
         ("hangs", "no end of task hangs, answered by 0"),
     ],
 )
-def test_a_task_that_fails_is_named_and_the_next_one_gets_new_ranks(
+def test_a_failed_task_is_named_and_the_next_gets_new_ranks(
     pool: RankPool, started: list[int], task: str, words: str
 ) -> None:
     pool.run("number")
@@ -78,7 +78,7 @@ def test_a_task_that_fails_is_named_and_the_next_one_gets_new_ranks(
     assert len(started) == 2
 
 
-def test_a_job_that_ends_before_its_ranks_are_there_shows_its_output(launch: Launch, tmp_path: Path) -> None:
+def test_a_job_that_exits_early_shows_its_output(launch: Launch, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import sys; sys.exit('no such backend')"]
     pool = RankPool(lambda env: launch.start(argv, env=env), 2, leaks.LONG_LIVED.add)
     with pytest.raises(AssertionError, match=r"(?s)the job ended in the start of 2 ranks.*no such backend"):

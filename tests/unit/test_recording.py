@@ -1,4 +1,4 @@
-"""What a rank records of a program that knows nothing of it."""
+"""Recording of an unmodified program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 5
 
 
 class Derived(torch.optim.SGD):
-    """Torch hooks its step, and that of SGD below it."""
+    """torch calls step hooks for this class and for SGD."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -26,13 +26,13 @@ class Derived(torch.optim.SGD):
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # put back afterwards
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # restored afterwards
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     return Recorder(RecordingPlan(tmp_path / "rank-0.json", 1, STEPS - 1), {}, torch.device("cpu"), 0.0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Derived])
-def test_a_step_counts_once_also_where_it_calls_that_of_its_base_class(
+def test_a_step_counts_once_even_if_it_calls_the_base_classs_step(
     recorder: Recorder, kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
     torch.optim.SGD([torch.zeros(1)])

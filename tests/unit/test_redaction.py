@@ -1,4 +1,4 @@
-"""What the doctor prints can be pasted anywhere: secrets are gone, and what helps stays."""
+"""Redaction of the doctor's output: secrets are removed, other text is kept."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_the_value_of_a_secret_variable_is_hidden_wherever_it_stands(name: str) -> None:
+def test_the_value_of_a_secret_variable_is_redacted_everywhere(name: str) -> None:
     redact = make_redactor(SECRETS | PLAIN)
     told = redact(f"rank 0 printed {SECRETS[name]}, and /a/{SECRETS[name]}/b")
     assert told == f"rank 0 printed {HIDDEN}, and /a/{HIDDEN}/b"
 
 
-def test_a_secret_that_begins_with_another_one_is_hidden_whole() -> None:
+def test_a_secret_with_another_as_prefix_is_redacted_whole() -> None:
     redact = make_redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
     assert redact("abcdefgh abcd") == f"{HIDDEN} {HIDDEN}"
 
@@ -66,7 +66,7 @@ def test_a_secret_that_begins_with_another_one_is_hidden_whole() -> None:
         ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\nnext", f"{HIDDEN}\nnext"),
     ],
 )
-def test_what_looks_like_a_secret_is_hidden(text: str, expected: str) -> None:
+def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> None:
     assert make_redactor({})(text) == expected
 
 
@@ -82,18 +82,18 @@ def test_what_looks_like_a_secret_is_hidden(text: str, expected: str) -> None:
         "a@b is an address",
     ],
 )
-def test_what_helps_stays(text: str) -> None:
+def test_other_text_is_kept(text: str) -> None:
     assert make_redactor(PLAIN)(text) == text
 
 
-def test_json_is_redacted_in_every_text_and_under_every_secret_name() -> None:
+def test_json_is_redacted_in_every_string_and_under_secret_names() -> None:
     data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
     told = redact_json(data, make_redactor({"A_SECRET": "hush-1"}))
     assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
 
 
-def test_nothing_that_is_printed_names_a_foreign_variable() -> None:
-    """Whatever the launcher, and also where a launcher's own variable happens to hold a secret."""
+def test_output_never_names_unrelated_variables() -> None:
+    """For every launcher, even if a launcher's variable contains a secret."""
 
     class Nowhere:
         def isatty(self) -> bool:

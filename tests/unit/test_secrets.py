@@ -1,4 +1,4 @@
-"""Secrets in the environment: told by their names, handed to other hosts only where they are named, and never shown."""
+"""Secrets in the environment: recognised by name, passed to other hosts only if listed, and never shown."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", 
 OTHERS = ("PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "NCCL_IB_PKEY", "KEYBOARD", "PATTERN")
 
 
-def test_secrets_are_told_by_their_names() -> None:
+def test_secrets_are_recognised_by_name() -> None:
     assert [name for name in (*SECRETS, *OTHERS) if is_secret(name)] == list(SECRETS)
 
 
-def test_what_may_be_shown_lacks_their_values() -> None:
+def test_redacted_variables_lack_secret_values() -> None:
     assert redact_variables({"HF_TOKEN": "x", "PATH": "y"}) == {"HF_TOKEN": "***", "PATH": "y"}
     argv = ["env", "HF_TOKEN=x y", "A=HF_TOKEN=b", "sh", "-c", "A=\"b\" DB_PW='c d' DB_PW=e python --x=y"]
     shown = ["env", "HF_TOKEN=***", "A=HF_TOKEN=b", "sh", "-c", 'A="b" DB_PW=*** DB_PW=*** python --x=y']
@@ -32,7 +32,7 @@ def test_what_may_be_shown_lacks_their_values() -> None:
 
 
 @pytest.mark.parametrize("option", ["--password", "--token", "--api-key", "--db-pw", "-token"])
-def test_the_value_of_an_option_that_is_secret_is_hidden_whatever_it_looks_like(option: str) -> None:
+def test_the_value_of_a_secret_option_is_redacted(option: str) -> None:
     for value in ("abc", "c2VjcmV0=", "abcDEF123==", "user=pw", "PATH=/x"):
         shown = redact_command([f"{option}={value}"])[0]
         assert value not in shown

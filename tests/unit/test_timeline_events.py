@@ -1,4 +1,4 @@
-"""From spans to a trace, and from messages to clocks."""
+"""Timeline: trace events from spans, and clock offsets from messages."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_spans_become_complete_events_in_microseconds(tmp_path: Path) -> None:
     assert names == {"rank 1", "compute", "communication"}
 
 
-def test_communication_that_overlaps_takes_tracks_of_its_own(tmp_path: Path) -> None:
-    """At random: whatever is under way at once, nothing crosses, and no track is longer than it must be."""
+def test_overlapping_communication_uses_separate_tracks(tmp_path: Path) -> None:
+    """Random spans never cross in a track, and use as few tracks as possible."""
     chance = random.Random(7)
     for _ in range(50):
         spans = []
@@ -63,8 +63,8 @@ def test_communication_that_overlaps_takes_tracks_of_its_own(tmp_path: Path) -> 
         assert len(lanes) == most
 
 
-def test_a_file_that_is_no_trace_is_found_out(tmp_path: Path) -> None:
-    """The checker itself: what it must refuse."""
+def test_the_validator_refuses_invalid_traces(tmp_path: Path) -> None:
+    """The tests' own validator."""
     good: dict[str, Any] = {"name": "a", "ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 5.0}
     assert not list(trace_format.problems({"traceEvents": [good]}))
     for change in ({"ph": "?"}, {"ts": "0"}, {"dur": -1}, {"pid": "0"}, {"dur": None}, {"args": []}):
@@ -76,8 +76,8 @@ def test_a_file_that_is_no_trace_is_found_out(tmp_path: Path) -> None:
     assert list(trace_format.problems({}))
 
 
-def test_a_clock_that_drifts_is_followed() -> None:
-    """It was 1 ms ahead at its 10 s, and 3 ms at its 20 s."""
+def test_clock_drift_is_interpolated() -> None:
+    """1 ms ahead at 10 s, 3 ms at 20 s."""
     clock = ClockModel(0, 10 * 10**9, 1e6, 20 * 10**9, 3e6)
     assert clock.microseconds(10 * 10**9) == 10e6 - 1e3
     assert clock.microseconds(15 * 10**9) == 15e6 - 2e3
@@ -94,24 +94,26 @@ def test_a_clock_that_drifts_is_followed() -> None:
         (-140, -100, ClockOffset(-120.0, 20.0, 1)),
     ],
 )
-def test_the_middle_of_the_bounds_is_taken_or_nought_within_them(least: int, most: int, expected: ClockOffset) -> None:
+def test_the_offset_is_the_middle_of_the_bounds_or_zero_within_them(
+    least: int, most: int, expected: ClockOffset
+) -> None:
     assert offset_between(least, most, 1) == expected
 
 
 class Ranks:
-    """Threads that gather objects from each other, each with a clock that is ahead of the true one."""
+    """Threads that gather objects from each other, with clocks that are ahead."""
 
     def __init__(self, ahead_ns: list[int]) -> None:
         self.ahead_ns = ahead_ns
         self._barrier = threading.Barrier(len(ahead_ns))
-        self._said: list[Any] = [None] * len(ahead_ns)
+        self._objects: list[Any] = [None] * len(ahead_ns)
 
     def gather(self, rank: int, obj: Any) -> list[Any]:
-        self._said[rank] = obj
+        self._objects[rank] = obj
         self._barrier.wait()
-        said = list(self._said)
+        objects = list(self._objects)
         self._barrier.wait()
-        return said
+        return objects
 
 
 @pytest.mark.parametrize("ahead_ns", [[0, 0, 0], [0, 5 * 10**9, -3600 * 10**9], [7 * 10**15, 0, 1]])
@@ -127,19 +129,19 @@ def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    told, zero_ns = found[0]
+    offsets, zero_ns = found[0]
     assert all(each == found[0] for each in found.values())
     assert abs(zero_ns - ahead_ns[0] - time.monotonic_ns()) < 10 * 10**9
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(offsets):
         true = ahead_ns[rank] - ahead_ns[0]
         assert abs(each.ns - true) <= each.error_ns, (rank, each, true)
     if ahead_ns == [0, 0, 0]:
-        assert [each.ns for each in told] == [0, 0, 0]
-        assert 0 < max_error_ns(told) < 10**9
+        assert [each.ns for each in offsets] == [0, 0, 0]
+        assert 0 < max_error_ns(offsets) < 10**9
 
 
 class Stubborn(torch.optim.SGD):
-    """Its step calls that of its base class, and does not always come to its end."""
+    """An optimizer whose step() calls the base class's, and may raise."""
 
     fails = False
 
@@ -149,7 +151,7 @@ class Stubborn(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_raises_hides_none_of_those_after_it() -> None:
+def test_a_step_that_raises_does_not_hide_later_steps() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Stubborn([weight], lr=0.1)
     listener = EventListener()
@@ -177,16 +179,16 @@ try:
 except dd.errors.UsageError as error:
     assert "rank 0 cannot write it (No such file or directory); name another file" in str(error), error
     assert not dd.is_initialized()
-    print("told")
+    print("raised")
 """
 
 
-def test_a_trace_that_cannot_be_written_any_more_ends_nothing_else(base_env: Mapping[str, str], tmp_path: Path) -> None:
-    """Its folder goes while the program runs: shutdown() says so, once, and does all that it has to do besides."""
+def test_a_trace_that_cannot_be_written_does_not_stop_shutdown(base_env: Mapping[str, str], tmp_path: Path) -> None:
+    """Its folder is moved while the program runs: shutdown() raises that, after all its other work."""
     (tmp_path / "traces").mkdir()
     env = {**base_env, "DUALDIST_TIMELINE": str(tmp_path / "traces" / "trace.json")}
     done = subprocess.run(
         [sys.executable, "-c", GONE, str(tmp_path)], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "what comes after it\ntold\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "what comes after it\nraised\n", "")
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -21,11 +21,11 @@ def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, flo
 
 
 def both(*rows: float) -> list[tuple[float, float]]:
-    """Of who waits from the moment when it is ready."""
+    """Return rows of a rank that waits as soon as it is ready."""
     return [(row, row) for row in rows]
 
 
-def test_each_waits_for_the_one_that_came_last() -> None:
+def test_each_rank_waits_for_the_last_to_arrive() -> None:
     found = summarize_waits([0, 1, 5], [counted([], both(3, 1)), counted([], both(1, 2)), counted([], both(2, 2.5))])
     assert (found.rounds, found.operations) == (2, 0)
     assert found.was_last == (1, 1, 0)
@@ -35,14 +35,14 @@ def test_each_waits_for_the_one_that_came_last() -> None:
     assert found.slowest == 1
 
 
-def test_only_what_a_program_waited_itself_counts() -> None:
-    """One began long ago, and waited for the last second; another never waited."""
+def test_only_the_programs_own_waits_count() -> None:
+    """One rank waited for the last second only, another never."""
     found = summarize_waits([0, 1, 2], [counted([(10, 1)], []), counted([(8, 0)], []), counted([(2, 2)], [])])
     assert found.was_last == (0, 0, 1)
     assert found.waited_for_s == ((0, 0, 1), (0, 0, 0), (0, 0, 0))
 
 
-def test_who_has_joined_came_never_last_and_things_that_nobody_knows_count_for_nothing() -> None:
+def test_joined_ranks_are_never_last_and_unknown_times_are_skipped() -> None:
     unknown = (math.nan, 0.0)
     found = summarize_waits([0, 1], [counted([unknown, unknown, (3, 3)], []), counted([(2, 2), unknown, (1, 1)], [])])
     assert found.operations == 2
@@ -50,7 +50,7 @@ def test_who_has_joined_came_never_last_and_things_that_nobody_knows_count_for_n
     assert found.waited_for_s == ((0, 2), (0, 0))
 
 
-def test_what_one_rank_has_forgotten_or_not_done_yet_is_left_out() -> None:
+def test_operations_that_a_rank_dropped_or_has_not_done_are_skipped() -> None:
     found = summarize_waits([0, 1], [counted(both(1, 2, 3, 4), []), counted(both(1, 9, 1), [], dropped=1)])
     assert found.operations == 3
     assert found.waited_for_s == ((0, pytest.approx(1 + 3)), (pytest.approx(6), 0))
@@ -66,7 +66,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.ready[-1] == 104
 
 
-def test_a_table_names_the_slowest_first_and_says_where_there_is_none() -> None:
+def test_the_table_starts_with_the_slowest_rank() -> None:
     found = summarize_waits([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
     lines = str(found).splitlines()
     assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited most for rank 1")
@@ -80,7 +80,7 @@ def test_a_table_names_the_slowest_first_and_says_where_there_is_none() -> None:
     assert str(many).endswith("and 12 more")
 
 
-def test_nothing_counted_is_said_so() -> None:
+def test_no_operations_give_a_message() -> None:
     for ranks in ([0], [0, 1]):
         found: SlowRanks = summarize_waits(ranks, [counted([], [])] * len(ranks))
         assert str(found) == "no collectives have been counted yet"
