@@ -29,8 +29,8 @@ from dualdist.utils.deadline import Deadline
 from dualdist.utils.exit_codes import DONE, NOTICE, SIGNALS
 from dualdist.utils.suggest import format_ranks
 
-LOOK_S = 1.0
-POLL_S = 0.02
+POLL_S = 1.0
+ANSWER_POLL_S = 0.02
 # Seconds in which a live rank's thread answers.
 ANSWER_S = 15.0
 CLOSE_S = 2.5
@@ -108,11 +108,11 @@ class LastStep:
         ranks: Sequence[int],
         rank: int,
         *,
-        look_s: float = LOOK_S,
+        poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
         self.notice = notice
-        self._look_s = look_s
+        self._poll_s = poll_s
         self._answer_s = answer_s
         self._store = store
         self._key = key
@@ -120,11 +120,11 @@ class LastStep:
         self._rank = rank
         self._steps = 0
         self._lock = threading.Lock()
-        self._has_answered = False
+        self._has_published = False
         self._last: int | None = None
         self._result: tuple[str, str] = "", ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="dualdist-last-step", daemon=True)
+        self._thread = threading.Thread(target=self._poll_requests, name="dualdist-last-step", daemon=True)
 
     def start(self) -> None:
         """Start polling for requests of other ranks."""
@@ -138,17 +138,17 @@ class LastStep:
         """
         with self._lock:
             self._steps += 1
-            must_wait = self._has_answered
+            must_wait = self._has_published
         if not must_wait and not self.notice.kind:
             return "", ""
         if self._store is None:
             return self.notice.kind, self.notice.reason
         try:
             if not must_wait:
-                self._ask(self._store)
-                self._answer(self._store)
+                self._publish_request(self._store)
+                self._publish_steps(self._store)
             if self._last is None:
-                self._wait(self._store)
+                self._await_last_step(self._store)
         except (RendezvousError, TimeoutError) as error:
             raise CollectiveTimeoutError(f"the ranks are to stop together, but {error}") from error
         assert self._last is not None
@@ -161,58 +161,58 @@ class LastStep:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
-    def _look(self) -> None:
+    def _poll_requests(self) -> None:
         """Run in the thread."""
-        while not self._stop.wait(self._look_s):
+        while not self._stop.wait(self._poll_s):
             self.notice.poll()
             if self._store is None:
                 continue
             try:
                 if self.notice.kind:
-                    self._ask(self._store)
-                if self._store.has(self._at("asked")):
-                    self._answer(self._store)
+                    self._publish_request(self._store)
+                if self._store.has(self._store_key("request")):
+                    self._publish_steps(self._store)
                     return
             except (RendezvousError, TimeoutError):
                 return  # the process that served the store has exited; operations raise that
         if self._store is not None:
             with contextlib.suppress(RendezvousError, TimeoutError):
-                self._answer(self._store)  # other ranks need not wait for it
+                self._publish_steps(self._store)  # other ranks need not wait for it
 
-    def _ask(self, store: Store) -> None:
+    def _publish_request(self, store: Store) -> None:
         """Publish this rank's request, if it is the first."""
-        if not store.has(self._at("asked")) and store.add(self._at("askers"), 1) == 1:
+        if not store.has(self._store_key("request")) and store.add(self._store_key("requests"), 1) == 1:
             where = f" on rank {self._rank}" if len(self._ranks) > 1 else ""
-            store.set(self._at("asked"), f"{self.notice.kind} {self.notice.reason}{where}")
+            store.set(self._store_key("request"), f"{self.notice.kind} {self.notice.reason}{where}")
 
-    def _answer(self, store: Store) -> None:
+    def _publish_steps(self, store: Store) -> None:
         """Publish this rank's step count, once; the last rank to answer computes the last step."""
         with self._lock:
-            if self._has_answered:
+            if self._has_published:
                 return
-            self._has_answered = True
+            self._has_published = True
             steps = self._steps
-        store.set(self._at(f"answer/{self._rank}"), str(steps))
-        if store.add(self._at("answers"), 1) == len(self._ranks):
-            answers = [int(store.get(self._at(f"answer/{rank}"), self._answer_s)) for rank in self._ranks]
-            store.set(self._at("last"), str(1 + max(answers)))
+        store.set(self._store_key(f"answer/{self._rank}"), str(steps))
+        if store.add(self._store_key("answers"), 1) == len(self._ranks):
+            answers = [int(store.get(self._store_key(f"answer/{rank}"), self._answer_s)) for rank in self._ranks]
+            store.set(self._store_key("last"), str(1 + max(answers)))
 
-    def _wait(self, store: Store) -> None:
+    def _await_last_step(self, store: Store) -> None:
         """Wait until the last step is known; raise CollectiveTimeoutError if a rank does not answer."""
         deadline = Deadline(self._answer_s)
-        while not store.has(self._at("last")):
+        while not store.has(self._store_key("last")):
             if deadline.passed():
-                silent = [rank for rank in self._ranks if not store.has(self._at(f"answer/{rank}"))]
+                silent = [rank for rank in self._ranks if not store.has(self._store_key(f"answer/{rank}"))]
                 raise CollectiveTimeoutError(
                     f"the ranks are to stop together, but {format_ranks(silent)} did not report a step count within "
                     f"{self._answer_s:g} s: exited or stopped"
                 )
-            deadline.sleep(POLL_S)
-        self._last = int(store.get(self._at("last"), self._answer_s))
-        kind, _, reason = store.get(self._at("asked"), self._answer_s).partition(" ")
+            deadline.sleep(ANSWER_POLL_S)
+        self._last = int(store.get(self._store_key("last"), self._answer_s))
+        kind, _, reason = store.get(self._store_key("request"), self._answer_s).partition(" ")
         self._result = kind, reason
 
-    def _at(self, name: str) -> str:
+    def _store_key(self, name: str) -> str:
         return f"{self._key}/last-step/{name}"
 
 
@@ -257,17 +257,17 @@ def exit_with_parent(numbers: Collection[signal.Signals]) -> None:
     def exit_on_signal() -> None:
         # In a forked process is_alive() stays True while later siblings run.
         while parent.is_alive() and os.getppid() == started_by:
-            came = signal.sigtimedwait(numbers, LOOK_S)
-            if came is not None and came.si_pid == parent.pid:
+            received = signal.sigtimedwait(numbers, POLL_S)
+            if received is not None and received.si_pid == parent.pid:
                 break
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # in this thread, and in those that it starts
-    _leave_unblocked_in_children(numbers)
+    _unblock_in_children(numbers)
     threading.Thread(target=exit_on_signal, name="dualdist-notices", daemon=True).start()
 
 
-def _leave_unblocked_in_children(numbers: Collection[signal.Signals]) -> None:
+def _unblock_in_children(numbers: Collection[signal.Signals]) -> None:
     """Unblock the signals in programs and processes that this process starts; they would inherit the mask.
 
     While this process starts a program, a signal from any sender ends it.

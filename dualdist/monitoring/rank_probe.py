@@ -21,7 +21,7 @@ from dualdist.monitoring.process_state import OUR_THREADS, Line, ProcessIdentity
 from dualdist.utils.deadline import Deadline
 
 # Seconds between polls for a question, and between polls while a report is expected.
-LOOK_S, LOOK_SOON_S = 1.0, 0.1
+POLL_S, POLL_SOON_S = 1.0, 0.1
 # Seconds in which every responsive rank answers, and in which all have printed the report.
 ANSWER_S = 2.5
 PRINT_S = 1.5
@@ -105,7 +105,7 @@ class RankProbe:
         while not deadline.passed():
             if self._store.has(answers):
                 return _parse_result(number, self._store.get(answers, 1.0))
-            deadline.sleep(LOOK_SOON_S)
+            deadline.sleep(POLL_SOON_S)
         positions = self._collect(number, Deadline(ANSWER_S if is_first else 0.1))  # the first one has exited since
         self._store.set(answers, json.dumps([[each.location, each.stack, each.seconds] for each in positions]))
         return ProbeResult(number, positions)
@@ -113,7 +113,7 @@ class RankProbe:
     def _collect(self, number: int, deadline: Deadline) -> tuple[RankPosition, ...]:
         size, count = len(self.processes), self._name("replies", number)
         while self._store.add(count, 0) < size and not deadline.passed():
-            deadline.sleep(LOOK_SOON_S)
+            deadline.sleep(POLL_SOON_S)
         found: dict[tuple[str, tuple[Line, ...]], dict[int, float]] = {}
         for rank in range(size):
             reply = self._name(f"reply/{rank}", number)
@@ -131,7 +131,7 @@ class RankProbe:
         self._store.add(printed, 1)
         deadline = Deadline(PRINT_S)
         while self._store.add(printed, 0) < len(result.answered()) and not deadline.passed():
-            deadline.sleep(LOOK_SOON_S / 2)
+            deadline.sleep(POLL_SOON_S / 2)
 
     def close(self) -> None:
         """Stop answering. If the store is slow, the thread ends after its current request."""
@@ -148,7 +148,7 @@ class RankProbe:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(LOOK_SOON_S if self._unprinted else LOOK_S):
+            while not self._stop.wait(POLL_SOON_S if self._unprinted else POLL_S):
                 while self._store.has(self._name("question", self._answered + 1)):
                     self._reply(self._answered + 1)
                 for number in list(self._unprinted):
@@ -156,7 +156,7 @@ class RankProbe:
                 self._exit_if_abandoned()
         except (RendezvousError, TimeoutError):
             # The process that served the store has exited; ranks that wait get that error from their operation.
-            while self._abandoned is not None and not self._stop.wait(LOOK_S):
+            while self._abandoned is not None and not self._stop.wait(POLL_S):
                 self._exit_if_abandoned()
 
     def _reply(self, number: int) -> None:

@@ -21,13 +21,13 @@ from dualdist.elastic import training_state
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 
-LOOK_S = 0.02
+POLL_S = 0.02
 STEPS = 400
 
 
 def ranks_of(size: int) -> list[LastStep]:
     store = TcpStore(dist.HashStore(), "", "the test's store")
-    lasts = [LastStep(PreemptionNotice(), store, "key", range(size), rank, look_s=LOOK_S) for rank in range(size)]
+    lasts = [LastStep(PreemptionNotice(), store, "key", range(size), rank, poll_s=POLL_S) for rank in range(size)]
     for last in lasts:
         last.start()
     return lasts
@@ -87,7 +87,7 @@ def test_a_finished_rank_does_not_block_the_others() -> None:
 def test_a_silent_rank_is_named() -> None:
     """The other rank never starts."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
-    here = LastStep(PreemptionNotice(), store, "key", range(2), 0, look_s=LOOK_S, answer_s=0.3)
+    here = LastStep(PreemptionNotice(), store, "key", range(2), 0, poll_s=POLL_S, answer_s=0.3)
     here.start()
     here.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not report a step count within 0\.3 s"):
@@ -114,7 +114,7 @@ class Gone:
 @pytest.mark.parametrize("calls", range(10))
 def test_a_lost_store_is_an_error_that_elastic_training_handles(calls: int, error: Exception) -> None:
     """At any of its calls."""
-    last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, look_s=60, answer_s=1)
+    last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, poll_s=60, answer_s=1)
     last.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):
         last.after_step()

@@ -14,7 +14,7 @@ import pytest
 
 from dualdist.backends.native import store as native_store
 from dualdist.monitoring.monitored import Monitor
-from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, LOOK_S, RankProbe
+from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, POLL_S, RankProbe
 from dualdist.monitoring.timeout_report import find_silent_ranks, report_timeout
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
@@ -114,7 +114,7 @@ def test_a_rank_exits_cleanly_while_its_store_is_stopped() -> None:
             _line(rank)
             os.kill(store.pid, signal.SIGSTOP)
             try:
-                time.sleep(LOOK_S + 0.5)  # by now its thread waits for the store
+                time.sleep(POLL_S + 0.5)  # by now its thread waits for the store
                 assert rank.stdin is not None
                 print(file=rank.stdin, flush=True)
                 time.sleep(2 * ANSWER_S + TAKES_S / 2)  # by now it has waited as long as it does
