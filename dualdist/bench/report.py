@@ -20,9 +20,7 @@ from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
 SCHEMA = 1
-_NOTE = textwrap.TextWrapper(
-    width=116, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-)
+WIDTH = 116  # of notes; tables are as wide as they need where output is no terminal
 
 
 @dataclass(frozen=True)
@@ -86,46 +84,26 @@ def print_report(record: dict[str, Any], tables: Sequence[ReportTable], out: Tex
         f"time      {record['timestamp']}\n"
     )
     for table in tables:
-        out.write("\n")
-        if not _print_with_rich(table, out):
-            out.write(format_plain(table))
-        for note in table.notes:
-            out.write(f"{_NOTE.fill(note)}\n")
+        print_table(table, out)
     out.flush()
 
 
-def format_plain(table: ReportTable) -> str:
-    """Return the table as plain text, with text aligned left and numbers right."""
-    widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
+def print_table(table: ReportTable, out: TextIO) -> None:
+    """Print a table and its notes, with text aligned left and numbers right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if i < table.text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip() + "\n"
-
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    return f"{table.title}\n{line(table.columns)}{rule}\n{''.join(map(line, table.rows))}"
-
-
-def _print_with_rich(table: ReportTable, out: TextIO) -> bool:
-    """Print with rich; return False if `out` is no terminal or rich is not installed."""
-    if not out.isatty():
-        return False
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:
-        return False
-    drawn = Table(title=escape(table.title), title_justify="left")
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, column in enumerate(table.columns):
-        drawn.add_column(escape(column), justify="left" if number < table.text_columns else "right")
+        drawn.add_column(Text(column), justify="left" if number < table.text_columns else "right")
     for row in table.rows:
-        drawn.add_row(*(escape(cell) for cell in row))
-    Console(file=out, highlight=False).print(drawn)
-    return True
+        drawn.add_row(*map(Text, row))
+    out.write(f"\n{table.title}\n")
+    Console(file=out, highlight=False, width=None if out.isatty() else 1000).print(drawn)
+    for note in table.notes:
+        out.write(f"{textwrap.fill(note, WIDTH, initial_indent='  ', subsequent_indent='    ')}\n")
 
 
 def dump_json(data: Any, indent: int | None = None) -> str:

@@ -168,8 +168,9 @@ def run(args: argparse.Namespace) -> int:
             for planned in jobs:
                 print(planned.command_line)
             return 0
-        if find_spec("scipy") is None:
-            raise UsageError("dualdist bench needs scipy: pip install 'dualdist[bench]'")
+        for name in ("rich", "scipy"):
+            if find_spec(name) is None:
+                raise UsageError(f"dualdist bench needs {name}: pip install 'dualdist[bench]'")
         done, failed, code = _run_jobs(jobs, args.timeout)
     results = summarize(done)
     described = [_describe_job(planned, reports) for planned, reports in done]

@@ -60,7 +60,7 @@ COMMON = {
 }
 INTERRUPTED = 130
 EXCLUDED: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, for the equivalence check only
-REQUIRED, REQUIRED_FOR_OUTPUT = ("pydantic", "scipy"), ("jinja2", "matplotlib")
+REQUIRED, REQUIRED_FOR_OUTPUT = ("pydantic", "rich", "scipy"), ("jinja2", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import math
 import sys
@@ -40,9 +41,9 @@ from dualdist.bench.report import (
     check_writable,
     dump_json,
     format_command,
-    format_plain,
     format_size,
     make_record,
+    print_table,
 )
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import with_raw_launchers
@@ -262,9 +263,14 @@ def test_models_have_the_stated_size(name: str, tensors: int, millions: float) -
     assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
-def test_plain_table_aligns_text_left_and_numbers_right() -> None:
-    table = ReportTable("title", ("name", "ms"), (("a", "1.0"), ("longer", "10.0")))
-    assert format_plain(table) == "title\nname      ms\n------------\na        1.0\nlonger  10.0\n"
+def test_a_table_aligns_text_left_and_numbers_right_without_markup_or_wrapping() -> None:
+    out = io.StringIO()
+    print_table(ReportTable("title", ("name", "ms"), (("[a]", "1.0"), ("longer" * 20, "10.0")), ("note",)), out)
+    title, names, _, first, second, note = out.getvalue().strip("\n").splitlines()
+    assert (title, names.split(), note) == ("title", ["name", "ms"], "  note")
+    assert first.startswith("[a] ")
+    assert second.split() == ["longer" * 20, "10.0"]
+    assert first.index("1.0") + 3 == second.index("10.0") + 4
 
 
 @pytest.mark.parametrize(("nbytes", "words"), [(8, "8 B"), (65536, "64 KiB"), (25 << 20, "25 MiB"), (1 << 30, "1 GiB")])
