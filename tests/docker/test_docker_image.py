@@ -153,6 +153,6 @@ def test_what_the_container_grants_is_known(image: Image, launch: Launch) -> Non
     options = ["--cpus=1", "--memory=1g"]
     outcome = image.run("sh", "-c", f"python -c '{ROOM}'; dualdist doctor", options=options, check=False)
     assert outcome.stdout.startswith(f"1 {1 << 30}\n"), str(outcome)
-    assert "/dev/shm has 64 MiB free, which should be 96 MiB or more" in outcome.stdout
-    assert "this container may use 1 core(s) at a time" in outcome.stdout
+    assert "/dev/shm has 64 MiB free, but 2 ranks need at least 96 MiB" in outcome.stdout
+    assert "this container's quota is 1 core(s)" in outcome.stdout
     assert "/dev/shm" not in image.run("dualdist", "doctor", options=["--shm-size=1g"], check=False).stdout

@@ -1,4 +1,4 @@
-"""The doctor on machines that are really ill: small memory, low limits, another MPI, a broken torch, other hosts."""
+"""The doctor on hosts with real problems: small memory, low limits, another MPI, a broken torch, other hosts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DOCTOR = (sys.executable, "-m", "dualdist", "doctor")
 
 
 def found(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    """The findings of `--json -`, by their names; what several of a name saw is put together."""
-    said = json.loads(outcome.stdout)
+    """Return the findings of `--json -` by name, with the messages of equal names joined."""
+    report = json.loads(outcome.stdout)
     worst = {"info": 0, "warning": 1, "error": 2}
-    assert outcome.rc == max((worst[each["level"]] for each in said["findings"]), default=0), str(outcome)
+    assert outcome.rc == max((worst[each["level"]] for each in report["findings"]), default=0), str(outcome)
     by_name: dict[str, dict[str, Any]] = {}
-    for each in said["findings"]:
+    for each in report["findings"]:
         before = by_name.get(each["name"], {"message": ""})["message"]
         by_name[each["name"]] = {**each, "message": f"{before}\n{each['message']}"}
     return by_name
@@ -40,8 +40,8 @@ def ask(launch: Launch, *words: str, before: Sequence[str] = (), env: dict[str, 
 
 
 @pytest.mark.smoke
-def test_a_host_with_little_of_everything(launch: Launch) -> None:
-    """Real mounts in a namespace, real limits, a real name that nobody knows, and InfiniBand as the kernel shows it."""
+def test_a_host_with_low_limits(launch: Launch) -> None:
+    """Mounts and host name of a namespace, real limits, and InfiniBand as the kernel shows it."""
     if os.geteuid() != 0:
         pytest.skip("mounts need root")
     script = (
@@ -50,32 +50,32 @@ def test_a_host_with_little_of_everything(launch: Launch) -> None:
         'exec "$@"'
     )
     before = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
-    told = ask(launch, "-np", "2", before=before, env={"OMP_NUM_THREADS": "1000", "GLOO_SOCKET_IFNAME": "ib7"})
-    assert "has 64 MiB free, but 2 ranks need at least 96 MiB" in told["shm-too-small"]["message"]
-    assert "may open at most 256 files" in told["too-few-files"]["message"]
-    assert "may lock at most 0.0625 MiB" in told["locked-memory"]["message"]
-    assert "mlx5_0" in told["locked-memory"]["message"]
-    assert "nobody-knows-me, does not resolve" in told["hostname-unresolved"]["message"]
-    assert "OMP_NUM_THREADS=1000" in told["thread-oversubscription"]["message"]
-    assert "no interface ib7" in told["interface-missing"]["message"]
-    assert told["interface-missing"]["level"] == "error"
+    findings = ask(launch, "-np", "2", before=before, env={"OMP_NUM_THREADS": "1000", "GLOO_SOCKET_IFNAME": "ib7"})
+    assert "has 64 MiB free, but 2 ranks need at least 96 MiB" in findings["shm-too-small"]["message"]
+    assert "may open at most 256 files" in findings["too-few-files"]["message"]
+    assert "may lock at most 0.0625 MiB" in findings["locked-memory"]["message"]
+    assert "mlx5_0" in findings["locked-memory"]["message"]
+    assert "nobody-knows-me, does not resolve" in findings["hostname-unresolved"]["message"]
+    assert "OMP_NUM_THREADS=1000" in findings["thread-oversubscription"]["message"]
+    assert "no interface ib7" in findings["interface-missing"]["message"]
+    assert findings["interface-missing"]["level"] == "error"
 
 
 @pytest.mark.smoke
-def test_an_mpirun_of_another_mpi_comes_first(launch: Launch, mpich: mpi.MPICH, openmpi: mpi.OpenMPI) -> None:
+def test_an_mpirun_of_another_mpi_on_path(launch: Launch, mpich: mpi.MPICH, openmpi: mpi.OpenMPI) -> None:
     folder = launch.directory / "bin"
     folder.mkdir()
     (folder / "mpirun").symlink_to(Path(mpich.mpiexec).resolve())
-    told = ask(launch, env={"PATH": f"{folder}:{launch.env['PATH']}"})
-    assert told["two-mpis"]["level"] == "warning"
-    assert f"mpirun is {folder}/mpirun (MPICH " in told["two-mpis"]["message"]
-    assert "mpiexec" in told["two-mpis"]["message"]
-    assert "mpi4py uses Open MPI v4" in told["mpi4py-other-mpi"]["message"]
-    assert "Horovod was built with Open MPI 4" in told["horovod-other-mpi"]["message"]
+    findings = ask(launch, env={"PATH": f"{folder}:{launch.env['PATH']}"})
+    assert findings["two-mpis"]["level"] == "warning"
+    assert f"mpirun is {folder}/mpirun (MPICH " in findings["two-mpis"]["message"]
+    assert "mpiexec" in findings["two-mpis"]["message"]
+    assert "mpi4py uses Open MPI v4" in findings["mpi4py-other-mpi"]["message"]
+    assert "Horovod was built with Open MPI 4" in findings["horovod-other-mpi"]["message"]
 
 
 def packages(folder: Path, **named: tuple[str, str, str]) -> str:
-    """A folder for PYTHONPATH, with packages of these versions, requirements and contents."""
+    """Create packages with these versions, requirements and contents; return their folder for PYTHONPATH."""
     for name, (version, needs, content) in named.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(content)
@@ -87,54 +87,53 @@ def packages(folder: Path, **named: tuple[str, str, str]) -> str:
 
 
 def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: Launch) -> None:
-    """The doctor itself needs neither. Each is found as Python finds it, by its metadata and by its import."""
+    """The doctor itself needs neither."""
     broken = "raise ImportError('libcudart.so.12: cannot open shared object file')"
     path = packages(launch.directory / "a", torch=("2.13.0+cu126", "", broken))
-    told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
-    assert "libcudart.so.12: cannot open shared object" in told["torch-broken"]["message"]
-    assert told["torch-broken"]["level"] == "error"
-    assert "horovod-other-torch" in told
+    findings = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    assert "libcudart.so.12: cannot open shared object" in findings["torch-broken"]["message"]
+    assert findings["torch-broken"]["level"] == "error"
+    assert "horovod-other-torch" in findings
     path = packages(launch.directory / "b", torchvision=("0.24.0", "torch==2.9.0", ""))
-    told = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
-    assert "torchvision 0.24.0 is built for torch 2.9.0" in told["torchvision-other-torch"]["message"]
-    assert "--no-deps" in told["torchvision-other-torch"]["fix"]
+    findings = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
+    assert "torchvision 0.24.0 is built for torch 2.9.0" in findings["torchvision-other-torch"]["message"]
+    assert "--no-deps" in findings["torchvision-other-torch"]["fix"]
 
 
-OTHERS_HOROVOD = """
+FOREIGN_HOROVOD = """
 import sys, types
 built = {"gloo_built": lambda: False, "mpi_built": lambda: True, "nccl_built": lambda: 21805}
 torch = sys.modules["horovod.torch"] = types.SimpleNamespace(**built)
 """
 
 
-def test_a_horovod_that_somebody_else_built_is_asked_with_what(launch: Launch) -> None:
-    path = packages(launch.directory / "a", horovod=("0.28.1", "", OTHERS_HOROVOD))
+def test_a_foreign_horovod_is_imported_for_its_build_options(launch: Launch) -> None:
+    path = packages(launch.directory / "a", horovod=("0.28.1", "", FOREIGN_HOROVOD))
     outcome = launch([*DOCTOR, "--json", "-"], env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"}, check=False)
     horovod = json.loads(outcome.stdout)["backends"]["horovod"]
     assert (horovod["gloo"], horovod["mpi"], horovod["nccl"]) == (False, True, "21805"), str(outcome)
     assert "horovod-without-gloo" in found(outcome)
 
 
-def test_the_installed_horovod_says_with_what_it_was_built(launch: Launch) -> None:
-    """Asked as one that somebody else built would be, it says what its record says."""
+def test_the_horovod_probe_agrees_with_the_build_record(launch: Launch) -> None:
     program = (
         "from os import environ; from dualdist.utils.package_probe import probe_horovod; print(probe_horovod(environ))"
     )
     assert launch([sys.executable, "-c", program]).stdout == "HorovodProbe(gloo=True, mpi=True, nccl='')\n"
 
 
-def test_a_python_without_anything_is_told_what_to_install(launch: Launch) -> None:
-    """-S leaves site-packages out: no torch, no Horovod, no mpi4py, only dualdist's own source."""
+def test_a_python_without_packages(launch: Launch) -> None:
+    """-S disables site-packages: no torch, no Horovod, no mpi4py, only dualdist's source."""
     outcome = launch([sys.executable, "-S", *DOCTOR[1:], "--json", "-"], check=False)
-    told = found(outcome)
-    assert {"torch-missing", "horovod-missing"} <= told.keys()
-    assert told["torch-missing"]["level"] == "error"
+    findings = found(outcome)
+    assert {"torch-missing", "horovod-missing"} <= findings.keys()
+    assert findings["torch-missing"]["level"] == "error"
     assert json.loads(outcome.stdout)["backends"]["native"]["available"] is False
 
 
 @contextmanager
 def environment_without(name: str, folder: Path) -> Iterator[Path]:
-    """A virtual environment with all that this one has but one package, and a wheel of that one beside it."""
+    """Create a virtual environment with all packages of this one but `name`."""
     site = Path(distribution(name).locate_file(""))
     seen = folder / "seen"
     seen.mkdir(parents=True)
@@ -148,7 +147,7 @@ def environment_without(name: str, folder: Path) -> Iterator[Path]:
 
 
 def wheel_of(name: str, folder: Path) -> None:
-    """The installed package as a wheel again: its files, as its RECORD lists them."""
+    """Build a wheel of the installed package from the files in its RECORD."""
     package = distribution(name)
     about = next(file for file in package.files or () if file.name == "WHEEL")
     tag = next(line.split(": ")[1] for line in about.read_text().splitlines() if line.startswith("Tag: "))
@@ -159,8 +158,8 @@ def wheel_of(name: str, folder: Path) -> None:
                 wheel.write(str(file.locate()), str(file))
 
 
-def test_fix_installs_what_is_missing_after_a_yes(launch: Launch) -> None:
-    """Really, by pip, from a wheel of the mpi4py that is installed here."""
+def test_fix_installs_a_missing_package_with_yes(launch: Launch) -> None:
+    """By pip, from a wheel of the installed mpi4py."""
     wheel_of("mpi4py", launch.directory / "wheels")
     env = {
         "PIP_NO_INDEX": "1",
@@ -183,18 +182,18 @@ def test_fix_installs_what_is_missing_after_a_yes(launch: Launch) -> None:
     assert json.loads(outcome.stdout)["backends"]["mpi"]["available"]
 
 
-def test_run_starts_every_usable_way(launch: Launch) -> None:
-    """Real ranks, and one collective in each; what cannot run is told with its reason."""
+def test_run_tests_every_usable_configuration(launch: Launch) -> None:
+    """With real ranks; skipped configurations have a reason."""
     words = ("--run", "-np", "2", "--launchers", "torchrun", "--backends", "native,horovod", "--json", "-")
     outcome = launch([*DOCTOR, *words], check=False)
-    told = json.loads(outcome.stdout)["cells"]
-    tried = {(each["launcher"], each["backend"], each["transport"], each["problem"]) for each in told["tested"]}
+    cells = json.loads(outcome.stdout)["cells"]
+    tried = {(each["launcher"], each["backend"], each["transport"], each["problem"]) for each in cells["tested"]}
     assert tried == {
         ("torchrun", "native", "gloo", ""),
         ("torchrun", "native", "shm", ""),
         ("torchrun", "horovod", "gloo", ""),
     }, str(outcome)
-    reasons = {(each["backend"], each["transport"]): each["reason"] for each in told["skipped"]}
+    reasons = {(each["backend"], each["transport"]): each["reason"] for each in cells["skipped"]}
     assert reasons.keys() == {("native", "nccl"), ("horovod", "mpi"), ("horovod", "nccl")}
     assert "torch sees no GPU" in reasons["native", "nccl"]
     assert "not torchrun" in reasons["horovod", "mpi"]
@@ -202,16 +201,16 @@ def test_run_starts_every_usable_way(launch: Launch) -> None:
     assert "native over shm (torchrun): works" in outcome.stderr
 
 
-def test_run_finds_a_way_that_does_not_work(launch: Launch, mpich: mpi.MPICH) -> None:
-    """mpi4py is told to use MPICH's library, and mpirun is Open MPI's: each rank would be a job of one."""
+def test_run_finds_a_failing_configuration(launch: Launch, mpich: mpi.MPICH) -> None:
+    """mpi4py loads MPICH's library, but mpirun is Open MPI's: each rank would be a 1-rank job."""
     env = mpi.of_mpich(launch.directory)
     words = ("--run", "--launchers", "mpirun", "--backends", "mpi", "--json", "-")
-    told = found(launch([*DOCTOR, *words], env=env, check=False))
-    assert "mpi over mpi (mpirun) fails" in told["cell-failed"]["message"]
-    assert "but MPI says rank 0 of 1" in told["cell-failed"]["message"]
-    assert "mpirun" in told["cell-failed"]["fix"]
-    assert told["cell-failed"]["level"] == "error"
-    assert "mpi4py-other-mpi" in told
+    findings = found(launch([*DOCTOR, *words], env=env, check=False))
+    assert "mpi over mpi (mpirun) fails" in findings["cell-failed"]["message"]
+    assert "but MPI says rank 0 of 1" in findings["cell-failed"]["message"]
+    assert "mpirun" in findings["cell-failed"]["fix"]
+    assert findings["cell-failed"]["level"] == "error"
+    assert "mpi4py-other-mpi" in findings
 
 
 SHIM = r"""
@@ -228,38 +227,40 @@ int clock_gettime(clockid_t which, struct timespec *at) {
 
 
 @pytest.mark.smoke
-def test_hosts_are_asked_and_call_each_other(launch: Launch, two_hosts: Hosts) -> None:
+def test_hosts_are_probed_and_connect_to_each_other(launch: Launch, two_hosts: Hosts) -> None:
     """One name does not resolve; one port is dropped; one clock is 90 s ahead; eth1 leads each host elsewhere."""
     with clock_ahead(launch, two_hosts) as env, dropping(two_hosts, ["sport", "29500"]):
         argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta:2,hostb:1,nowhere:1", "--json", "-")
         outcome = launch(argv, env=env, check=False)
-    told = found(outcome)
-    assert "'nowhere' cannot be reached by ssh: its name does not resolve" in told["host-unusable"]["message"]
-    assert told["host-unusable"]["level"] == "error"
-    assert "host hosta can connect to hostb, but not to its port 29500 (no answer" in told["port-blocked"]["message"]
-    assert "the clock of host hostb is 90." in told["clock-skew"]["message"]
-    assert "s ahead" in told["clock-skew"]["message"]
-    assert f"at {ADDRESSES[1]}, but not at" in told["networks-not-shared"]["message"]
+    findings = found(outcome)
+    assert "'nowhere' cannot be reached by ssh: its name does not resolve" in findings["host-unusable"]["message"]
+    assert findings["host-unusable"]["level"] == "error"
+    assert (
+        "host hosta can connect to hostb, but not to its port 29500 (no answer" in findings["port-blocked"]["message"]
+    )
+    assert "the clock of host hostb is 90." in findings["clock-skew"]["message"]
+    assert "s ahead" in findings["clock-skew"]["message"]
+    assert f"at {ADDRESSES[1]}, but not at" in findings["networks-not-shared"]["message"]
     hosts = {each["name"]: each for each in json.loads(outcome.stdout)["hosts"]}
     assert hosts["hostb"]["resolved"] == {"hosta": ADDRESSES[0]}
     assert abs(hosts["hosta"]["skew_s"]) < 1
     assert not two_hosts.processes("dualdist.doctor.peer")
 
 
-def test_a_firewall_that_lets_only_ssh_through_is_found(launch: Launch, two_hosts: Hosts) -> None:
+def test_a_firewall_that_allows_only_ssh_is_found(launch: Launch, two_hosts: Hosts) -> None:
     with dropping(two_hosts, []):
         argv = two_hosts.on(0, *DOCTOR, "--hosts", "hosta,hostb", "--json", "-")
-        told = found(launch(argv, env=dict(two_hosts.env), check=False))
-    assert told["hosts-cut-off"]["level"] == "error"
-    assert f"host hosta cannot connect to hostb ({ADDRESSES[1]} port " in told["hosts-cut-off"]["message"]
-    assert "firewall" in told["hosts-cut-off"]["message"]
+        findings = found(launch(argv, env=dict(two_hosts.env), check=False))
+    assert findings["hosts-cut-off"]["level"] == "error"
+    assert f"host hosta cannot connect to hostb ({ADDRESSES[1]} port " in findings["hosts-cut-off"]["message"]
+    assert "firewall" in findings["hosts-cut-off"]["message"]
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
-def test_a_network_that_every_host_has_is_no_way_between_them(
+def test_a_network_with_the_same_address_on_every_host_is_ignored(
     launch: Launch, two_hosts: Hosts, is_blocked: bool
 ) -> None:
-    """As docker0 is: by it each host would call itself, be refused there, and be answered there on the usual port."""
+    """As docker0's: there each host connects to itself, is refused, and is answered on the default port."""
     try:
         for space in two_hosts.spaces:
             two_hosts.ip(space, "link", "add", "docker0", "type", "veth", "peer", "name", "docker0end")
@@ -271,16 +272,16 @@ def test_a_network_that_every_host_has_is_no_way_between_them(
     finally:
         for space in two_hosts.spaces:
             two_hosts.ip(space, "link", "del", "docker0")
-    told = found(outcome)
-    assert "port-blocked" not in told, str(outcome)
-    assert ("hosts-cut-off" in told) == is_blocked, str(outcome)
+    findings = found(outcome)
+    assert "port-blocked" not in findings, str(outcome)
+    assert ("hosts-cut-off" in findings) == is_blocked, str(outcome)
     reached = json.loads(outcome.stdout)["hosts"][0]["connections"]["hostb"]
     assert "172.17.0.1" not in {address for address, _, _ in reached}
 
 
 @contextmanager
 def dropping(two_hosts: Hosts, ports: Sequence[str]) -> Iterator[None]:
-    """As behind a firewall: the second host's answers from these ports, or from all but ssh's, are dropped."""
+    """Drop the second host's packets from these ports, or from all but ssh's, like a firewall."""
     space = two_hosts.spaces[1]
     rules = [
         ["pref", "100", "ipproto", "tcp", "sport", "22", "lookup", "main"],
@@ -297,7 +298,7 @@ def dropping(two_hosts: Hosts, ports: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def clock_ahead(launch: Launch, two_hosts: Hosts) -> Iterator[dict[str, str]]:
-    """The variables with which ssh reaches a server on the second host whose programs read a clock 90 s ahead."""
+    """Yield variables with which ssh reaches an sshd on the second host whose clock is 90 s ahead."""
     compiler = shutil.which("gcc", path=launch.env["PATH"]) or shutil.which("cc", path=launch.env["PATH"])
     if compiler is None:
         lack("gcc", "gcc")
