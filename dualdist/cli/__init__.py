@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `dualdist`: one small file a sub-command, loaded only when it is asked for."""
+"""The command `dualdist`: each sub-command is a module, imported only when it is used."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dualdist.errors import DualdistError
 from dualdist.utils.tracebacks import is_debug
 from dualdist.version import __version__
 
-# Set by the shell when somebody has pressed Tab, with the line as far as it was typed.
-COMPLETING, TYPED = "_ARGCOMPLETE", "COMP_LINE"
+# Set by a shell that completes a line, with the line so far.
+COMPLETING, COMP_LINE = "_ARGCOMPLETE", "COMP_LINE"
 
-# Each module has EXAMPLES, COMMON, configure(parser) and run(args) -> exit code. One whose parser has sub-commands
-# itself gives help by itself, and has no COMMON.
+# Each module has EXAMPLES, COMMON, configure(parser) and run(args) -> exit code; one with sub-commands has no COMMON,
+# and adds its help itself.
 COMMANDS = {
-    "doctor": ("dualdist.cli.doctor", "say what would not work here, why, and what to type"),
-    "info": ("dualdist.cli.info", "say in one line which backend this process would get"),
+    "doctor": ("dualdist.cli.doctor", "find what would not work here, why, and how to fix it"),
+    "info": ("dualdist.cli.info", "show in one line which backend this process would get"),
     "run": ("dualdist.cli.run", "run a program on several ranks, by any launcher"),
-    "compare": ("dualdist.cli.compare", "say which backend is the fastest here"),
-    "bench": ("dualdist.cli.bench", "measure beside the raw libraries"),
+    "compare": ("dualdist.cli.compare", "find the fastest backend for this machine"),
+    "bench": ("dualdist.cli.bench", "measure against the raw libraries"),
     "install-horovod": ("dualdist.cli.install_horovod", "build and install Horovod"),
 }
 EXAMPLES = ("dualdist run -np 2 train.py", "dualdist doctor --run -np 2", "dualdist install-horovod --dry-run")
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser in which only the chosen sub-command's options are filled in, so that --help stays quick."""
+    """Return the parser; only the chosen sub-command has its options, so that --help imports little."""
     about = "One PyTorch script, three communication backends."
     parser = argparse.ArgumentParser(prog="dualdist", description=about, add_help=False)
     add_list(parser, {name: summary for name, (_, summary) in COMMANDS.items()}, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"dualdist {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
-        told = summary[0].upper() + summary[1:] + "."
-        subparser = subparsers.add_parser(name, help=summary, description=told, add_help=False)
+        description = summary[0].upper() + summary[1:] + "."
+        subparser = subparsers.add_parser(name, help=summary, description=description, add_help=False)
         if name == chosen:
             command = importlib.import_module(module)
             command.configure(subparser)
@@ -52,11 +52,13 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit code is 0 for success, 2 for wrong usage, and 1, or the one the sub-command
-    names, for an error.
+    """Run one sub-command.
+
+    Returns:
+        The exit code: 0 for success, 2 for wrong usage, 1 or the sub-command's ERROR_CODE for an error.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    typed = os.environ.get(TYPED, "").split() if COMPLETING in os.environ else arguments
+    typed = os.environ.get(COMP_LINE, "").split() if COMPLETING in os.environ else arguments
     parser = build_parser(next((word for word in typed if word in COMMANDS), None))
     if COMPLETING in os.environ:
         _complete(parser)
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
         code = int(module.run(parsed))
-        if sys.stdout is not None:  # a daemon may have closed it
+        if sys.stdout is not None:  # a daemon may have closed stdout
             sys.stdout.flush()
         return code
     except DualdistError as error:
@@ -77,16 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"dualdist {parsed.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+    except BrokenPipeError:  # as in `dualdist ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 128 + signal.SIGPIPE
-    except Exception:  # a mistake of ours, which is to be seen whole
+    except Exception:  # a bug: show its traceback
         traceback.print_exc()
         return int(getattr(module, "ERROR_CODE", 1))
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Tell the shell what may follow, and end; without argcomplete nothing."""
+    """Complete the line for the shell, and exit; without argcomplete do nothing."""
     with contextlib.suppress(ImportError):
         import argcomplete
 

@@ -237,7 +237,7 @@ def _probe_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagno
     from dualdist.launch.hosts import parse_hosts, read_hostfile
 
     named = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
-    forwarded = rank_variables(os.environ, {}, threads_a_rank=None, interface=None, has_hosts=True)
+    forwarded = rank_variables(os.environ, {}, threads=None, interface=None, has_hosts=True)
     reports = hosts.probe_hosts(named, find_site(), forwarded)
     return diagnosis.with_findings(checks.find(reports)), [_report_to_json(report) for report in reports]
 

@@ -1,11 +1,12 @@
-"""--help that fits a screen, with examples; --help-all with every option; and what a shell may complete."""
+"""Help of the command line: --help on one screen, with examples; --help-all with every option; shell completion."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from dualdist.utils.suggest import did_you_mean
@@ -15,36 +16,41 @@ COLUMN = 24
 SHORT, ALL = ("-h", "--help"), "--help-all"
 
 
-class _Shows(argparse.Action):
-    """Prints a text and ends the program."""
+class _PrintHelp(argparse.Action):
+    """Print the text that `render(parser)` returns, and exit."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **known: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=known["help"])
-        self._common: Mapping[str, str] | None = known["common"]
-        self._examples: Sequence[str] = known["examples"]
+    def __init__(self, option_strings: Sequence[str], dest: str, *, help: str, render: Callable[..., str]) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._render = render
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        text = parser.format_help() if self._common is None else format_short_help(parser, self._common, self._examples)
-        parser._print_message(text, sys.stdout)
+        parser._print_message(self._render(parser), sys.stdout)
         parser.exit()
 
 
 def add_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> None:
-    """--help shows the options of `common`, in these words, and --help-all everything."""
-    about: Any = {"action": _Shows, "examples": examples}
-    parser.add_argument(*SHORT, **about, common=common, help="show the usual options and examples")
-    parser.add_argument(ALL, **about, common=None, help="show all options")
+    """Let --help show the options in `common`, by dest, with these texts, and --help-all every option."""
+    render: Any = partial(format_short_help, common=common, examples=examples)
+    parser.add_argument(*SHORT, action=_PrintHelp, render=render, help="show the usual options and examples")
+    render = argparse.ArgumentParser.format_help
+    parser.add_argument(ALL, action=_PrintHelp, render=render, help="show all options")
+
+
+def add_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], examples: Sequence[str]) -> None:
+    """Let --help list the sub-commands."""
+    render: Any = partial(format_command_list, choices=choices, examples=examples)
+    parser.add_argument(*SHORT, action=_PrintHelp, render=render, help=argparse.SUPPRESS)
 
 
 def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> str:
-    """Usage, what it does, examples, the usual options, a line each, and what the exit code says."""
+    """Return usage, description, examples, the usual options with a line each, and the exit codes."""
     actions = {action.dest: action for action in parser._actions}
     usage = parser.usage or f"{parser.prog} [option ...]"
     lines = [f"usage: {usage}", "", parser.description or "", ""]
     lines += [f"  {example}" for example in examples]
     if common:
         lines.append("")
-    lines += [_line(_shown(actions[dest]), text) for dest, text in common.items()]
+    lines += [_format_line(_format_option(actions[dest]), text) for dest, text in common.items()]
     if parser.epilog:
         lines += ["", *textwrap.wrap(parser.epilog, WIDTH)]
     left = sum(bool(action.option_strings) for action in parser._actions) - len(common) - len(SHORT)
@@ -54,46 +60,27 @@ def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str]
 
 
 def format_command_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], examples: Sequence[str]) -> str:
-    """The help of a command that has sub-commands: their names, and what each does."""
+    """Return the help of a command with sub-commands: their names and summaries."""
     lines = [f"usage: {parser.prog} COMMAND [option ...]", "", parser.description or "", ""]
-    lines += [_line(name, text) for name, text in choices.items()]
-    lines += ["", *(f"  {example}" for example in examples), "", f"{parser.prog} COMMAND --help says more."]
+    lines += [_format_line(name, text) for name, text in choices.items()]
+    lines += ["", *(f"  {example}" for example in examples), "", f"{parser.prog} COMMAND --help shows its options."]
     return "\n".join(lines) + "\n"
 
 
-def _shown(action: argparse.Action) -> str:
+def _format_option(action: argparse.Action) -> str:
     metavar = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
     value = metavar if isinstance(metavar, str) and action.nargs != 0 else ""
     return f"{', '.join(action.option_strings)} {value}".strip() if action.option_strings else value
 
 
-def _line(name: str, text: str) -> str:
+def _format_line(name: str, text: str) -> str:
     if len(name) > COLUMN - 4:  # longer names push their text to the right
         return f"  {name}  {text}"
     return f"  {name:<{COLUMN - 2}}{text}"
 
 
-class ShowsList(argparse.Action):
-    """--help of a command that has sub-commands."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **known: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        self._choices: Mapping[str, str] = known["listed"]
-        self._examples: Sequence[str] = known["examples"]
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser._print_message(format_command_list(parser, self._choices, self._examples), sys.stdout)
-        parser.exit()
-
-
-def add_list(parser: argparse.ArgumentParser, choices: Mapping[str, str], examples: Sequence[str]) -> None:
-    """--help lists the sub-commands."""
-    about: Any = {"action": ShowsList, "listed": choices, "examples": examples}
-    parser.add_argument(*SHORT, **about)
-
-
 def reject_unknown(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> NoReturn:
-    """End the program in the name of the sub-command among the words, which does not know these of them."""
+    """Exit with the usage of the sub-command among the words, and an error about the unknown ones."""
     while chosen := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
         parser = chosen.choices[next(word for word in words if word in chosen.choices)]
     option = unknown[0].partition("=")[0]
@@ -101,14 +88,14 @@ def reject_unknown(parser: argparse.ArgumentParser, words: Sequence[str], unknow
 
 
 def set_completions(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
-    """A shell completes these options' values, where argcomplete is installed; it reads this attribute of actions."""
+    """Set the values that a shell completes for options, by dest; argcomplete reads this attribute of actions."""
     for action in parser._actions:
         if action.dest in values:
-            action.completer = _Values(values[action.dest])  # type: ignore[attr-defined]
+            action.completer = _Completer(values[action.dest])  # type: ignore[attr-defined]
 
 
-class _Values:
-    """Completes words, also after a comma, where lists are meant."""
+class _Completer:
+    """Complete words, also in a list with commas."""
 
     def __init__(self, values: Sequence[str]) -> None:
         self._values = values

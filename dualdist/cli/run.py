@@ -1,4 +1,4 @@
-"""`dualdist run`: the options, and a program started on several ranks by a launcher."""
+"""`dualdist run`: its options, and the run of a program on several ranks by a launcher."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ EXAMPLES = (
 COMMON = {
     "ranks": "how many ranks",
     "launcher": "torchrun, horovodrun, mpirun, srun, spawn, ...",
-    "backend": "what moves their tensors",
+    "backend": "native, horovod, mpi or auto",
     "hosts": "hosts, reached by ssh, and how many ranks each takes",
     "config": "a job file; options go before it",
-    "env": "a variable for every rank; again for more",
+    "env": "a variable of every rank; may be repeated",
     "tag_output": "begin each line with its rank",
     "timeout": "end the job after so many seconds",
     "scheduler": "print a job script: slurm, pbs, lsf, kubernetes, ...",
     "dry_run": "print what would run and start nothing",
     "json": "write how the job went",
 }
-# In an allocation these start one rank a task, where nobody said how many.
+# Launchers that by default start one rank per task of a Slurm allocation.
 IN_SLURM = ("srun", "mpirun")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The options of this sub-command."""
+    """Add the options of this sub-command."""
     add = parser.add_argument
     parser.usage = "dualdist run [option ...] [-m] program [argument ...]"
     add(
@@ -57,23 +57,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="how many ranks (default: one a slot of the hosts, or a task of a Slurm allocation, else 1)",
+        help="how many ranks (default: one per slot of the hosts, or task of a Slurm allocation, else 1)",
     )
     add(
         "--launcher",
         metavar="NAME",
         help=f"what starts them: {', '.join(LAUNCHERS)} (default: mpirun for the backend mpi, srun in a Slurm "
-        "allocation, the backend's own where hosts are named, else torchrun)",
+        "allocation, the backend's own if hosts are given, else torchrun)",
     )
     add(
         "--backend",
         choices=BACKENDS,
-        help="what moves their tensors (default: what DUALDIST_BACKEND says, else auto, or native with --as-horovod)",
+        help="their backend (default: DUALDIST_BACKEND, else auto, or native with --as-horovod)",
     )
-    add("--transport", choices=TRANSPORTS, help="what carries them (default: what DUALDIST_TRANSPORT says, else auto)")
+    add("--transport", choices=TRANSPORTS, help="the transport of the backend (default: DUALDIST_TRANSPORT, else auto)")
     where = parser.add_argument_group("hosts").add_argument
     where("-H", "--hosts", metavar="A:2,B:2", help="hosts, reached by ssh, and how many ranks each takes")
-    where("--hostfile", metavar="FILE", help="the same from a file: `a slots=2` or `a:2` on each line")
+    where("--hostfile", metavar="FILE", help="a file of hosts, with `a slots=2` or `a:2` on each line")
     where("--network-interface", metavar="IF", help="the interface by which the hosts reach each other")
     add("--config", metavar="JOB.yaml", help="a job file; options of the command line go before it")
     add(
@@ -81,14 +81,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="K[=V]",
-        help="a variable for every rank, without a value that of this shell; may come several times",
+        help="a variable of every rank, by default with this shell's value; may be repeated",
     )
-    add("--max-restarts", type=int, metavar="N", help="start all ranks anew when one has failed (default: 0 times)")
+    add("--max-restarts", type=int, metavar="N", help="restart all ranks after a failure (default: 0 times)")
     add(
         "--min-ranks",
         type=int,
         metavar="N",
-        help="go on with so few, in the same processes, while lost ranks are started again (horovodrun's elastic mode)",
+        help="continue with so few ranks in the same processes while lost ones restart (horovodrun's elastic mode)",
     )
     add("--timeout", type=float, metavar="S", help="end the job after so many seconds, with exit code 124")
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rank-N.log on its host")
@@ -96,28 +96,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--as-horovod",
         action="store_true",
-        help="the program was written for Horovod: in it `import horovod.torch` finds dualdist.hvd",
+        help="the program was written for Horovod: let `import horovod.torch` import dualdist.hvd",
     )
-    add("--dry-run", action="store_true", help="print what would run and start nothing; hosts are looked at")
+    add("--dry-run", action="store_true", help="print what would run and start nothing; hosts are probed")
     add("--json", metavar="FILE", help="write how the job went to FILE, or to standard output for -")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as for python -m")
     schedule.configure(parser)
     add("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
-    parser.epilog = "Exit code: the first failed rank's, 128 + N for signal N; 75 if told to stop."
+    parser.epilog = "Exit code: the first failed rank's, 128 + N for signal N; 75 if preempted."
     set_completions(parser, {"launcher": tuple(LAUNCHERS), "scheduler": tuple(SCHEDULERS)})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job to its end, or print its command line; its exit code."""
+    """Run the job to its end, or print its command line; return its exit code."""
     request = parse_run_request(args, os.environ)
-    is_elsewhere = args.scheduler is not None
+    is_scripted = args.scheduler is not None
     words = program_words(
-        request.words, is_module=request.is_module, as_horovod=request.as_horovod, is_elsewhere=is_elsewhere
+        request.words, is_module=request.is_module, as_horovod=request.as_horovod, is_local=not is_scripted
     )
-    if is_elsewhere:
+    if is_scripted:
         return schedule.run(args, request, words)
     schedule.reject_scheduler_options(args)
-    request, launcher = _decided(request)
+    request, launcher = _resolve(request)
     request.require_possible(launcher)
     with termination_raises():
         report = run_job(request.job(words), launcher, request.settings(args), os.environ)
@@ -130,48 +130,49 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.outcome is None else report.outcome.code
 
 
-def _decided(asked: RunRequest) -> tuple[RunRequest, str]:
-    """The request with the number of its ranks, and its launcher; one line tells what nobody had said."""
-    request, launcher, reason = asked.here(), asked.launcher, "no -np was given"
+def _resolve(given: RunRequest) -> tuple[RunRequest, str]:
+    """Return the request with its number of ranks, and its launcher; report defaults on stderr."""
+    request, launcher, reason = given.without_local_hosts(), given.launcher, "no -np was given"
     if launcher is None:
         launcher, reason = default_launcher(
             {**os.environ, **request.env},
             request.backend,
             request.transport,
             has_hosts=bool(request.hosts),
-            keeps_ranks=request.min_ranks is not None,
+            is_elastic=request.min_ranks is not None,
         )
-    is_open = asked.ranks_asked is None and not asked.hosts and launcher in IN_SLURM
+    is_open = given.given_ranks is None and not given.hosts and launcher in IN_SLURM
     tasks, source = (allocated_tasks(os.environ) if is_open else None) or (request.ranks, "")
-    if asked.launcher is None or source:
-        told = f"{tasks} rank(s)" + (f" ({source}={tasks})" if source else "")
-        print(f"dualdist run: {launcher} starts {told}, as {reason}", file=sys.stderr)
+    if given.launcher is None or source:
+        started = f"{tasks} rank(s)" + (f" ({source}={tasks})" if source else "")
+        print(f"dualdist run: {launcher} starts {started}, as {reason}", file=sys.stderr)
     return replace(request, ranks=tasks), launcher
 
 
 def report_failure(report: RunReport) -> None:
-    """The last words on a job that failed."""
+    """Print why a job failed, or that it was stopped."""
     outcome = report.outcome
     assert outcome is not None
-    if outcome.why:
-        print(f"dualdist run: {outcome.why}", file=sys.stderr)
+    if outcome.error:
+        print(f"dualdist run: {outcome.error}", file=sys.stderr)
     elif outcome.code == REQUEUE:
-        print("dualdist run: the job stopped as it was told to, and goes on when it is started again", file=sys.stderr)
-    elif outcome.told and outcome.code:
-        print(f"dualdist run: the job was ended by {signal.Signals(outcome.told).name}", file=sys.stderr)
+        print("dualdist run: the job stopped as requested; start it again to resume it", file=sys.stderr)
+    elif outcome.stop_signal and outcome.code:
+        print(f"dualdist run: the job was ended by {signal.Signals(outcome.stop_signal).name}", file=sys.stderr)
     elif outcome.failure is not None:
-        print(f"dualdist run: {describe_failure(outcome.failure, has_hosts=report.is_spread)}", file=sys.stderr)
+        print(f"dualdist run: {describe_failure(outcome.failure, has_hosts=report.is_multi_host)}", file=sys.stderr)
     elif outcome.code:
-        print(f"dualdist run: {report.launcher} ended with exit code {outcome.code}; no rank said why", file=sys.stderr)
+        print(
+            f"dualdist run: {report.launcher} ended with exit code {outcome.code}; no rank reported a failure",
+            file=sys.stderr,
+        )
 
 
-def program_words(
-    words: Sequence[str], *, is_module: bool, as_horovod: bool, is_elsewhere: bool = False
-) -> tuple[str, ...]:
-    """What follows `python` on a rank; UsageError where nothing could be run. A script elsewhere is not looked for."""
+def program_words(words: Sequence[str], *, is_module: bool, as_horovod: bool, is_local: bool = True) -> tuple[str, ...]:
+    """Return what follows `python` on a rank; UsageError if there is no program, or no such script on this host."""
     if not words:
         raise UsageError("no program: expected dualdist run [option ...] script.py, or -m and a module")
-    if not is_module and not is_elsewhere and not Path(words[0]).exists():
+    if not is_module and is_local and not Path(words[0]).exists():
         is_python = Path(words[0]).name.startswith("python")
         hint = "leave the interpreter out, as in dualdist run -np 2 train.py" if is_python else "or -m for a module?"
         raise UsageError(f"there is no script {words[0]!r} in {Path.cwd()}; {hint}")
@@ -179,7 +180,7 @@ def program_words(
 
 
 def shell_line(built: Command) -> str:
-    """The command as one would type it in a shell, with the variables that it needs, and what it is told."""
+    """Return the command with its variables and standard input, as one would type it in a shell."""
     changes = [*["-i"] * built.has_clean_env, *(f"--unset={name}" for name in built.unset)]
     changes += [f"{name}={value}" for name, value in built.env.items()]
     typed = shlex.join([*(["env", *changes] if changes else []), *built.argv])
@@ -187,7 +188,7 @@ def shell_line(built: Command) -> str:
 
 
 def shell_lines(commands: Sequence[Command]) -> Iterator[str]:
-    """All commands of a job, for a shell that runs them side by side."""
+    """Yield the commands of a job, for a shell that runs them concurrently."""
     if len(commands) == 1:
         yield shell_line(commands[0])
         return

@@ -1,4 +1,4 @@
-"""What was asked of `dualdist run`: the command line, over the job file where one was named."""
+"""The request to `dualdist run`: the options of its command line, which override those of a job file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dualdist.launch.launchers import check_launcher
 from dualdist.launch.runner import RunSettings
 from dualdist.launch.schedulers import SCHEDULERS
 
-# Schedulers that choose the nodes: a job file's hosts are not theirs.
-CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
+# Schedulers that choose the nodes, so that the hosts of a job file do not limit the ranks.
+NODE_CHOOSING = [name for name, scheduler in SCHEDULERS.items() if scheduler.submit is not None]
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A job as it was asked for. `words` is the program and its arguments.
+    """The options of a job.
 
-    `ranks_asked` is None where nobody said how many; `resources` are for a scheduler. Of the variables in `env`,
-    `handed_on` were given by their names alone.
+    `words` is the program and its arguments. `given_ranks` is None if `ranks` is a default. `resources` are for a
+    scheduler. `handed_on` are the variables in `env` that were given without a value.
     """
 
     words: tuple[str, ...]
@@ -46,7 +46,7 @@ class RunRequest:
     timeout_s: float | None = None
     log_dir: str | None = None
     tag_output: bool = False
-    ranks_asked: int | None = None
+    given_ranks: int | None = None
     resources: Mapping[str, Any] = field(default_factory=dict)
     handed_on: tuple[str, ...] = ()
 
@@ -57,16 +57,16 @@ class RunRequest:
             raise UsageError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
 
     def require_possible(self, launcher: str) -> None:
-        """UsageError where what was asked for cannot go together."""
+        """Raise UsageError if options exclude each other."""
         record = read_record()
         choice = JobChoices(
             check_launcher(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks
         )
-        for found in find_conflicts(choice, horovod_has_mpi=None if record is None else record.mpi):
-            raise UsageError(found.message)
+        for conflict in find_conflicts(choice, horovod_has_mpi=None if record is None else record.mpi):
+            raise UsageError(conflict.message)
 
-    def here(self) -> RunRequest:
-        """The same without hosts, where all that were named are this one."""
+    def without_local_hosts(self) -> RunRequest:
+        """Return the request without hosts if all of them are this one."""
         return replace(self, hosts=()) if all(is_local_host(host.name) for host in self.hosts) else self
 
     def job(self, program: tuple[str, ...]) -> Job:
@@ -94,11 +94,11 @@ class RunRequest:
 
 
 def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
-    """The request of a command line; what it leaves open, the job file may say."""
-    asked = _of_file(Path(args.config)) if args.config is not None else {}
+    """Return the request of a command line and its job file."""
+    options = _from_file(Path(args.config)) if args.config is not None else {}
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
     if words:
-        asked.update(words=words, is_module=args.is_module)
+        options.update(words=words, is_module=args.is_module)
     elif args.is_module:
         raise UsageError("-m names no module: expected dualdist run [option ...] -m module")
     given = {
@@ -115,26 +115,26 @@ def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> R
         "hosts": _hosts(args.hosts, args.hostfile),
         "ranks": args.ranks,
     }
-    asked.update({name: value for name, value in given.items() if value is not None})
-    asked["env"] = {**asked.get("env", {}), **_variables(args.env, environ)}
-    asked["handed_on"] = tuple(word for word in args.env if "=" not in word)
-    asked["ranks_asked"] = asked.get("ranks")
-    hosts = asked.get("hosts", ())
-    asked.setdefault("ranks", sum(host.slots for host in hosts) or 1)
-    if args.scheduler not in CHOOSING and (why := slots_error(asked["ranks"], hosts)):
-        raise UsageError(why)
-    return RunRequest(**{"words": (), **asked})
+    options.update({name: value for name, value in given.items() if value is not None})
+    options["env"] = {**options.get("env", {}), **_variables(args.env, environ)}
+    options["handed_on"] = tuple(word for word in args.env if "=" not in word)
+    options["given_ranks"] = options.get("ranks")
+    hosts = options.get("hosts", ())
+    options.setdefault("ranks", sum(host.slots for host in hosts) or 1)
+    if args.scheduler not in NODE_CHOOSING and (error := slots_error(options["ranks"], hosts)):
+        raise UsageError(error)
+    return RunRequest(**{"words": (), **options})
 
 
-def _of_file(path: Path) -> dict[str, Any]:
-    """What the job file says. Its relative paths are of the folder in which the command is given, as on the line."""
+def _from_file(path: Path) -> dict[str, Any]:
+    """Return the options of a job file, whose relative paths are relative to the working directory."""
     try:
         loading = importlib.import_module("dualdist.launch.job_file")
     except ModuleNotFoundError as error:
         raise UsageError(f"--config needs {error.name}: pip install 'dualdist[job]'") from error
     record = read_record()
     job = loading.load(path, horovod_has_mpi=None if record is None else record.mpi)
-    said = {
+    optional = {
         "launcher": job.launcher,
         "backend": job.backend,
         "transport": job.transport,
@@ -145,7 +145,7 @@ def _of_file(path: Path) -> dict[str, Any]:
         "min_ranks": job.min_ranks,
         "hosts": _hosts(",".join(job.hosts) or None, job.hostfile),
     }
-    found = {name: value for name, value in said.items() if value is not None}
+    found = {name: value for name, value in optional.items() if value is not None}
     found.update(max_restarts=job.max_restarts, tag_output=job.tag_output, as_horovod=job.as_horovod, env=job.env)
     found["resources"] = job.resources.model_dump()
     if job.program is not None or job.module is not None:

@@ -1,1 +1,1 @@
-"""Starting ranks: jobs, launchers, schedulers, supervision."""
+"""Start ranks: jobs, launchers, schedulers, supervision."""

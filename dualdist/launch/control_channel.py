@@ -1,6 +1,7 @@
-"""The line from each rank to `dualdist run`: a rank tells of its end on it, and ends when it is cut.
+"""The control channel: a TCP connection from each rank to `dualdist run`, on which it reports how it ended.
 
-After the greeting each byte to the rank is the number of a signal for its program.
+When `dualdist run` closes the connection, the rank ends. After the handshake each byte to the rank is the number of a
+signal for its program.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import TypeVar
 CONTROL_VARIABLE = "DUALDIST_RUN"
 WELCOME = b"ok\n"
 CONNECT_S = 3.0
-# A host that is silent for 14 s has been lost: the kernel asks after 5 s, and 3 times more.
+# A host that is silent for 14 s is lost: the kernel probes it after 5 s, and 3 more times.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 SILENT_MS = 14_000
 MAX_MESSAGE_BYTES = 1 << 20
 
 
 class ControlChannelError(Exception):
-    """Nobody answers at any of the addresses; `is_gone` where they answer that nobody listens."""
+    """No connection to `dualdist run`; `is_gone` if every address refused it."""
 
     def __init__(self, message: str, *, is_gone: bool) -> None:
         super().__init__(message)
@@ -32,7 +33,7 @@ class ControlChannelError(Exception):
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where `dualdist run` listens, under which addresses it may be reached, and what proves a rank to be its own."""
+    """The addresses and port of `dualdist run`, and the token that authenticates its ranks."""
 
     addresses: tuple[str, ...]
     port: int
@@ -47,7 +48,7 @@ class ControlAddress:
 
     @staticmethod
     def loads(text: str) -> ControlAddress:
-        """ValueError for what dumps() did not write."""
+        """Parse the result of dumps(); ValueError for anything else."""
         token, port, addresses = text.split(":", 2)
         if not 0 < int(port) < 65536:
             raise ValueError(f"port {port}")
@@ -56,9 +57,9 @@ class ControlAddress:
 
 @dataclass(frozen=True)
 class RankHello:
-    """What a rank says first. `round` counts how often the launcher has restarted the ranks.
+    """The first message of a rank; `round` counts how often the launcher has restarted the ranks.
 
-    A keeper, which is no rank, only wants to know when the job is over.
+    A guard (see remote_guard.py) is no rank, and connects only to notice the end of the job.
     """
 
     token: str
@@ -70,9 +71,9 @@ class RankHello:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """How a rank ended: its exit code, or minus a signal's number; `text` is its traceback, or the end of its stderr.
+    """The end of a rank: its exit code, or minus a signal's number, and its traceback or the end of its stderr.
 
-    `age_s` is how long ago the traceback began. `was_terminated`: it had been asked to end, so that this says nothing.
+    `age_s` is the age of the traceback. `was_terminated`: the rank was told to end, so that its code is no cause.
     """
 
     code: int
@@ -83,7 +84,7 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class RankFailing:
-    """A rank prints this traceback. Whoever ends it at once, as MPI_Abort does, leaves it no time to say more."""
+    """A traceback that a rank is printing; MPI_Abort may kill the rank before it can report its end."""
 
     traceback: str
 
@@ -92,12 +93,12 @@ Message = TypeVar("Message", RankHello, RankEnded, RankFailing)
 
 
 def dumps(message: RankHello | RankEnded | RankFailing) -> bytes:
-    """The message as a line."""
+    """Return the message as a line of JSON."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def loads(kind: type[Message], line: bytes) -> Message | None:
-    """None for what is no such message."""
+    """Return the message of a line; None if it is no such message."""
     try:
         return kind(**json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -105,7 +106,7 @@ def loads(kind: type[Message], line: bytes) -> Message | None:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice when the other host has gone."""
+    """Have the kernel detect that the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for name, value in KEEPALIVE.items():
@@ -114,7 +115,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def connect(address: ControlAddress, hello: RankHello) -> socket.socket:
-    """The line, from a rank; LinkError where nobody answers."""
+    """Connect a rank to `dualdist run`; ControlChannelError if no address accepts it."""
     errors, refused = [], True
     for name in address.addresses:
         try:

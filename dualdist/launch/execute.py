@@ -1,4 +1,4 @@
-"""The edge to the machine: looks at what it offers, and runs a Command so that nothing outlives it."""
+"""Effects on this machine: find what is installed, and run a Command so that none of its processes outlives it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
 from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
 
-# Seconds in which ranks must be gone after their launcher, and the launcher after it was asked to end.
+# Seconds for a launcher to end after SIGTERM, and for its ranks to end after it.
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended. `output` is stdout and stderr together, "" where it was not captured."""
+    """A command's exit code, its stdout and stderr together ("" if not captured), and how long it ran."""
 
     code: int
     output: str
@@ -36,21 +36,20 @@ class CommandResult:
 
 
 def find_site() -> Site:
-    """What this machine offers, as if the environment of the running interpreter were activated."""
+    """Return what this machine offers, as if the environment of the running interpreter were activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     tools = {name: found for name in INSTALL_HINTS if (found := shutil.which(name, path=path))}
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
-        mpi = parse_mpi_version(
-            run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version").output
-        )
+        version = run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version")
+        mpi = parse_mpi_version(version.output)
     has_ssh = RSH_AGENT_VARIABLE in os.environ or any(shutil.which(name, path=path) for name in ("ssh", "rsh"))
     is_root, folder = os.geteuid() == 0, str(Path.cwd())
     return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
 
 
 def parse_mpi_version(version: str) -> Mpi:
-    """Whose mpirun printed this version."""
+    """Return the MPI implementation whose mpirun printed this version."""
     if "(Open MPI)" in version or "(OpenRTE)" in version:
         words = version.partition(")")[2].split()
         return "openmpi5" if words and words[0].partition(".")[0] not in ("1", "2", "3", "4") else "openmpi4"
@@ -58,12 +57,18 @@ def parse_mpi_version(version: str) -> Mpi:
 
 
 def run_command(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:
-    """Run the command to its end, and return when it and all processes that it started are gone.
+    """Run a command to its end, and return when it and all processes that it started have ended.
 
-    `what` names the job in errors. Without `capture` the output goes where ours goes. LaunchError where the command
-    cannot be started, is not done after `timeout_s`, or leaves processes behind. Ctrl-C and SIGTERM end the job, too.
+    Ctrl-C and SIGTERM end them, too.
+
+    Args:
+        what: names the job in errors.
+        capture: return the output instead of passing it on.
+
+    Raises:
+        LaunchError: the command cannot be started, times out, or leaves processes behind.
     """
-    mark, marking = processes.new_job_mark(os.environ)
+    mark, mark_variables = processes.new_job_mark(os.environ)
     started = time.monotonic()
     with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
         process = None
@@ -71,7 +76,7 @@ def run_command(command: Command, *, timeout_s: float | None, what: str, capture
             with signals_deferred():
                 process = subprocess.Popen(
                     command.argv,
-                    env={**command.environment(os.environ), **marking},
+                    env={**command.environment(os.environ), **mark_variables},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if capture else None,
@@ -104,7 +109,7 @@ def _read(output: IO[bytes] | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:
-    """End what is left of the job, first the launcher, and return when it is gone; say what the launcher had left."""
+    """End the launcher first, then all that is left of the job; return a description of what was left."""
     if process is None:
         return ""
     if process.poll() is None:

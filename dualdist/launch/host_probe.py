@@ -1,8 +1,8 @@
-"""What a host says of itself to `dualdist run`, as JSON on stdout: run there by ssh before a job starts.
+"""A host's cores, addresses and reach as JSON on stdout: `dualdist run` runs this by ssh before a job starts.
 
     python -m dualdist.launch.host_probe [PORT ADDRESS...]
 
-Of each address it also says why that cannot be reached from there; that nobody listens on the port is as it should be.
+It also tries to connect to each address, where nobody needs to listen on the port, and reports why that fails.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from dualdist.utils.machine import usable_cores
 from dualdist.utils.network_interfaces import failure_reason, list_interfaces
 from dualdist.version import __version__
 
-REACH_S = 5.0
-# Why an address that both hosts have leads from neither to the other.
+CONNECT_S = 5.0
+# Two hosts with the same address, such as a container bridge's, do not reach each other by it.
 SAME_ADDRESS = "this host has the same address"
 
 
 @dataclass(frozen=True)
 class ProbedHost:
-    """`interfaces` by name; `client` and `server` are the ends of the ssh connection, "" where there is none.
+    """The facts of a host.
 
-    `unreachable` says why, by address.
+    Attributes:
+        interfaces: addresses by interface.
+        port: was free a moment ago.
+        client, server: the addresses at both ends of the ssh connection; "" if there is none.
+        unreachable: reasons by address.
     """
 
     hostname: str
@@ -41,28 +45,28 @@ class ProbedHost:
     unreachable: dict[str, str] = field(default_factory=dict)
 
     def networks(self) -> dict[str, str]:
-        """The interfaces by which other hosts may reach this one."""
+        """Return the interfaces without loopback."""
         return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
 
 
 def probe_host(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
-    """The facts of this host, and whether it reaches another one; the port that it names was free a moment ago."""
+    """Return the facts of this host, and which of the addresses it cannot reach."""
     with socket.create_server(("", 0)) as free:
-        own_port = free.getsockname()[1]
+        free_port = free.getsockname()[1]
     client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
     name, own = socket.gethostname().split(".")[0], list_interfaces()
     with ThreadPoolExecutor() as pool:
-        reasons = pool.map(lambda address: _unreachable(address, port, own), addresses)
-        unreachable = {address: why for address, why in zip(addresses, reasons, strict=True) if why}
-    return ProbedHost(name, usable_cores(), own, own_port, client, server, __version__, unreachable)
+        reasons = pool.map(lambda address: _connect_error(address, port, own), addresses)
+        unreachable = {address: reason for address, reason in zip(addresses, reasons, strict=True) if reason}
+    return ProbedHost(name, usable_cores(), own, free_port, client, server, __version__, unreachable)
 
 
-def _unreachable(address: str, port: int, own: Mapping[str, str]) -> str:
-    """Why the host of this address does not answer; "" where it does, be it by a refusal."""
+def _connect_error(address: str, port: int, own: Mapping[str, str]) -> str:
+    """Return why the address cannot be reached; "" if its host answers, even by refusing the connection."""
     if address in own.values():
         return SAME_ADDRESS
     try:
-        with socket.create_connection((address, port), REACH_S):
+        with socket.create_connection((address, port), CONNECT_S):
             return ""
     except ConnectionRefusedError:
         return ""

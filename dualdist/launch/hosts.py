@@ -1,4 +1,4 @@
-"""The hosts of a job, from `a:2,b:2` or from a host file of Open MPI's, MPICH's, Horovod's or a scheduler's kind."""
+"""The hosts of a job: parsed from `a:2,b:2` or a host file, and probed by ssh before the job starts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch import host_probe, ssh
-from dualdist.launch.host_probe import ProbedHost
+from dualdist.launch import ssh
+from dualdist.launch.host_probe import ProbedHost, probe_host
 from dualdist.launch.job import Host, RendezvousAddress, Site
 from dualdist.launch.processes import signals_deferred
 from dualdist.version import __version__
 
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
-# A name goes to ssh and to launchers that call a shell: it has nothing that means something to one.
+# Names go to ssh and to launchers that call a shell: no character has a meaning to one.
 WORD = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::(?P<slots>[0-9]{1,9}))?")
 LINE = re.compile(WORD.pattern + r"(?:\s+(?P<rest>.*))?")
 SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]{1,9})(?:\s|$)")
+PROBE_S = 30.0
+MAX_CONCURRENT = 32
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `a:2,b:2`; a host without a number has one slot."""
+    """Return the hosts of `a:2,b:2`; a host without a number has one slot."""
     found = []
     for word in text.split(","):
         match = WORD.fullmatch(word.strip())
@@ -38,12 +40,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file: "a slots=2" or "a:2" on a line, or "a" as often as it has slots; # begins a comment."""
+    """Return the hosts of a file of Open MPI's, MPICH's, Horovod's or a scheduler's format.
+
+    A line is "a slots=2" or "a:2", or "a" as often as it has slots; # begins a comment.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"host file {path}: cannot read it: {why}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"host file {path}: cannot read it: {reason}") from error
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].strip()
@@ -60,7 +65,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Every host once, in the order in which they come first, with all its slots."""
+    """Return every host once, in order of first appearance, with all its slots."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -73,29 +78,30 @@ def _host(name: str, slots: str | None, where: str = "") -> Host:
     return Host(name, int(slots or 1))
 
 
-PROBE_S = 30.0
-MAX_CONCURRENT = 32
-
-# Runs the probe on hosts that are not this one, with its last arguments; LaunchError where one cannot take part.
-Ask = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
+# Probes hosts other than this one, with arguments for host_probe.py; LaunchError if one cannot take part.
+Probe = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
 
 
 @dataclass(frozen=True)
 class ReachedHosts:
-    """The hosts as they were found: where ranks meet, by which addresses hosts reach this one, and their cores.
+    """The hosts of a job after probing.
 
-    `networks` are the interfaces by which all reach the first, where some host has others, too; else none are named.
+    Attributes:
+        rendezvous: the address of the first host for ranks to meet.
+        local_addresses: the addresses by which the hosts reach this one.
+        cores: of each host.
+        networks: the interfaces by which all hosts reach the first one, if some host has others, too; else empty.
     """
 
     hosts: tuple[Host, ...]
     rendezvous: RendezvousAddress
-    back: tuple[str, ...]
+    local_addresses: tuple[str, ...]
     cores: tuple[int, ...]
     networks: tuple[str, ...]
 
 
 def is_local_host(name: str) -> bool:
-    """Whether the name is one of this host: an address to which one can bind is its own."""
+    """Return True if the name is one of this host, which can bind to its address."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -111,86 +117,82 @@ def is_local_host(name: str) -> bool:
 
 
 def check_hosts(hosts: Sequence[Host], interface: str | None, site: Site, env: Mapping[str, str]) -> ReachedHosts:
-    """What the hosts say. LaunchError names the first that cannot take part, and why."""
+    """Probe the hosts; LaunchError names the first that cannot take part, and why."""
     known = [replace(host, is_local=is_local_host(host.name)) for host in hosts]
-    return evaluate_hosts(
-        known, interface, host_probe.probe_host(), lambda names, target: _asked(names, target, site, env)
-    )
+    return evaluate_hosts(known, interface, probe_host(), lambda names, target: _probe(names, target, site, env))
 
 
-def evaluate_hosts(hosts: Sequence[Host], interface: str | None, here: ProbedHost, ask: Ask) -> ReachedHosts:
-    """The first host is asked first, as the others have to reach it."""
-    first = here if hosts[0].is_local else ask([hosts[0].name], ())[0]
+def evaluate_hosts(hosts: Sequence[Host], interface: str | None, here: ProbedHost, probe: Probe) -> ReachedHosts:
+    """Probe the first host, then from each other host whether it reaches the first one."""
+    first = here if hosts[0].is_local else probe([hosts[0].name], ())[0]
     facts = {hosts[0].name: first}
     address = first.interfaces.get(interface, "") if interface is not None else first.server
     tried = first.networks().values() if interface is None else [address] * bool(address)
-    target = (str(first.port), *tried)
     others = [host.name for host in hosts[1:] if not host.is_local]
-    facts.update(zip(others, ask(others, target), strict=True))
+    facts.update(zip(others, probe(others, (str(first.port), *tried)), strict=True))
     facts.update({host.name: here for host in hosts if host.is_local})
-    _check(facts, interface, hosts[0].name, address)
-    if not address:  # the first host is this one: as the others see it
-        address = next((found.client for found in facts.values() if found.client), "127.0.0.1")
-    seen = [found.client for found in facts.values() if found.client]
-    back = tuple(dict.fromkeys([*seen, *here.networks().values()]))
+    _check_facts(facts, interface, hosts[0].name, address)
+    clients = [probed.client for probed in facts.values() if probed.client]
+    if not address:  # the first host is this one: take its address as ssh's servers see it
+        address = next(iter(clients), "127.0.0.1")
+    local_addresses = tuple(dict.fromkeys([*clients, *here.networks().values()]))
     cores = tuple(facts[host.name].cores for host in hosts)
-    return ReachedHosts(
-        tuple(hosts), RendezvousAddress(address, first.port), back, cores, _networks(first, list(facts.values()))
-    )
+    networks = _connecting_networks(first, list(facts.values()))
+    return ReachedHosts(tuple(hosts), RendezvousAddress(address, first.port), local_addresses, cores, networks)
 
 
-def _networks(first: ProbedHost, all_of_them: Sequence[ProbedHost]) -> tuple[str, ...]:
-    known = {name for found in all_of_them for name in found.networks()}
+def _connecting_networks(first: ProbedHost, hosts: Sequence[ProbedHost]) -> tuple[str, ...]:
+    known = {name for probed in hosts for name in probed.networks()}
     shared = tuple(
         name
         for name, address in first.networks().items()
-        if all(name in found.interfaces and address not in found.unreachable for found in all_of_them)
+        if all(name in probed.interfaces and address not in probed.unreachable for probed in hosts)
     )
     return () if known == set(shared) else shared
 
 
 def check_interface(host: str, facts: ProbedHost, interface: str | None) -> None:
-    """LaunchError where the host lacks the interface that was named."""
+    """Raise LaunchError if the host lacks the named interface."""
     if interface is not None and interface not in facts.interfaces:
         raise LaunchError(
-            f"host {host!r} has no network interface {interface!r} with an address; it has {_listed(facts)}"
+            f"host {host!r} has no network interface {interface!r} with an address; it has {_interface_list(facts)}"
         )
 
 
-def _listed(facts: ProbedHost) -> str:
+def _interface_list(facts: ProbedHost) -> str:
     return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
 
 
-def _check(facts: Mapping[str, ProbedHost], interface: str | None, first: str, address: str) -> None:
-    for name, found in facts.items():
-        check_interface(name, found, interface)
-        if found.version != __version__:
+def _check_facts(facts: Mapping[str, ProbedHost], interface: str | None, first: str, address: str) -> None:
+    for name, probed in facts.items():
+        check_interface(name, probed, interface)
+        if probed.version != __version__:
             raise LaunchError(
-                f"host {name!r} has dualdist {found.version}, and this one {__version__}: install the same"
+                f"host {name!r} has dualdist {probed.version}, and this one {__version__}: install the same"
             )
-    for name, found in facts.items():
-        if why := found.unreachable.get(address):
-            named = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
+    for name, probed in facts.items():
+        if reason := probed.unreachable.get(address):
+            which = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
             raise LaunchError(
-                f"host {name!r} cannot reach host {first!r} at {address} ({named}): {why}; "
-                f"{first} has {_listed(facts[first])}: name the one that they share by --network-interface"
+                f"host {name!r} cannot reach host {first!r} at {address} ({which}): {reason}; "
+                f"{first} has {_interface_list(facts[first])}: name one that both share by --network-interface"
             )
 
 
-def _asked(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[ProbedHost]:
-    """Some at a time. Whatever ends this, Ctrl-C too, leaves no ssh behind."""
+def _probe(hosts: Sequence[str], target: Sequence[str], site: Site, env: Mapping[str, str]) -> list[ProbedHost]:
+    """Probe hosts concurrently. An exception, Ctrl-C too, kills the ssh processes."""
     found: list[ProbedHost] = []
     for start in range(0, len(hosts), MAX_CONCURRENT):
         some = hosts[start : start + MAX_CONCURRENT]
         deadline = time.monotonic() + PROBE_S
         with ExitStack() as stack:
-            asking = [stack.enter_context(_ssh(host, ssh.probe_argv(host, site, env, target))) for host in some]
-            found += [_told(host, each, site, deadline) for host, each in zip(some, asking, strict=True)]
+            started = [stack.enter_context(_start_ssh(host, ssh.probe_argv(host, site, env, target))) for host in some]
+            found += [_probe_result(host, process, site, deadline) for host, process in zip(some, started, strict=True)]
     return found
 
 
 @contextmanager
-def _ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _start_ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     with ExitStack() as stack:
         try:
@@ -203,14 +205,14 @@ def _ssh(host: str, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def _told(host: str, asking: subprocess.Popen[str], site: Site, deadline: float) -> ProbedHost:
+def _probe_result(host: str, process: subprocess.Popen[str], site: Site, deadline: float) -> ProbedHost:
     try:
-        said, error_said = asking.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        stdout, stderr = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"host {host!r} did not say within {PROBE_S:g} s what it has: is it up?") from error
-    if asking.returncode != 0:
-        raise LaunchError(ssh.describe_ssh_failure(host, asking.returncode, error_said, site))
+        raise LaunchError(f"host {host!r} did not answer its probe within {PROBE_S:g} s: is it up?") from error
+    if process.returncode != 0:
+        raise LaunchError(ssh.describe_ssh_failure(host, process.returncode, stderr, site))
     try:
-        return ProbedHost(**json.loads(said.strip().splitlines()[-1]))
+        return ProbedHost(**json.loads(stdout.strip().splitlines()[-1]))
     except (ValueError, TypeError, IndexError) as error:
-        raise LaunchError(f"host {host!r} answers by {said[-200:]!r}, which this dualdist did not write") from error
+        raise LaunchError(f"host {host!r} answered {stdout[-200:]!r}, which is not this dualdist's format") from error

@@ -1,4 +1,4 @@
-"""What every launcher takes and gives: a Job, the Site on which it starts, and the Command that starts it."""
+"""The model of a launch: Job, Site and Command, the formats of options, and which options exclude each other."""
 
 from __future__ import annotations
 
@@ -35,30 +35,19 @@ class Host:
         return f"{self.name}:{self.slots}"
 
 
-def slots_error(ranks: int, hosts: Sequence[Host]) -> str:
-    """Why the hosts cannot hold so many ranks; "" where they can, or where none are named."""
-    slots = sum(host.slots for host in hosts)
-    if not hosts or slots >= ranks:
-        return ""
-    named = ",".join(map(str, hosts))
-    return f"{ranks} ranks on hosts with {slots} slots ({named}): ask for fewer, or give more slots"
-
-
-def min_ranks_error(min_ranks: int | None, ranks: int) -> str:
-    """Why a job of so many ranks cannot go on with `min_ranks`; "" where it can, or where none are named."""
-    if min_ranks is None or 1 <= min_ranks <= ranks:
-        return ""
-    return f"min_ranks={min_ranks}: expected 1 to {ranks}, the number of ranks"
-
-
 @dataclass(frozen=True)
 class Job:
-    """A Python program to run on `ranks` ranks, of this host where no `hosts` are named.
+    """A Python program to run on `ranks` ranks.
 
-    `program` is what follows `python`: a script and its arguments, or "-m", a module and its arguments. `env` is set
-    for every rank, on top of what they inherit. `hosts` are filled one after the other. `nodes`, of a scheduler's
-    allocation, is None where the scheduler shall choose. `interface` is the network interface that the ranks use on
-    every host. With `min_ranks` so few go on, in the same processes, when others are lost, which are started again.
+    Attributes:
+        program: what follows `python`: a script and its arguments, or "-m", a module and its arguments.
+        env: variables of every rank, on top of those it inherits.
+        hosts: filled in this order; empty for this host alone.
+        nodes: nodes of a Slurm allocation; None for Slurm's choice.
+        interface: the network interface that the ranks use on every host.
+        max_restarts: how often failed ranks are restarted.
+        min_ranks: lost ranks are restarted while at least so many go on in the same processes; None: a lost rank ends
+            the job.
     """
 
     program: tuple[str, ...]
@@ -77,18 +66,16 @@ class Job:
             raise UsageError("a job needs a program: a script, or -m and a module")
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: expected 1 or more")
-        if why := slots_error(self.ranks, self.hosts):
-            raise UsageError(why)
-        if why := min_ranks_error(self.min_ranks, self.ranks):
-            raise UsageError(why)
+        if error := slots_error(self.ranks, self.hosts) or min_ranks_error(self.min_ranks, self.ranks):
+            raise UsageError(error)
 
     def variables(self) -> dict[str, str]:
-        """All that the ranks must find in their environment."""
+        """Return the variables that the ranks need in their environment."""
         chosen = {BACKEND_VARIABLE: self.backend, TRANSPORT_VARIABLE: self.transport}
         return {**self.env, **{name: value for name, value in chosen.items() if value is not None}}
 
     def ranks_by_host(self) -> list[tuple[Host, int]]:
-        """The hosts that get ranks, and how many each."""
+        """Return the hosts that get ranks, and how many each gets."""
         found, left = [], self.ranks
         for host in self.hosts:
             if left > 0:
@@ -99,7 +86,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the first host can be reached by the others, and a port that was free there."""
+    """The address of the first host as the others see it, and a port that was free there."""
 
     address: str
     port: int
@@ -107,13 +94,19 @@ class RendezvousAddress:
 
 @dataclass(frozen=True)
 class Site:
-    """What commands depend on besides the job. `tools` maps a launcher's name to its path where it is installed.
+    """Properties of the machine that command lines depend on.
 
-    `path` is the search path for programs that launchers start themselves; `mpi` is whose mpirun it is; `task_cpus`
-    are the cores that a rank under srun gets, None for Slurm's default; `folder` is where the job runs, on every host;
-    `meeting` is None where nobody has looked for one. `networks` are the interfaces by which the hosts reach each
-    other, where they have others, too. `has_ssh`: Open MPI has a program to start something elsewhere. `needs` are the
-    caller's variables without which launchers do not work, `secrets` the names of those that hold secrets.
+    Attributes:
+        tools: the path of each launcher that is installed, by name.
+        path: the PATH for programs that launchers start.
+        mpi: the MPI implementation that mpirun belongs to.
+        task_cpus: cores of each rank under srun; None for Slurm's default.
+        folder: the working directory of the job, on every host.
+        rendezvous: None if no host was probed for one.
+        networks: the interfaces by which the hosts reach each other, if they have others that do not.
+        has_ssh: Open MPI finds a program to start its daemon on another host.
+        launcher_env: the caller's variables that a launcher needs on this host.
+        secret_names: the names of the caller's variables that hold secrets.
     """
 
     python: str
@@ -135,17 +128,21 @@ class Site:
         return self.tools[name]
 
     def require_rendezvous(self) -> RendezvousAddress:
-        assert self.rendezvous is not None, "a job that names its own meeting needs a site that has one"
+        assert self.rendezvous is not None, "spawn and torchrun on several hosts need a site with a rendezvous"
         return self.rendezvous
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, and the variables it needs on top of the caller's, on the host where it runs (None: here).
+    """A command line and its environment.
 
-    `prefix` matches what the launcher puts in front of every line that a rank prints. `has_clean_env`: of the caller's
-    variables the command gets none, as it would hand them all on; and none of those named `without`. `stdin` is a line
-    that it is told, as other users see the words of a command; without one it has the caller's standard input.
+    Attributes:
+        env: variables on top of the caller's.
+        host: where it runs; None for this host.
+        prefix: a pattern of what the launcher puts before each line of a rank's output.
+        has_clean_env: the command gets `env` alone, as it would export all of the caller's variables to other hosts.
+        unset: the caller's variables that it does not get.
+        stdin: a line for its standard input, as other users see command lines; "": the caller's standard input.
     """
 
     argv: tuple[str, ...]
@@ -157,74 +154,23 @@ class Command:
     stdin: str = ""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """All its variables, where `environ` are the caller's."""
+        """Return all variables of the command; `environ` are the caller's."""
         kept = {} if self.has_clean_env else {name: environ[name] for name in environ if name not in self.unset}
         return {**kept, **self.env}
 
 
-TIME = re.compile(r"(?:(?P<days>[0-9]{1,4})-)?(?P<hours>[0-9]{1,5}):(?P<minutes>[0-5]?[0-9]):(?P<seconds>[0-5]?[0-9])")
-MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,3})?)(?P<unit>[KMGT])(?:i?[bB])?")
-MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-WORD = re.compile(r"[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*")
-VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def parse_duration(text: str) -> int:
-    """Seconds of a time. Two numbers alone mean different things to different schedulers."""
-    found = TIME.fullmatch(text)
-    parts = {name: int(value) for name, value in found.groupdict("0").items()} if found else {}
-    seconds = ((parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"] if found else 0
-    if seconds == 0:
-        raise ValueError("[days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00")
-    return seconds
-
-
-def parse_mebibytes(text: str) -> int:
-    """MiB of an amount of memory, in powers of 1024, rounded up."""
-    found = MEMORY.fullmatch(text)
-    amount = float(found["number"]) * MIB[found["unit"]] if found else 0.0
-    if amount <= 0:
-        raise ValueError("a number and a unit of K, M, G or T, as 64G")
-    return -int(-amount // 1)
-
-
-def check_job_name(text: str) -> str:
-    """The name of a job."""
-    return _whole(NAME, text, "letters, digits, dots, dashes and underscores, at most 63")
-
-
-def check_word(text: str) -> str:
-    """What a script may hold as it is, such as a queue."""
-    return _whole(WORD, text, "one word of letters, digits and ._:/@+-")
-
-
-def check_variable_name(text: str) -> str:
-    """The name of an environment variable."""
-    return _whole(VARIABLE_NAME, text, "a variable's name, of letters, digits and underscores")
-
-
-def _whole(pattern: re.Pattern[str], text: str, expected: str) -> str:
-    if not pattern.fullmatch(text):
-        raise ValueError(expected)
-    return text
-
-
 LAUNCHERS_WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 LAUNCHERS_WITH_MPI = ("mpirun", "horovodrun-mpi")
-# The launcher that goes on with fewer ranks.
 ELASTIC_LAUNCHER = "horovodrun"
-# What carries each backend's tensors.
 BACKEND_TRANSPORTS = {"native": ("gloo", "shm", "nccl"), "horovod": ("gloo", "mpi", "nccl"), "mpi": ("mpi",)}
 REBUILD = "build one with MPI by dualdist install-horovod --force"
-INSTEAD = "choose mpirun, horovodrun-mpi or srun"
-# Two ways to ask a scheduler for one thing.
+# Pairs of resources of which a scheduler takes one.
 EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))
 
 
 @dataclass(frozen=True)
 class JobChoices:
-    """What of a job decides whether its parts fit together; None for what is left open."""
+    """The options of a job that can exclude each other; None for an open one."""
 
     launcher: str | None = None
     backend: str | None = None
@@ -236,68 +182,136 @@ class JobChoices:
 
 @dataclass(frozen=True)
 class Conflict:
-    """One sentence, and the setting that it is about."""
+    """An option that conflicts with another, and the error message."""
 
     setting: str
     message: str
 
 
-def find_conflicts(choice: JobChoices, *, horovod_has_mpi: bool | None, instead: str = INSTEAD) -> Iterator[Conflict]:
-    """What cannot go together; `horovod_has_mpi` is the installed Horovod's, None where that is not known.
+def find_conflicts(
+    choice: JobChoices,
+    *,
+    horovod_has_mpi: bool | None,
+    mpi_hint: str = "choose mpirun, horovodrun-mpi or srun",
+) -> Iterator[Conflict]:
+    """Yield the conflicts between options, for job files and command lines alike.
 
-    `instead` is what to do where the launcher starts no MPI.
+    Args:
+        horovod_has_mpi: the installed Horovod was built with MPI; None if unknown.
+        mpi_hint: the advice if the launcher starts no MPI.
     """
     launcher, backend, transport = choice.launcher, choice.backend, choice.transport
     if launcher in LAUNCHERS_WITHOUT_MPI:
         for setting, value in (("backend", backend), ("transport", transport)):
             if value == "mpi":
-                why = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {instead}"
-                yield Conflict(setting, why)
+                message = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {mpi_hint}"
+                yield Conflict(setting, message)
     if backend in BACKEND_TRANSPORTS and transport is not None and transport not in BACKEND_TRANSPORTS[backend]:
         valid = BACKEND_TRANSPORTS[backend]
-        told = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
-        yield Conflict("transport", told + did_you_mean(transport, valid))
+        message = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
+        yield Conflict("transport", message + did_you_mean(transport, valid))
     if horovod_has_mpi is False and backend == "horovod":
-        yield from _without_mpi(launcher, transport)
+        if transport == "mpi":
+            yield Conflict("transport", f"the installed Horovod was built without MPI: {REBUILD}")
+        elif launcher in LAUNCHERS_WITH_MPI and transport is None:
+            yield Conflict(
+                "launcher",
+                f"{launcher} starts MPI, but the installed Horovod was built without it: choose torchrun or the "
+                f"transport gloo, or {REBUILD}",
+            )
     if choice.min_ranks is not None and launcher not in (None, ELASTIC_LAUNCHER):
-        why = f"only {ELASTIC_LAUNCHER} keeps ranks when others are lost, not {launcher}: choose it, or max_restarts"
-        yield Conflict("min_ranks", why)
+        message = f"only {ELASTIC_LAUNCHER} goes on with fewer ranks, not {launcher}: choose it, or max_restarts"
+        yield Conflict("min_ranks", message)
     if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
         yield Conflict("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
 
 
-def find_resource_conflicts(asked: Mapping[str, Any]) -> Iterator[Conflict]:
-    """What a scheduler cannot be asked for together; None, or no key, for what is left open."""
+def find_resource_conflicts(resources: Mapping[str, Any]) -> Iterator[Conflict]:
+    """Yield the conflicts between resources of a scheduler; an open one is None or missing."""
     for one, other in EXCLUSIVE_RESOURCES:
-        if asked.get(one) is not None and asked.get(other) is not None:
-            yield Conflict(other, f"{one} {asked[one]} and {other} {asked[other]} ask for one thing twice: give one")
-    tasks, gpus = asked.get("tasks_per_node"), asked.get("gpus_per_node")
+        if resources.get(one) is not None and resources.get(other) is not None:
+            message = f"{one} {resources[one]} and {other} {resources[other]} request the same resource: give one"
+            yield Conflict(other, message)
+    tasks, gpus = resources.get("tasks_per_node"), resources.get("gpus_per_node")
     if tasks and gpus and gpus < tasks:
         yield Conflict(
             "gpus_per_node",
             f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
-            f"ask for {gpus} tasks, or for no GPUs",
+            f"request {gpus} tasks, or no GPUs",
         )
-    time, notice = asked.get("time"), asked.get("requeue")
-    if time is not None and notice is not None and (seconds := parse_duration(time)) <= notice:
-        yield Conflict("requeue", f"requeue {notice}: the job has {seconds} seconds; expected fewer than that")
+    time, notice_s = resources.get("time"), resources.get("requeue")
+    if time is not None and notice_s is not None and (seconds := parse_duration(time)) <= notice_s:
+        yield Conflict("requeue", f"requeue {notice_s}: the job has {seconds} seconds; expected fewer than that")
+
+
+def slots_error(ranks: int, hosts: Sequence[Host]) -> str:
+    """Return the error message if the hosts have fewer slots than ranks, else ""."""
+    slots = sum(host.slots for host in hosts)
+    if not hosts or slots >= ranks:
+        return ""
+    return f"{ranks} ranks on hosts with {slots} slots ({','.join(map(str, hosts))}): start fewer, or give more slots"
+
+
+def min_ranks_error(min_ranks: int | None, ranks: int) -> str:
+    """Return the error message if `min_ranks` is out of range, else ""."""
+    if min_ranks is None or 1 <= min_ranks <= ranks:
+        return ""
+    return f"min_ranks={min_ranks}: expected 1 to {ranks}, the number of ranks"
 
 
 def layout_error(ranks: int | None, nodes: int | None, tasks_per_node: int | None) -> str:
-    """Why so many ranks do not fit on the nodes; "" where they do, or where a number is left open."""
+    """Return the error message if the ranks do not divide evenly over the nodes, else ""."""
     if ranks is None or not nodes or (ranks % nodes == 0 and tasks_per_node in (None, ranks // nodes)):
         return ""
     on_each = "the same number" if tasks_per_node is None else str(tasks_per_node)
-    return f"{ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not fit together"
+    return f"{ranks} ranks on {nodes} nodes with {on_each} on each: the numbers do not agree"
 
 
-def _without_mpi(launcher: str | None, transport: str | None) -> Iterator[Conflict]:
-    """For an installed Horovod without MPI."""
-    if transport == "mpi":
-        yield Conflict("transport", f"the installed Horovod was built without MPI: {REBUILD}")
-    elif launcher in LAUNCHERS_WITH_MPI and transport is None:
-        yield Conflict(
-            "launcher",
-            f"{launcher} starts MPI, but the installed Horovod was built without it: choose torchrun or the "
-            f"transport gloo, or {REBUILD}",
-        )
+TIME = re.compile(r"(?:(?P<days>[0-9]{1,4})-)?(?P<hours>[0-9]{1,5}):(?P<minutes>[0-5]?[0-9]):(?P<seconds>[0-5]?[0-9])")
+MEMORY = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,3})?)(?P<unit>[KMGT])(?:i?[bB])?")
+MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+WORD = re.compile(r"[A-Za-z0-9._/][A-Za-z0-9._:/@+,-]*")
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds of [days-]hours:minutes:seconds; schedulers read shorter forms differently.
+
+    Raises:
+        ValueError: with what was expected, as in all functions below.
+    """
+    found = TIME.fullmatch(text)
+    parts = {name: int(value) for name, value in found.groupdict("0").items()} if found else {}
+    seconds = ((parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"] if found else 0
+    if seconds == 0:
+        raise ValueError("[days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00")
+    return seconds
+
+
+def parse_mebibytes(text: str) -> int:
+    """Return an amount of memory such as "64G" in MiB, rounded up; units are powers of 1024."""
+    found = MEMORY.fullmatch(text)
+    amount = float(found["number"]) * MIB[found["unit"]] if found else 0.0
+    if amount <= 0:
+        raise ValueError("a number and a unit of K, M, G or T, as 64G")
+    return -int(-amount // 1)
+
+
+def check_job_name(text: str) -> str:
+    return _match(JOB_NAME, text, "letters, digits, dots, dashes and underscores, at most 63")
+
+
+def check_word(text: str) -> str:
+    """Return the text if a script can contain it without quotes."""
+    return _match(WORD, text, "one word of letters, digits and ._:/@+-")
+
+
+def check_variable_name(text: str) -> str:
+    return _match(VARIABLE_NAME, text, "a variable's name, of letters, digits and underscores")
+
+
+def _match(pattern: re.Pattern[str], text: str, expected: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError(expected)
+    return text

@@ -1,4 +1,4 @@
-"""Moves what a process prints to where it belongs, line by line where lines are changed on the way."""
+"""Relay the output of a process to files, line by line if lines are changed on the way."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import select
 from collections.abc import Callable, Sequence
 
 CHUNK = 1 << 16
-# Of a line that has no end yet, such as a progress bar's, no more than this is held back.
+# Bytes held back of a line without an end, such as a progress bar's.
 LONGEST_LINE = 1 << 14
-# After a newline, or after a carriage return by which a progress bar begins its line anew.
+# After a newline, or after the carriage return by which a progress bar rewrites its line.
 LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
 class OutputRelay:
-    """From one pipe to some files. Each line gets `tag` in front and loses what `strip` matches there.
+    """Copy a pipe to some files; when no target is left the pipe is closed, so that its writer gets SIGPIPE.
 
-    The last `keep` bytes, as they came, are in `tail`. `on_read` gets what was read before it is written. A reader that
-    has gone ends the relay, so that the writer finds its pipe broken, as it would without us.
+    Args:
+        tag: put before each line.
+        strip: a pattern that is removed from the start of each line.
+        keep: how many of the last bytes stay in `tail`, unchanged.
+        on_read: called with each chunk before it is written.
     """
 
     def __init__(
@@ -44,9 +47,9 @@ class OutputRelay:
         self._line = b""
 
     def pump(self) -> bytes:
-        """Move all that is there; returns it as it came. At the end of the source the relay is closed."""
+        """Copy and return what is available, at most about CHUNK bytes; close the relay at the end of the source."""
         found, has_ended = b"", False
-        while self.is_open and not has_ended and len(found) < CHUNK:  # others wait, too
+        while self.is_open and not has_ended and len(found) < CHUNK:
             try:
                 chunk = os.read(self.source, CHUNK)
             except BlockingIOError:
@@ -63,10 +66,10 @@ class OutputRelay:
         return found
 
     def close(self) -> None:
-        """Write what was held back, and close the source."""
+        """Write the incomplete last line, and close the source."""
         if self.is_open:
             self.is_open = False
-            self._write(self._changed([self._line]) if self._line else b"")
+            self._write(self._format([self._line]) if self._line else b"")
             os.close(self.source)
 
     def _pass_on(self, chunk: bytes) -> None:
@@ -76,10 +79,10 @@ class OutputRelay:
         *lines, self._line = LINE_ENDS.split(self._line + chunk)
         if len(self._line) > LONGEST_LINE:
             lines, self._line = [*lines, self._line], b""
-        self._write(self._changed(lines))
+        self._write(self._format(lines))
 
-    def _changed(self, lines: Sequence[bytes]) -> bytes:
-        """Each line ends, so that no two ranks share one."""
+    def _format(self, lines: Sequence[bytes]) -> bytes:
+        """Strip and tag the lines, and end each, so that no two ranks share one."""
         texts = [line.rstrip(b"\r\n") for line in lines]
         if self._strip is not None:
             texts = [self._strip.sub(b"", text, count=1) for text in texts]
@@ -98,7 +101,7 @@ class OutputRelay:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """All of data is written, also where the file does not block."""
+    """Write all of the data, even if the file is nonblocking."""
     view = memoryview(data)
     while view:
         try:

@@ -1,11 +1,12 @@
-"""Runs one command on a host that was reached by ssh, and ends it when that connection ends.
+"""Run one command on a host that was reached by ssh, and end it when that connection ends.
 
-    python -m dualdist.launch.remote_guard [--told] ARGV...
+    python -m dualdist.launch.remote_guard [--env-from-stdin] ARGV...
 
-With --told its standard input has more variables for the command, a line of JSON: not all may stand on a command line.
+With --env-from-stdin a line of JSON on standard input has more variables for the command: secrets must not be on a
+command line.
 
-sshd tells nobody when its client has gone, but it closes the pipe to which the command prints; this process sees that.
-Where the whole host has been cut off, sshd does not know; a line to `dualdist run`, as ranks have one, tells.
+sshd does not signal the end of its client, but it closes the pipe to which the command prints: this process polls it.
+If the whole host is cut off, sshd does not notice; a control channel to `dualdist run`, as ranks have one, does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dualdist.launch.ssh import ENV_FROM_STDIN
 
 GRACE_S = 3.0
 POLL_MS = 500
-GONE = select.POLLERR | select.POLLHUP
+HANG_UP = select.POLLERR | select.POLLHUP
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,43 +34,42 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == [ENV_FROM_STDIN]:
         argv = argv[1:]
         environ |= json.loads(sys.stdin.readline())
-    mark, marking = processes.new_job_mark(environ)
-    told: list[int] = []
+    mark, mark_variables = processes.new_job_mark(environ)
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: told.append(number))
-    child = subprocess.Popen(argv, env={**environ, **marking}, stdin=subprocess.DEVNULL, start_new_session=True)
-    watched = select.poll()
+        signal.signal(number, lambda number, _frame: received.append(number))
+    child = subprocess.Popen(argv, env={**environ, **mark_variables}, stdin=subprocess.DEVNULL, start_new_session=True)
+    poll = select.poll()
     for output in (1, 2):
-        watched.register(output, 0)  # errors and hang-ups are reported unasked
-    line = _line(environ)
-    if line is not None:
-        watched.register(line, select.POLLIN)  # nothing is ever said on it: it can only end
+        poll.register(output, 0)  # poll() always reports errors and hang-ups
+    connection = _connect(environ)
+    if connection is not None:
+        poll.register(connection, select.POLLIN)  # a guard gets no messages: readable means closed
     with contextlib.suppress(OSError, AttributeError):
-        watched.register(os.pidfd_open(child.pid), select.POLLIN)
-    while child.poll() is None and not told:
-        events = watched.poll(POLL_MS)
-        if any(event & GONE or (line is not None and file == line.fileno()) for file, event in events):
-            told.append(signal.SIGHUP)
-    if told:
+        poll.register(os.pidfd_open(child.pid), select.POLLIN)
+    while child.poll() is None and not received:
+        events = poll.poll(POLL_MS)
+        if any(event & HANG_UP or (connection and file == connection.fileno()) for file, event in events):
+            received.append(signal.SIGHUP)
+    if received:
         processes.terminate_and_wait(mark, GRACE_S)
     else:
         processes.wait_or_kill(mark, GRACE_S)
     try:
         code = child.wait(processes.KILL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # the kernel holds it
+    except subprocess.TimeoutExpired:  # in uninterruptible sleep
         code = -signal.SIGKILL
     return 128 - code if code < 0 else code
 
 
-def _line(environ: Mapping[str, str]) -> socket.socket | None:
-    """None where nobody would answer: a pasted command has no `dualdist run`."""
+def _connect(environ: Mapping[str, str]) -> socket.socket | None:
+    """Return the control channel; None for a command of a dry run, which has no `dualdist run`."""
     if control_channel.CONTROL_VARIABLE not in environ:
         return None
     address = control_channel.ControlAddress.loads(environ[control_channel.CONTROL_VARIABLE])
+    hello = control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_guard=True)
     try:
-        return control_channel.connect(
-            address, control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_guard=True)
-        )
+        return control_channel.connect(address, hello)
     except control_channel.ControlChannelError:
         return None
 

@@ -1,4 +1,4 @@
-"""From a Job to its end: looks at the hosts, has every rank report, starts it, and starts it again where asked to."""
+"""Run a Job to its end: check its hosts, wrap its ranks, start it, and start it again after a failure if requested."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from dualdist.launch import env_defaults, host_probe, rank, ssh
-from dualdist.launch import hosts as host_check
+from dualdist.launch import env_defaults, rank, ssh
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.execute import find_site
+from dualdist.launch.host_probe import probe_host
+from dualdist.launch.hosts import check_hosts, check_interface
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
@@ -28,10 +29,10 @@ RESTARTING = ("torchrun",)
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How to run a job, whatever it is."""
+    """Settings of a run that do not concern the job itself."""
 
     is_dry: bool = False
-    stdout_to_stderr: bool = False  # so that what ranks print there goes to stderr
+    stdout_to_stderr: bool = False
     timeout_s: float | None = None
     log_dir: str | None = None
     tag_output: bool = False
@@ -39,11 +40,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What was done; no outcome where nothing was started. `is_spread`: ranks were on several hosts."""
+    """The commands of a job, and its outcome; None in a dry run."""
 
     launcher: str
     commands: tuple[Command, ...]
-    is_spread: bool
+    is_multi_host: bool
     outcome: JobOutcome | None = None
     restarts: int = 0
 
@@ -54,113 +55,112 @@ class RunReport:
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that the commands of each round are built from."""
+    """All that the commands of each round are built from; `local_addresses` are where ranks reach `dualdist run`."""
 
     job: Job
     launcher: str
     site: Site
     settings: RunSettings
     environ: Mapping[str, str]
-    is_spread: bool
+    is_multi_host: bool
     restarts: int
-    back: tuple[str, ...]
+    local_addresses: tuple[str, ...]
 
-    def in_round(self, attempt: int) -> _Plan:
-        """The plan of a later round: ranks are told which, and those of this host meet at a port of their own."""
-        if attempt == 0:
+    def in_round(self, number: int) -> _Plan:
+        """Return the plan of a later round, whose ranks on this host meet at another port."""
+        if number == 0:
             return self
-        site = self.site if self.job.hosts else replace(self.site, rendezvous=RendezvousAddress(LOOPBACK, _free_port()))
-        return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(attempt)}))
+        site = self.site if self.job.hosts else replace(self.site, rendezvous=_local_rendezvous())
+        return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(number)}))
 
     def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
         job, port = self.job, None
         if listener is not None:
             job = replace(job, env={**job.env, CONTROL_VARIABLE: listener.address.dumps()})
             port = listener.address.port
-        return tuple(
-            ssh.wrap_in_ssh(command, self.site, link_port=port)
-            for command in build_commands(self.launcher, job, self.site)
-        )
+        commands = build_commands(self.launcher, job, self.site)
+        return tuple(ssh.wrap_in_ssh(command, self.site, control_port=port) for command in commands)
 
-    def shown(self) -> tuple[Command, ...]:
-        """The commands without the values of secrets, as people may see them."""
+    def redacted_commands(self) -> tuple[Command, ...]:
+        """Return the commands without the values of secrets."""
         site = replace(self.site, launcher_env=redact_variables(self.site.launcher_env))
         return replace(self, site=site, job=replace(self.job, env=redact_variables(self.job.env))).commands()
 
 
 def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> RunReport:
-    """Run the job to its end on all its hosts; in a dry run only say what would run. LaunchError where it cannot be."""
-    plan = _planned(job, launcher, settings, environ)
+    """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start."""
+    plan = _plan(job, launcher, settings, environ)
     if settings.is_dry:
-        return RunReport(launcher, plan.shown(), plan.is_spread)
+        return RunReport(launcher, plan.redacted_commands(), plan.is_multi_host)
     with ExitStack() as stack:
-        # Loopback comes last: on another host it is an ssh's forwarding, which does not tell when that host is cut off.
-        is_local = _is_all_here(job, launcher)
-        listener = ControlListener.open((LOOPBACK,) if is_local else (*plan.back, LOOPBACK), is_local=is_local)
+        # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
+        is_local = _is_single_host(job, launcher)
+        addresses = (LOOPBACK,) if is_local else (*plan.local_addresses, LOOPBACK)
+        listener = ControlListener.open(addresses, is_local=is_local)
         stack.callback(listener.close)
-        return _rounds(plan, listener)
+        return _run_rounds(plan, listener)
 
 
-def _planned(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
-    """The job as it will run: with the variables that it needs, and its ranks wrapped."""
-    site, here = replace(find_site(), secret_names=env_defaults.secret_names(environ)), host_probe.probe_host()
-    site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks) if launcher == "srun" else None)
-    back = tuple(here.networks().values())
-    if _is_all_here(job, launcher):
-        host_check.check_interface(here.hostname, here, job.interface)
+def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
+    """Complete the job: probe its hosts, add variables, and wrap its ranks."""
+    site, here = replace(find_site(), secret_names=env_defaults.secret_names(environ)), probe_host()
+    if launcher == "srun":
+        site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks))
+    if _is_single_host(job, launcher):
+        check_interface(here.hostname, here, job.interface)
     if job.hosts:
-        forwarded = env_defaults.rank_variables(environ, job.env, threads_a_rank=None, interface=None, has_hosts=True)
-        reached = host_check.check_hosts([host for host, _ in job.ranks_by_host()], job.interface, site, forwarded)
-        job, back = replace(job, hosts=reached.hosts), reached.back
-        needs = env_defaults.launcher_variables(environ)
-        site = replace(site, rendezvous=reached.rendezvous, networks=reached.networks, launcher_env=needs)
-        each = [
-            env_defaults.threads_per_rank(cores, ranks)
-            for cores, (_, ranks) in zip(reached.cores, job.ranks_by_host(), strict=True)
-        ]
+        forwarded = env_defaults.rank_variables(environ, job.env, threads=None, interface=None, has_hosts=True)
+        reached = check_hosts([host for host, _ in job.ranks_by_host()], job.interface, site, forwarded)
+        job, local_addresses = replace(job, hosts=reached.hosts), reached.local_addresses
+        launcher_env = env_defaults.launcher_variables(environ)
+        site = replace(site, rendezvous=reached.rendezvous, networks=reached.networks, launcher_env=launcher_env)
+        layout = zip(reached.cores, (ranks for _, ranks in job.ranks_by_host()), strict=True)
+        threads = min(env_defaults.threads_per_rank(cores, ranks) for cores, ranks in layout)
     else:
-        site = replace(site, rendezvous=RendezvousAddress(LOOPBACK, _free_port()))
-        each = [env_defaults.threads_per_rank(here.cores, job.ranks)]
+        local_addresses = tuple(here.networks().values())
+        site = replace(site, rendezvous=_local_rendezvous())
+        threads = env_defaults.threads_per_rank(here.cores, job.ranks)
     env = env_defaults.rank_variables(
         environ,
         job.env,
-        threads_a_rank=site.task_cpus if launcher == "srun" else min(each),
+        threads=site.task_cpus if launcher == "srun" else threads,
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )
-    is_spread = env_defaults.is_spread(environ, launcher, has_hosts=bool(job.hosts))
-    output = rank.RankSettings(job.program, settings.tag_output, is_spread, settings.log_dir)
-    is_launchers = launcher in RESTARTING and not job.hosts
-    inner, outer = (job.max_restarts, 0) if is_launchers else (0, job.max_restarts)
+    is_multi_host = env_defaults.is_multi_host(environ, launcher, has_hosts=bool(job.hosts))
+    output = rank.RankSettings(job.program, settings.tag_output, is_multi_host, settings.log_dir)
+    restarts_itself = launcher in RESTARTING and not job.hosts
+    inner, outer = (job.max_restarts, 0) if restarts_itself else (0, job.max_restarts)
     if job.min_ranks is not None:
-        inner = sys.maxsize  # a lost rank is the launcher's business
+        inner = sys.maxsize  # an elastic launcher restarts lost ranks
     job = replace(job, program=rank.rank_argv(output), env=env, max_restarts=inner)
-    return _Plan(job, launcher, site, settings, environ, is_spread, outer, back)
+    return _Plan(job, launcher, site, settings, environ, is_multi_host, outer, local_addresses)
 
 
-def _rounds(plan: _Plan, listener: ControlListener) -> RunReport:
-    """Start the job, and start it again after a failure as often as was asked for and the launcher does not itself."""
+def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
+    """Start the job, and again after each failure, up to plan.restarts times."""
     began = time.monotonic()
-    timeout_s, inner = plan.settings.timeout_s, plan.job.max_restarts
-    for attempt in range(plan.restarts + 1):
-        current = plan.in_round(attempt)
+    timeout_s = plan.settings.timeout_s
+    for number in range(plan.restarts + 1):
+        current = plan.in_round(number)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
         stdout = 2 if plan.settings.stdout_to_stderr else None
-        outcome = Supervisor(current.commands(listener), listener, plan.environ, inner, stdout).run(left_s)
-        if outcome.code == 0 or outcome.why or outcome.told or attempt == plan.restarts:
+        supervisor = Supervisor(current.commands(listener), listener, plan.environ, plan.job.max_restarts, stdout)
+        outcome = supervisor.run(left_s)
+        if outcome.code == 0 or outcome.error or outcome.stop_signal or number == plan.restarts:
             break
-        who = outcome.failure.who(has_hosts=plan.is_spread) if outcome.failure is not None else plan.launcher
-        what = "a rank was told to stop" if outcome.code == REQUEUE else f"{who} failed"
-        print(f"dualdist run: {what}; all ranks start anew, {attempt + 1} of {plan.restarts} times", file=sys.stderr)
+        failed = outcome.failure.label(has_hosts=plan.is_multi_host) if outcome.failure is not None else plan.launcher
+        event = "a rank was told to stop" if outcome.code == REQUEUE else f"{failed} failed"
+        print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {plan.restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
-    return RunReport(plan.launcher, current.shown(), plan.is_spread, outcome, attempt)
+    return RunReport(plan.launcher, current.redacted_commands(), plan.is_multi_host, outcome, number)
 
 
-def _is_all_here(job: Job, launcher: str) -> bool:
-    """Whether no rank can be on another host: in an allocation MPI's launchers and srun go where they may."""
+def _is_single_host(job: Job, launcher: str) -> bool:
+    """Return True if all ranks are on this host; mpirun and srun may use other hosts of an allocation."""
     return not job.hosts and launcher in ("python", "spawn", "torchrun", "horovodrun")
 
 
-def _free_port() -> int:
+def _local_rendezvous() -> RendezvousAddress:
     with socket.create_server((LOOPBACK, 0)) as free:
-        return int(free.getsockname()[1])
+        return RendezvousAddress(LOOPBACK, free.getsockname()[1])

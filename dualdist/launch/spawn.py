@@ -1,4 +1,4 @@
-"""Ranks started by a program, as processes of this host."""
+"""spawn() and run(): start ranks from a program, as processes of this host."""
 
 from __future__ import annotations
 
@@ -22,19 +22,29 @@ from dualdist.utils.pickling import choose_pickler, dump_exception
 
 T = TypeVar("T")
 
-# Seconds that the other ranks get to end by themselves after one has failed, before they are killed.
+# Seconds for the other ranks to end after one has failed, before they are killed.
 GRACE_S = 5.0
-# Seconds in which the rank that failed first says so, after one that failed because of it.
-SOON_S = 1.0
+# Seconds to wait for the rank that failed first, after one that failed because of it.
+CAUSE_S = 1.0
 
 
 def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: str | None = None) -> list[T]:
-    """Run fn(*args) in `nprocs` new processes of this host, the ranks of a job, and return their results in rank order.
+    """Run fn(*args) on `nprocs` new ranks, processes of this host, and wait for all of them.
 
-    `fn` calls dd.init() itself, as under any launcher; `backend`, if given, is what init() takes by default. fn, args
-    and results are pickled: define fn at the top of a module, and guard the caller with `if __name__ == "__main__"`.
-    Blocks until all ranks have ended. When one fails the others are ended, and LaunchError carries its rank and
-    traceback.
+    `fn` calls dd.init() itself, as under any launcher. fn, args and results are pickled: define fn at the top of a
+    module, and guard the caller with `if __name__ == "__main__"`.
+
+    Args:
+        fn: the function that each rank calls.
+        nprocs: the number of ranks.
+        args: the arguments of fn.
+        backend: the default backend of dd.init() on the ranks.
+
+    Returns:
+        The results of fn, in rank order.
+
+    Raises:
+        LaunchError: a rank failed; the message has its rank and traceback. The other ranks are ended.
     """
     return _spawn(fn, nprocs, args, _chosen(backend), nullcontext)
 
@@ -47,7 +57,7 @@ def spawn_without_main(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """spawn() for an fn of a package: the ranks do not import the caller's main module, which thus needs no guard."""
+    """Do as spawn(), but do not import the caller's main module on the ranks: it needs no guard."""
     return _spawn(fn, nprocs, args, {**(env or {}), **_chosen(backend)}, _without_main)
 
 
@@ -86,7 +96,7 @@ def _spawn(
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """multiprocessing looks in sys.modules for the main module that the new process shall import: it finds none."""
+    """Hide the main module from multiprocessing, which would have the new process import it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -109,7 +119,7 @@ def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:
-    """What a rank runs: sends (True, result), or (False, its traceback and exception)."""
+    """Run fn on a rank, and send (True, result), or (False, (traceback, exception))."""
     os.environ.update(variables)
     try:
         result = (True, fn(*args))
@@ -125,8 +135,8 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
     failures: list[LaunchError] = []
     receivers = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while receivers:
-        # A failure that follows from another one's may arrive first: that one gets a moment.
-        ready = wait(list(receivers), SOON_S if failures else None)
+        # The consequence of a failure may arrive before its cause: wait for that a moment longer.
+        ready = wait(list(receivers), CAUSE_S if failures else None)
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = receivers.pop(receiver)
@@ -161,7 +171,7 @@ def _failed(rank: int, text: str, exception: bytes | None) -> LaunchError:
 
 
 def _end(process: BaseProcess) -> None:
-    """Make sure that the process has ended."""
+    """End the process if it is alive."""
     if process.is_alive():
         process.terminate()
         process.join(GRACE_S)
@@ -180,15 +190,25 @@ def run(
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Run fn(*args, **kwargs) on `np` new ranks of this host; returns their results in rank order.
+    """Run fn(*args, **kwargs) on `np` new ranks of this host, as dd.spawn does, for interactive work.
 
-    As dd.spawn, for interactive work: `fn` may be defined in a notebook or in the program itself, which needs no
-    guard, and may be a lambda or a closure (pip install cloudpickle). It calls dd.init() itself; `backend`, if given,
-    is what that takes by default, and `env` is set on every rank.
+    `fn` may be defined in a notebook or in the program itself, which needs no guard, and may be a lambda or a closure
+    (pip install cloudpickle). It calls dd.init() itself.
 
-    Blocks until all ranks have ended. When one fails the others are ended, and its own exception is raised here; the
-    LaunchError from which it is raised has the rank and its traceback, and is raised itself where the exception cannot
-    be sent.
+    Args:
+        fn: the function that each rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: the number of ranks.
+        backend: the default backend of dd.init() on the ranks.
+        env: environment variables of every rank.
+
+    Returns:
+        The results of fn, in rank order.
+
+    Raises:
+        Exception: that of the rank that failed first, from a LaunchError with its rank and traceback.
+        LaunchError: a rank failed, and its exception cannot be pickled.
     """
     payload = choose_pickler(fn).dumps((fn, tuple(args), dict(kwargs or {})))
     try:
@@ -201,6 +221,6 @@ def run(
 
 
 def _call(payload: bytes) -> bytes:
-    """What a rank runs; the result is pickled here, so that it may be of a class that only cloudpickle can send."""
+    """Run the pickled call on a rank; its result is pickled here, as it may need cloudpickle."""
     fn, args, kwargs = pickle.loads(payload)
     return bytes(choose_pickler(fn).dumps(fn(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""ssh's command lines, and what its failures mean."""
+"""ssh: the command lines that run something on another host, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Site
 from dualdist.utils.redaction import is_secret
 
-# Never ask for a password: nobody may be there to type it. A host that is silent for 20 s has been lost.
+# Never ask for a password. A host that is silent for 20 s is lost.
 OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-NO_STDIN = "-n"  # else what a person types goes to a rank
+NO_STDIN = "-n"  # else ssh forwards the terminal's input to a rank
 GUARD = ("-m", "dualdist.launch.remote_guard")
-ENV_FROM_STDIN = "--told"  # before the keeper's command: it hears of more variables on its standard input
+ENV_FROM_STDIN = "--env-from-stdin"  # an option of the guard
 PROBE = ("-m", "dualdist.launch.host_probe")
-# Exit codes of the remote side before python runs; ssh's own is 255, a missing command's 127.
-NO_FOLDER, NO_PYTHON, NO_PACKAGE, SSH_FAILED = 71, 72, 1, 255
+# Exit codes of the remote shell before python runs, and ssh's own.
+NO_FOLDER, NO_PYTHON, SSH_FAILED = 71, 72, 255
 FAILURES = (
-    (
-        ("Permission denied",),
-        "it lets nobody in without a password: put your public key there by `ssh-copy-id {host}`",
-    ),
+    (("Permission denied",), "it requires a password: put your public key there by `ssh-copy-id {host}`"),
     (("Could not resolve hostname", "Name or service not known"), "its name does not resolve: is it spelled right?"),
     (
         ("Host key verification failed", "REMOTE HOST IDENTIFICATION HAS CHANGED"),
-        "its key is not known here: say `ssh {host}` once and compare it",
+        "its key is not known here: run `ssh {host}` once and compare it",
     ),
     (("Connection refused",), "it runs no ssh server on that port"),
     (
@@ -39,64 +36,54 @@ FAILURES = (
 )
 
 
-def wrap_in_ssh(command: Command, site: Site, *, link_port: int | None = None) -> Command:
-    """The command here that runs the given one on its host, to which `link_port` of this one becomes its own.
+def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None) -> Command:
+    """Return the local command that runs the given one on its host, under a guard.
 
-    Everybody on both hosts sees the words of a command: the keeper hears by its standard input what is secret.
+    ssh forwards `control_port` of that host to this one. All users of both hosts see command lines: secrets go to the
+    guard's standard input.
     """
     if command.host is None:
         return command
-    told = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
-    shown = {name: value for name, value in command.env.items() if name not in told}
-    inner = (site.python, *GUARD, *[ENV_FROM_STDIN] * bool(told), *command.argv)
-    back = ("-R", f"127.0.0.1:{link_port}:127.0.0.1:{link_port}") if link_port is not None else ()
-    words = (
-        "ssh",
-        *[NO_STDIN] * (not told),
-        *OPTIONS,
-        *back,
-        command.host,
-        remote_command_line(inner, shown, site.folder),
-    )
-    return Command(words, stdin=json.dumps(told) if told else "")
+    private = {name: value for name, value in command.env.items() if name == CONTROL_VARIABLE or is_secret(name)}
+    public = {name: value for name, value in command.env.items() if name not in private}
+    guarded = (site.python, *GUARD, *[ENV_FROM_STDIN] * bool(private), *command.argv)
+    forward = ("-R", f"127.0.0.1:{control_port}:127.0.0.1:{control_port}") if control_port is not None else ()
+    line = f"cd {shlex.quote(site.folder)} && exec {shlex.join([*_env(public), *guarded])}"
+    argv = ("ssh", *[NO_STDIN] * (not private), *OPTIONS, *forward, command.host, line)
+    return Command(argv, stdin=json.dumps(private) if private else "")
 
 
 def probe_argv(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
-    """The argv that has a host tell of itself; exits by one of the codes above where it cannot."""
+    """Return the argv that runs host_probe.py on a host."""
     ssh, *words = remote_python_argv(host, site, env, (*PROBE, *target))
     return [ssh, NO_STDIN, *words]
 
 
 def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """The argv that has a host's python run what these words say, and gives it our standard input."""
+    """Return the argv that runs python with these arguments on a host; it exits by the codes above if it cannot."""
     checks = (
         f"cd {shlex.quote(site.folder)} || exit {NO_FOLDER}; test -x {shlex.quote(site.python)} || exit {NO_PYTHON}; "
     )
-    known = {name: value for name, value in env.items() if not is_secret(name)}  # nobody needs them to tell of a host
-    line = shlex.join([*_env(known), site.python, *words])
+    public = {name: value for name, value in env.items() if not is_secret(name)}
+    line = shlex.join([*_env(public), site.python, *words])
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]
 
 
-def remote_command_line(argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
-    """One line for the shell that ssh starts there."""
-    return f"cd {shlex.quote(folder)} && exec {shlex.join([*_env(env), *argv])}"
-
-
 def describe_ssh_failure(host: str, code: int, stderr: str, site: Site) -> str:
-    """Why a host cannot take part, from how its probe ended."""
-    said = stderr.strip().splitlines()[-1:] or [f"exit code {code}"]
+    """Return why a host cannot take part, from the exit code and stderr of its probe."""
+    last_line = (stderr.strip().splitlines() or [f"exit code {code}"])[-1]
     if code == NO_FOLDER:
         return f"host {host!r} has no folder {site.folder}: start the job in one that every host has"
     if code == NO_PYTHON:
-        return f"host {host!r} has no {site.python}: every host needs the same environment at the same place"
+        return f"host {host!r} has no {site.python}: every host needs the same environment at the same path"
     if code == SSH_FAILED:
         for words, meaning in FAILURES:
             if any(word in stderr for word in words):
-                return f"host {host!r} cannot be reached by ssh: {meaning.format(host=host)} ({said[0]})"
-        return f"host {host!r} cannot be reached by ssh ({said[0]})"
+                return f"host {host!r} cannot be reached by ssh: {meaning.format(host=host)} ({last_line})"
+        return f"host {host!r} cannot be reached by ssh ({last_line})"
     if "No module named" in stderr:
-        return f"host {host!r}: {site.python} does not find dualdist there ({said[0]}): install it on every host"
-    return f"host {host!r} cannot run {site.python} ({said[0]})"
+        return f"host {host!r}: {site.python} does not find dualdist there ({last_line}): install it on every host"
+    return f"host {host!r} cannot run {site.python} ({last_line})"
 
 
 def _env(env: Mapping[str, str]) -> list[str]:

@@ -82,7 +82,7 @@ def test_what_sbatch_refuses_is_said(slurm: Slurm, launch: Launch) -> None:
     words = ("--scheduler", "slurm", "--nodes", "3", "--partition", "nowhere", "--submit", str(PROGRAM), "native")
     outcome = launch([*RUN, *words], env=slurm.env, check=False)
     assert outcome.rc == 1
-    assert "sbatch refused the job with exit code 1, and said: " in outcome.stderr
+    assert "sbatch refused the job with exit code 1: " in outcome.stderr
     assert "invalid partition specified: nowhere" in outcome.stderr
 
 

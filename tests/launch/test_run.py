@@ -25,7 +25,7 @@ from launch.running import (
 )
 
 # MPI_Abort has all ranks killed at once, and what is around them.
-MPICH_ABORTED = "dualdist run: rank 1 failed first, and was ended before it could say by which code:"
+MPICH_ABORTED = "dualdist run: rank 1 failed first, and was killed before it reported an exit code:"
 
 
 def descendants(job: Job) -> list[psutil.Process]:
@@ -62,7 +62,7 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
 def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
     (launch.directory / "file").touch()
     outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
-    told = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): name another folder by --log-dir"
+    told = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): choose another folder by --log-dir"
     assert last_words(outcome.stderr) == ["dualdist run: rank 0 failed first (exit code 1):", told]
     assert "Traceback" not in outcome.stderr
 
@@ -188,7 +188,7 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
     if what == "ctrl-c":
         assert outcome.stderr.endswith("dualdist run: interrupted\n")
     if what == "launcher":
-        assert "no rank said why" in last_words(outcome.stderr)[-1]
+        assert "no rank reported a failure" in last_words(outcome.stderr)[-1]
 
 
 @pytest.mark.smoke("ends", "stops")
@@ -200,7 +200,7 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         (
             "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))",
             75,
-            "the job stopped as it was told to",
+            "the job stopped as requested",
         ),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 143, "dualdist run: the job was ended by SIGTERM"),
     ],
@@ -285,7 +285,7 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
     assert (report["launcher"], report["restarts"]) == (launcher, 0 if launcher == "torchrun" else 1)
     assert report["outcome"]["code"] == 0
     if launcher == "mpirun":
-        assert "rank 1 failed; all ranks start anew, 1 of 1 times" in outcome.stderr
+        assert "rank 1 failed; restarting all ranks, 1 of 1 times" in outcome.stderr
 
 
 @pytest.mark.smoke
@@ -302,7 +302,7 @@ def test_restarts_come_to_an_end(launch: Launch) -> None:
 def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: Launch, slurm: Slurm) -> None:
     words = ["-np", "2", "--tag-output", PROGRAM, "raise"]
     outcome = launch([*slurm.salloc("-N2", "-n2"), *RUN, *words], env=slurm.env, check=False)
-    assert "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation" in outcome.stderr
+    assert "srun starts 2 rank(s), as no --launcher was given and this is a Slurm allocation" in outcome.stderr
     assert "[1 n2] err 1" in outcome.stderr.splitlines(), str(outcome)
     assert last_words(outcome.stderr)[0] == "dualdist run: rank 1 on n2 failed first (exit code 1):", str(outcome)
 
@@ -311,14 +311,14 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
 def test_an_allocation_says_how_many_ranks_and_how_many_cores_each(launch: Launch, slurm: Slurm) -> None:
     argv = ["env", "--unset=OMP_NUM_THREADS", *slurm.salloc("-N2", "-n2", "-c2"), *RUN, PROGRAM]
     outcome = launch(argv, env=slurm.env)
-    assert "srun starts 2 rank(s) (SLURM_NTASKS=2), as no --launcher was named" in outcome.stderr
+    assert "srun starts 2 rank(s) (SLURM_NTASKS=2), as no --launcher was given" in outcome.stderr
     assert lines(outcome.stdout) == [f"out {rank}/2 srun threads=2" for rank in range(2)], str(outcome)
 
 
 def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slurm: Slurm) -> None:
     argv = [*slurm.salloc("-N1", "-n2"), *slurm.srun("-n1", "-c2"), *RUN, "-np", "2", PROGRAM]
     outcome = launch(argv, env=slurm.env)
-    assert "torchrun starts 2 rank(s), as no --launcher was named and srun has started this process" in outcome.stderr
+    assert "torchrun starts 2 rank(s), as no --launcher was given and srun started this process" in outcome.stderr
     assert lines(outcome.stdout) == [f"out {rank}/2 torchrun threads=1" for rank in range(2)], str(outcome)
 
 

@@ -184,7 +184,7 @@ def test_a_host_that_wants_a_password_is_named(launch: Launch, two_hosts: Hosts)
     (folder / "ssh").chmod(0o755)
     env = {**two_hosts.env, "PATH": f"{folder}:{two_hosts.env['PATH']}"}
     outcome = launch(two_hosts.on(0, *RUN, "-H", "hostb:1", PROGRAM), env=env, check=False)
-    assert "host 'hostb' cannot be reached by ssh: it lets nobody in without a password" in outcome.stderr, str(outcome)
+    assert "host 'hostb' cannot be reached by ssh: it requires a password" in outcome.stderr, str(outcome)
 
 
 def test_hosts_need_the_same_folder(launch: Launch, two_hosts: Hosts) -> None:

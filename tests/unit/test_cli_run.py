@@ -45,7 +45,7 @@ STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
 def test_within_a_step_no_other_srun_is_started() -> None:
     """It would wait for the cores that this one has, for ever."""
     launcher, reason = default_launcher(STEP, None)
-    assert (launcher, "srun has started this process" in reason) == ("torchrun", True)
+    assert (launcher, "srun started this process" in reason) == ("torchrun", True)
     assert default_launcher(STEP | {"SLURM_STEP_ID": "4294967290"}, None)[0] == "srun", "a shell of salloc"
     assert default_launcher(STEP, "horovod", has_hosts=True)[0] == "horovodrun"
 
@@ -175,7 +175,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
     wrapped = ["-m", "dualdist.launch.rank", *FACE, "train.py", "-np", "7", "--dry-run"]
     assert rest[-9:] == ["--nproc-per-node=2", *wrapped]
     assert done.stderr == (
-        "dualdist run: torchrun starts 2 rank(s), as no --launcher was named and this is no Slurm allocation "
+        "dualdist run: torchrun starts 2 rank(s), as no --launcher was given and this is no Slurm allocation "
         "(SLURM_JOB_ID is not set)\n"
     )
 
@@ -183,9 +183,9 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no --launcher was named and this is a Slurm allocation"),
+        ((), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no --launcher was given and this is a Slurm allocation"),
         (("--launcher", "srun"), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no -np was given\n"),
-        (("-np", "2"), "srun starts 2 rank(s), as no --launcher was named and this is a Slurm allocation"),
+        (("-np", "2"), "srun starts 2 rank(s), as no --launcher was given and this is a Slurm allocation"),
     ],
 )
 def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
@@ -252,7 +252,7 @@ def test_ending_it_while_ssh_is_being_started_leaves_none(monkeypatch: pytest.Mo
             signal.raise_signal(signal.SIGTERM)  # before the caller knows of the process
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
-    with pytest.raises(SystemExit), termination_raises(), host_check._ssh("elsewhere", ["sleep", "60"]):
+    with pytest.raises(SystemExit), termination_raises(), host_check._start_ssh("elsewhere", ["sleep", "60"]):
         pytest.fail("it goes on")
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
@@ -267,4 +267,4 @@ def test_help_says_which_backend_each_kind_of_program_has() -> None:
     parser = argparse.ArgumentParser()
     configure(parser)
     told = "".join(parser.format_help().split())  # it breaks lines within words
-    assert "(default:whatDUALDIST_BACKENDsays,elseauto,ornativewith--as-horovod)" in told
+    assert "(default:DUALDIST_BACKEND,elseauto,ornativewith--as-horovod)" in told

@@ -1,4 +1,4 @@
-"""A job file: what it gives, and that all that is wrong with it is told, each in a sentence with file and line."""
+"""Job files: the values of every key, and one error message with file and line for each mistake."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ resources:
 """
 
 
-def wrong(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
+def errors_of(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
     with pytest.raises(UsageError) as caught:
         loads(text, "job.yaml", horovod_has_mpi=horovod_has_mpi)
     return str(caught.value).splitlines()
 
 
-def test_it_knows_the_names_that_everything_knows() -> None:
+def test_its_choices_are_those_of_launchers_and_backends() -> None:
     in_scripts = {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}
     assert set(get_args(LauncherName)) == {*LAUNCHERS, *in_scripts}
     assert (set(get_args(BackendName)), set(get_args(TransportName))) == (set(BACKENDS), set(TRANSPORTS))
     assert {"auto", *BACKEND_TRANSPORTS} == set(BACKENDS)
 
 
-def test_every_key_arrives_as_it_was_written() -> None:
+def test_values_keep_their_spelling() -> None:
     assert loads(WHOLE, "job.yaml") == JobFile(
         program="train.py",
         args=("--lr", "1e-3", "--steps", "010"),
@@ -92,49 +92,49 @@ def test_every_key_arrives_as_it_was_written() -> None:
     )
 
 
-def test_an_empty_file_leaves_all_open() -> None:
+def test_an_empty_file_has_defaults() -> None:
     assert loads("# nothing yet\n", "job.yaml") == JobFile()
 
 
-WRONG = [
-    ("ranks: four", "1: ranks: expected a whole number, not 'four'"),
-    ("ranks: 0", "1: ranks: expected 1 or more, not 0"),
-    ("np: 1.5", "1: ranks: expected a whole number, not 1.5"),
-    ("ranks: true", "1: ranks: expected a whole number, not true"),
-    ("\n\ntimeout: -1", "3: timeout: expected more than 0, not -1"),
-    ("tag_output: 1", "1: tag_output: expected true or false, not 1"),
-    ("tag_output: yes", "1: tag_output: expected true or false, not 'yes'"),
-    ("program: ''", "1: program: expected a text that is not empty, not ''"),
-    ("args: {a: b}", "1: args: expected a list, not a mapping"),
-    ("env: [A, B]", "1: env: expected a mapping of names to values, not a list"),
-    ("env:\n  A: 1\n  B: [x]", "3: env.B: expected a text, not a list"),
-    ("hosts:\n- a:2\n- 3", "3: hosts.1: expected a text, not 3"),
-    ("resources: 3", "1: resources: expected a mapping of names to values, not 3"),
+MISTAKES = [
+    ("ranks: four", "1: ranks: input should be a valid integer, unable to parse string as an integer; got 'four'"),
+    ("ranks: 0", "1: ranks: input should be greater than or equal to 1; got '0'"),
+    ("np: 1.5", "1: ranks: input should be a valid integer, unable to parse string as an integer; got '1.5'"),
+    ("ranks: true", "1: ranks: input should be a valid integer, unable to parse string as an integer; got 'true'"),
+    ("\n\ntimeout: -1", "3: timeout: input should be greater than 0; got '-1'"),
+    ("tag_output: 1", "1: tag_output: input should be a valid boolean; got '1'"),
+    ("tag_output: yes", "1: tag_output: input should be a valid boolean; got 'yes'"),
+    ("program: ''", "1: program: string should have at least 1 character; got ''"),
+    ("args: {a: b}", "1: args: input should be a valid tuple; got a mapping"),
+    ("env: [A, B]", "1: env: input should be a valid dictionary; got a list"),
+    ("env:\n  A: 1\n  B: [x]", "3: env.B: input should be a valid string; got a list"),
+    ("hosts:\n- a:2\n- [b]", "3: hosts.1: input should be a valid string; got a list"),
+    ("resources: 3", "1: resources: input should be a valid dictionary or instance of Resources; got '3'"),
     (
         "resources:\n  nodes: 2\n  time: soon",
-        "3: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00, not 'soon'",
+        "3: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got 'soon'",
     ),
     (
         "resources: {time: 90}",
-        "1: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00, not '90'",
+        "1: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got '90'",
     ),
     (
         "resources: {memory_per_task: 64}",
-        "1: resources.memory_per_task: expected a number and a unit of K, M, G or T, as 64G, not '64'",
+        "1: resources.memory_per_task: expected a number and a unit of K, M, G or T, as 64G; got '64'",
     ),
-    ("resources: {queue: a b}", "1: resources.queue: expected one word of letters, digits and ._:/@+-, not 'a b'"),
+    ("resources: {queue: a b}", "1: resources.queue: expected one word of letters, digits and ._:/@+-; got 'a b'"),
     (
         "resources:\n  gpus_per_node: 4\n  gpus_per_task: 1",
-        "3: gpus_per_node 4 and gpus_per_task 1 ask for one thing twice: give one",
+        "3: gpus_per_node 4 and gpus_per_task 1 request the same resource: give one",
     ),
     (
         "resources:\n  tasks_per_node: 4\n  gpus_per_node: 2",
         "3: 4 tasks and 2 GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
-        "ask for 2 tasks, or for no GPUs",
+        "request 2 tasks, or no GPUs",
     ),
     (
         "ranks: 4\nresources:\n  nodes: 3",
-        "3: 4 ranks on 3 nodes with the same number on each: the numbers do not fit together",
+        "3: 4 ranks on 3 nodes with the same number on each: the numbers do not agree",
     ),
     ("ranks: 2\nmin_ranks: 4", "2: min_ranks=4: expected 1 to 2, the number of ranks"),
     (
@@ -142,23 +142,30 @@ WRONG = [
         "3: requeue 120: the job has 60 seconds; expected fewer than that",
     ),
     ("hosts:\n- a:2\n- b:x", "3: host 'b:x': expected a name and its slots, as a:2"),
-    ("hosts: a:2,b:2\nranks: 5", "2: 5 ranks on hosts with 4 slots (a:2,b:2): ask for fewer, or give more slots"),
-    ("timeout: soon", "1: timeout: expected a number of seconds, not 'soon'"),
-    ("timeout: true", "1: timeout: expected a number of seconds, not true"),
-    ("timeout: 1e400", "1: timeout: expected a number of seconds, not inf"),
+    ("hosts: a:2,b:2\nranks: 5", "2: 5 ranks on hosts with 4 slots (a:2,b:2): start fewer, or give more slots"),
+    ("timeout: soon", "1: timeout: input should be a valid number, unable to parse string as a number; got 'soon'"),
+    ("timeout: true", "1: timeout: input should be a valid number, unable to parse string as a number; got 'true'"),
+    ("timeout: 1e400", "1: timeout: input should be a finite number; got '1e400'"),
     (
         "launcher: [torchrun]",
-        "1: launcher: expected one of torchrun, horovodrun, horovodrun-mpi, mpirun, srun, jsrun, spawn, python, "
-        "not a list",
+        "1: launcher: input should be 'torchrun', 'horovodrun', 'horovodrun-mpi', 'mpirun', 'srun', 'jsrun', 'spawn' "
+        "or 'python'; got a list",
     ),
     (
         "env:\n  A: 1\n  B C: 2",
-        "3: env: expected a variable's name, of letters, digits and underscores, not 'B C'",
+        "3: env: expected a variable's name, of letters, digits and underscores; got 'B C'",
     ),
-    ('program: "a\\0b"', "1: a text with a zero byte: no program can be told it"),
-    ("env: &a {A: *a}", "1: lists and mappings stand too deep in one another, or one is an alias of itself"),
-    (f"ranks: {'9' * 5000}", "1: ranks: expected a whole number, not inf"),
-    ("backend: nativ", "1: backend: expected one of native, horovod, mpi, auto, not 'nativ'; did you mean 'native'?"),
+    ('program: "a\\0b"', "1: a string with a NUL byte: no program can take it as an argument"),
+    ("env: &a {A: *a}", "1: lists and mappings are nested too deep, or one is an alias of itself"),
+    (
+        f"ranks: {'9' * 5000}",
+        "1: ranks: unable to parse input string as an integer, exceeded maximum size; "
+        "got '999999999999...9999999999999'",
+    ),
+    (
+        "backend: nativ",
+        "1: backend: input should be 'native', 'horovod', 'mpi' or 'auto'; got 'nativ'; did you mean 'native'?",
+    ),
     ("launchr: mpirun", "1: unknown key 'launchr': did you mean 'launcher'?"),
     ("resources:\n  node: 2", "2: unknown key 'resources.node': did you mean 'nodes'?"),
     ("nodes: 2", "1: unknown key 'nodes': it belongs under resources:"),
@@ -186,33 +193,33 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
-def test_what_is_wrong_is_one_sentence_with_its_line(text: str, sentence: str) -> None:
-    assert wrong(text) == [f"job.yaml:{sentence}"]
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_is_one_message_with_its_line(text: str, message: str) -> None:
+    assert errors_of(text) == [f"job.yaml:{message}"]
 
 
 def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
     text = "launcher: mpirun\nbackend: horovod"
-    (sentence,) = wrong(text, horovod_has_mpi=False)
-    assert sentence.startswith("job.yaml:1: mpirun starts MPI, but the installed Horovod was built without it: ")
-    (sentence,) = wrong("backend: horovod\ntransport: mpi", horovod_has_mpi=False)
-    assert sentence.startswith("job.yaml:2: the installed Horovod was built without MPI: ")
+    (message,) = errors_of(text, horovod_has_mpi=False)
+    assert message.startswith("job.yaml:1: mpirun starts MPI, but the installed Horovod was built without it: ")
+    (message,) = errors_of("backend: horovod\ntransport: mpi", horovod_has_mpi=False)
+    assert message.startswith("job.yaml:2: the installed Horovod was built without MPI: ")
     for has_mpi in (True, None):
         assert loads(text, "job.yaml", horovod_has_mpi=has_mpi).backend == "horovod"
     assert loads(f"{text}\ntransport: gloo", "job.yaml", horovod_has_mpi=False).transport == "gloo"
 
 
-def test_every_launcher_of_a_scheduler_can_be_named() -> None:
+def test_launchers_of_every_scheduler_are_accepted() -> None:
     for name in {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}:
         assert loads(f"launcher: {name}", "job.yaml").launcher == name
 
 
-def test_all_mistakes_are_told_at_once_in_the_files_order() -> None:
-    told = wrong("resources: {node: 1}\nnp: four\nlaunchr: x\n")
-    assert [sentence.partition(" ")[0] for sentence in told] == ["job.yaml:1:", "job.yaml:2:", "job.yaml:3:"]
+def test_all_mistakes_are_reported_in_the_files_order() -> None:
+    messages = errors_of("resources: {node: 1}\nnp: four\nlaunchr: x\n")
+    assert [message.partition(" ")[0] for message in messages] == ["job.yaml:1:", "job.yaml:2:", "job.yaml:3:"]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.yaml: cannot read this job file: No such file"):
         load(tmp_path / "nowhere.yaml")
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")

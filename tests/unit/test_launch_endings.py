@@ -145,7 +145,7 @@ def test_a_failure_is_told_with_rank_host_and_signal() -> None:
     assert "ended by SIGSEGV" in describe_failure(ended(3, -11, 0.0), has_hosts=False)
     assert "dmesg" in describe_failure(ended(3, -9, 0.0), has_hosts=False)
     assert describe_failure(ended(3, None, 0.0), has_hosts=True).startswith("rank 3 on host was lost")
-    assert describe_failure(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it could say by which code:\nE")
+    assert describe_failure(ended(3, None, 0.0, "E"), has_hosts=False).endswith("before it reported an exit code:\nE")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
 
 
 def variables(environ: dict[str, str], given: dict[str, str], *, has_hosts: bool = False) -> dict[str, str]:
-    return env_defaults.rank_variables(environ, given, threads_a_rank=4, interface=None, has_hosts=has_hosts)
+    return env_defaults.rank_variables(environ, given, threads=4, interface=None, has_hosts=has_hosts)
 
 
 def test_a_ranks_variables_are_the_users_before_ours() -> None:
@@ -237,7 +237,7 @@ def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
 
 
 def test_an_interface_is_told_to_all_that_ask() -> None:
-    found = env_defaults.rank_variables({}, {}, threads_a_rank=None, interface="ib0", has_hosts=False)
+    found = env_defaults.rank_variables({}, {}, threads=None, interface="ib0", has_hosts=False)
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
 
 

@@ -82,7 +82,7 @@ def test_this_host_knows_its_names() -> None:
 def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
     found = evaluate_hosts([A, B], None, HERE, lambda names, target: [THERE])
     assert (found.rendezvous.address, found.rendezvous.port) == ("10.0.0.1", 4711)
-    assert found.back == ("10.0.0.1", "10.1.0.1")
+    assert found.local_addresses == ("10.0.0.1", "10.1.0.1")
     assert found.cores == (8, 4)
 
 
@@ -140,18 +140,18 @@ def test_hosts_need_the_same_version() -> None:
     ("code", "stderr", "told"),
     [
         (71, "", "host 'b' has no folder /shared/job: start the job in one that every host has"),
-        (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same place"),
+        (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same path"),
         (1, "/v/bin/python: No module named dualdist.launch.launchers\n", "/v/bin/python does not find dualdist there"),
         (1, "ImportError: libx.so\n", "host 'b' cannot run /v/bin/python (ImportError: libx.so)"),
         (
             255,
             "root@b: Permission denied (publickey,password).\n",
-            "lets nobody in without a password: put your public",
+            "requires a password: put your public",
         ),
         (255, "ssh: Could not resolve hostname b: Name or service not known\n", "its name does not resolve"),
         (255, "ssh: connect to host b port 22: Connection refused\n", "it runs no ssh server on that port"),
         (255, "ssh: connect to host b port 22: Connection timed out\n", "it does not answer"),
-        (255, "Host key verification failed.\n", "its key is not known here: say `ssh b` once"),
+        (255, "Host key verification failed.\n", "its key is not known here: run `ssh b` once"),
         (255, "", "host 'b' cannot be reached by ssh (exit code 255)"),
     ],
 )

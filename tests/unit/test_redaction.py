@@ -74,11 +74,11 @@ def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> 
     "text",
     [
         "type: pip install --no-deps torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu",
-        "host 'a' cannot be reached by ssh: it lets nobody in without a password: put your public key there",
+        "host 'a' cannot be reached by ssh: it requires a password: put your public key there",
         "SLURM_NTASKS=4, but this process is no task of a Slurm step",
         "KeyError: 'weight'",
         "TOKENIZERS_PARALLELISM=false MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
-        "its key is not known here: say `ssh a` once",
+        "its key is not known here: run `ssh a` once",
         "a@b is an address",
     ],
 )

@@ -135,8 +135,8 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ({"cpus_per_task": 0}, "--cpus-per-task 0"),
         ({"gpus_per_node": -1}, "--gpus-per-node -1: expected a whole number of 0 or more"),
         ({"gpus_per_node": 2, "tasks_per_node": 4}, "two ranks would share a GPU"),
-        ({"gpus_per_node": 4, "gpus_per_task": 1}, "ask for one thing twice"),
-        ({"memory": "4G", "memory_per_task": "1G"}, "memory 4G and memory_per_task 1G ask for one thing twice"),
+        ({"gpus_per_node": 4, "gpus_per_task": 1}, "request the same resource"),
+        ({"memory": "4G", "memory_per_task": "1G"}, "memory 4G and memory_per_task 1G request the same resource"),
         ({"gpus_per_task": 1, "tasks_per_node": 4}, "torchrun is one task on each node.*--gpus-per-node 4"),
         ({"memory": "64"}, "--memory '64': expected a number and a unit"),
         ({"memory": "0G"}, "--memory '0G'"),
@@ -287,7 +287,7 @@ def test_submit_says_where_the_scheduler_is(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"qsub was not found on PATH: log in to a host of the cluster"):
         submit_script("pbs", "")
-    with pytest.raises(UsageError, match="there is none to submit to"):
+    with pytest.raises(UsageError, match="it has no queue"):
         submit_script("ssh", "")
 
 
@@ -306,20 +306,20 @@ def test_a_file_that_a_person_changed_is_left_alone(base_env: Mapping[str, str],
     path.write_text(changed)
     done = dualdist_run(base_env, tmp_path, *words)
     assert (done.returncode, path.read_text()) == (1, changed)
-    assert "job.sh is there and says something else" in done.stderr
+    assert "job.sh exists with another text" in done.stderr
 
 
 def test_options_of_a_scheduler_want_one(base_env: Mapping[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = dualdist_run(base_env, tmp_path, "--gpus-per-node", "4", "train.py")
     assert done.returncode == 1
-    assert "--gpus-per-node describes a job to a scheduler: add --scheduler NAME" in done.stderr
+    assert "--gpus-per-node is an option of job scripts: add --scheduler NAME" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--max-restarts 2", "--max-restarts: only ranks that dualdist run starts itself have that"),
+        ("--max-restarts 2", "--max-restarts: only for ranks that dualdist run starts itself"),
         ("--timeout 60", "--timeout: only"),
         ("--log-dir logs", "--log-dir: only"),
         ("--tag-output", "--tag-output: only"),
@@ -340,7 +340,7 @@ def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[st
     words = ["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", "slurm", "--nodes", "2"]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.err == "dualdist run: a script for slurm passes over tag_output, hosts\n"
+    assert said.err == "dualdist run: slurm scripts ignore: tag_output, hosts\n"
     assert "--ntasks-per-node=2" in said.out
 
 
@@ -374,9 +374,9 @@ def test_a_dry_run_writes_and_submits_nothing(
 @pytest.mark.parametrize(
     ("scheduler", "told"),
     [
-        ("slurm", "see that its setup() loads what a node needs, then sbatch < 'a job'"),
+        ("slurm", "check that its setup() loads what a node needs, then sbatch < 'a job'"),
         ("kubernetes", "next: kubectl create -f - < 'a job'"),
-        ("workstation", "see that its setup() loads what a node needs, then bash 'a job'"),
+        ("workstation", "check that its setup() loads what a node needs, then bash 'a job'"),
     ],
 )
 def test_what_was_written_is_told_with_what_to_do_next(

@@ -44,7 +44,7 @@ def test_the_value_of_a_secret_option_is_redacted(option: str) -> None:
 )
 def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     environ = {name: "hush", "OMP_PLACES": "cores", "HOME": "/h", "A B": "c", "OMP_$(id)": "d"}
-    options = {"threads_a_rank": None, "interface": None, "has_hosts": True}
+    options = {"threads": None, "interface": None, "has_hosts": True}
     forwarded = env_defaults.rank_variables(environ, {}, **options)  # type: ignore[arg-type]
     assert forwarded == {"OMP_PLACES": "cores", "PYTHONUNBUFFERED": "1"}
     assert env_defaults.rank_variables(environ, {name: "asked"}, **options)[name] == "asked"  # type: ignore[arg-type]
@@ -119,7 +119,9 @@ def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
     )
     assert json.loads(built.stdin) == {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a"}
     assert "hush" not in " ".join(built.argv)
-    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launch.remote_guard --told python x.py")
+    assert built.argv[-1].endswith(
+        "exec env A=b /v/python -m dualdist.launch.remote_guard --env-from-stdin python x.py"
+    )
     assert "-n" not in built.argv, "ssh would not read it"
     plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")

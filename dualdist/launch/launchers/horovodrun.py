@@ -1,4 +1,4 @@
-"""horovodrun, Horovod's launcher: it starts the ranks itself, or has mpirun start them."""
+"""horovodrun, Horovod's launcher: it starts the ranks itself (--gloo), or by mpirun (--mpi)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from dualdist.launch.launchers.mpirun import rsh_agent_variables
 
 LOCALHOST = "localhost"
 LOOPBACK = "lo"
-# Seconds after which a host whose rank was lost may be used again, at first and at most; horovodrun's default is never.
+# Seconds until a host that lost a rank is used again, at first and at most; by default horovodrun never uses it again.
 COOLDOWN = ("1", "60")
 OUTPUT_PREFIX = r"\[(?:\d+,)?\d+\]<std(?:out|err)>:"
 
 
 def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
-    if _is_spread(job) and shlex.quote(site.folder) != site.folder:
+    """Return the command line of horovodrun --gloo."""
+    if _is_multi_host(job) and shlex.quote(site.folder) != site.folder:
         raise LaunchError(
-            f"horovodrun hands the folder {site.folder!r} to the shells of other hosts as it is: start the job in a "
-            "folder whose name has no blanks and nothing that means something to a shell, or choose torchrun or mpirun"
+            f"horovodrun passes the folder {site.folder!r} unquoted to the shells of other hosts: start the job in a "
+            "folder whose name has no blanks or shell metacharacters, or choose torchrun or mpirun"
         )
     return _commands(job, site, "--gloo")
 
 
 def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return the command line of horovodrun --mpi."""
     site.tool("mpirun")
     if site.mpi == "openmpi5":
         raise LaunchError(
@@ -36,18 +38,18 @@ def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 
 def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
-    # horovodrun looks for mpirun, and its ranks for python, on PATH. It hands all variables that it has to all hosts.
-    has_clean_env = _is_spread(job)
+    # horovodrun finds mpirun, and its ranks find python, on PATH. It exports its whole environment to all hosts.
+    has_clean_env = _is_multi_host(job)
     own = {**(site.launcher_env if has_clean_env else {}), "PATH": site.path}
     variables = {**own, **job.variables(), **(rsh_agent_variables(site) if controller == "--mpi" else {})}
     flags = [controller, "-np", str(job.ranks)]
     if job.min_ranks is not None:
         flags += _elastic(job, job.min_ranks)
     if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
-        # It starts mpirun by its mere name, which then looks for its daemon on the other hosts' PATH.
+        # It starts mpirun without a path, which then searches its daemon on PATH of the other hosts.
         flags.append(f"--mpi-args=--prefix {Path(site.tool('mpirun')).parent.parent}")
     if job.hosts:
-        # What it found out about ssh and interfaces an hour ago need not hold any more.
+        # It caches for an hour what it found out about ssh and interfaces.
         flags += ["-H", ",".join(map(str, job.hosts)), "--disable-cache"]
     if job.interface is not None and job.min_ranks is None:
         flags += ["--network-interfaces", job.interface]
@@ -55,15 +57,15 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
     return (Command(argv, variables, prefix=OUTPUT_PREFIX, has_clean_env=has_clean_env),)
 
 
-def _is_spread(job: Job) -> bool:
+def _is_multi_host(job: Job) -> bool:
     return any(not host.is_local for host in job.hosts)
 
 
 def _elastic(job: Job, min_ranks: int) -> list[str]:
-    """The options of horovodrun's elastic mode.
+    """Return the options of horovodrun's elastic mode.
 
-    When a rank is lost it uses the whole host no more for a while, so on one host every rank has a host of its own: one
-    name, in another spelling each. Without an interface it would wait for a second host, by which to find one.
+    It excludes the host of a lost rank for a while, so that on one host every rank gets another spelling of its name.
+    Without an interface it would wait for a second host to find one.
     """
     flags = ["--min-np", str(min_ranks), "--max-np", str(job.ranks), "--blacklist-cooldown-range", *COOLDOWN]
     if not job.hosts:
@@ -73,10 +75,10 @@ def _elastic(job: Job, min_ranks: int) -> list[str]:
 
 
 def localhost_spellings(count: int) -> list[str]:
-    """So many names of this host: host names do not depend on upper and lower case. LaunchError for too many."""
+    """Return `count` spellings of "localhost", as host names are case-insensitive; LaunchError for too many."""
     if count > 1 << len(LOCALHOST):
         raise LaunchError(f"{count} ranks on this host: horovodrun's elastic mode takes {1 << len(LOCALHOST)} at most")
     return [
-        "".join(letter.upper() if number >> place & 1 else letter for place, letter in enumerate(LOCALHOST))
+        "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate(LOCALHOST))
         for number in range(count)
     ]

@@ -1,33 +1,34 @@
-"""mpirun of Open MPI 4 and 5, and of MPICH and its kin (Intel MPI, MVAPICH), which start ranks by Hydra."""
+"""mpirun of Open MPI 4 and 5, and of MPICH and its derivatives (Intel MPI, MVAPICH), which use Hydra."""
 
 from __future__ import annotations
 
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Job, Site
 
-# Left alone, Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
+# By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
 OPENMPI = {
     "openmpi4": ("--oversubscribe", "--bind-to", "none"),
     "openmpi5": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
 }
-# The same, where ranks shall fill one host after the other.
+# The same, with ranks that fill one host after the other.
 OPENMPI_BY_SLOT = {
     "openmpi4": ("--oversubscribe", "--map-by", "slot", "--bind-to", "none"),
     "openmpi5": ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
 }
-# The program by which Open MPI 4 starts something on another host. Without one it ends at once, also where it would
-# start nothing elsewhere, as in many a container.
+# The program by which Open MPI 4 starts its daemon on another host. Without one, as in many containers, it fails at
+# once, even for ranks on this host alone.
 RSH_AGENT_VARIABLE = "OMPI_MCA_plm_rsh_agent"
-# By which interface the daemons talk, before the ranks do.
+# The interface of the daemons.
 OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--prtemca", "prte_if_include")}
 
 
 def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
+    """Return the command line of the installed mpirun."""
     variables, mpirun = job.variables(), site.tool("mpirun")
     if site.mpi in OPENMPI:
-        flags = _of_openmpi(job, site)
+        flags = _openmpi_flags(job, site)
     elif site.mpi == "mpich":
-        flags = _of_mpich(job)
+        flags = _mpich_flags(job)
     else:
         raise LaunchError(
             f"{mpirun} belongs to neither Open MPI nor MPICH nor Intel MPI: put one of theirs first on PATH"
@@ -36,16 +37,16 @@ def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 
 def rsh_agent_variables(site: Site) -> dict[str, str]:
-    """The variable with which mpirun starts on one host that has no ssh."""
+    """Return the variable that lets mpirun start on a host without ssh."""
     return {RSH_AGENT_VARIABLE: "false"} if site.mpi == "openmpi4" and not site.has_ssh else {}
 
 
-def _of_openmpi(job: Job, site: Site) -> list[str]:
+def _openmpi_flags(job: Job, site: Site) -> list[str]:
     flags = ["--allow-run-as-root"] if site.is_root else []
     flags += [*(OPENMPI_BY_SLOT if job.hosts else OPENMPI)[site.mpi], "-np", str(job.ranks)]
     if job.hosts:
         flags += ["-H", ",".join(map(str, job.hosts))]
-    # Left alone, it takes all networks of a host for connected, and fails by the first that is not.
+    # By default it assumes that all networks of a host are connected, and fails on one that is not.
     networks = job.interface or ",".join(site.networks)
     if networks:
         flags += ["--mca", "btl_tcp_if_include", networks]
@@ -56,12 +57,12 @@ def _of_openmpi(job: Job, site: Site) -> list[str]:
     return flags
 
 
-def _of_mpich(job: Job) -> list[str]:
+def _mpich_flags(job: Job) -> list[str]:
     flags = ["-np", str(job.ranks)]
     if job.hosts:
         flags += ["-hosts", ",".join(map(str, job.hosts))]
     if job.interface is not None:
         flags += ["-iface", job.interface]
-    # Left alone, it hands all variables that it has to all hosts.
+    # By default it exports its whole environment to all hosts.
     names = ",".join(job.variables())
     return [*flags, *(("-genvlist", names) if names else ("-genvnone",))]
