@@ -1,1 +1,1 @@
-"""How gradients are reduced while backward() runs: planned, gathered in buckets, sent off, given back."""
+"""Reduce gradients during backward(): bucketing, compression, sparse gradients, Adasum, checks and join."""

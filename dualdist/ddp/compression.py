@@ -1,4 +1,4 @@
-"""What gradients become on the wire."""
+"""Gradient compression: the format in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dualdist.errors import UsageError
 
 
 class GradientCompressor(Protocol):
-    """A pair of functions of one's own: what compress() returns is summed over all ranks, then decompressed."""
+    """A user's compression: the results of compress() are summed over all ranks, then decompressed."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What to send for a gradient, of the same shape on every rank, and what decompress() needs to know."""
+        """Return the tensor to send, of the same shape on every rank, and a context for decompress()."""
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The gradient again, in its own shape and dtype, from the sum (or mean) of what was sent."""
+        """Return the gradient, in its own shape and dtype, from the sum or mean of the compressed tensors."""
 
 
 class CastCompression:
-    """Floats travel in a smaller dtype; other dtypes as they are."""
+    """Send floating-point tensors in a smaller dtype, others as they are."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -36,7 +36,7 @@ CASTS = {"fp16": CastCompression(torch.float16), "bf16": CastCompression(torch.b
 
 
 def resolve_compressor(compression: str | GradientCompressor | None) -> GradientCompressor | None:
-    """What a caller means by its `compression` argument."""
+    """Return the compressor for wrap_optimizer's argument `compression`."""
     if isinstance(compression, str):
         if compression not in CASTS:
             raise UsageError(
@@ -47,3 +47,8 @@ def resolve_compressor(compression: str | GradientCompressor | None) -> Gradient
     if compression is not None and not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise UsageError(f"compression {compression!r} has no compress(tensor) and decompress(tensor, ctx)")
     return compression
+
+
+def compressor_name(compressor: GradientCompressor) -> str:
+    kind = compressor if isinstance(compressor, type) else type(compressor)
+    return kind.__name__

@@ -1,4 +1,4 @@
-"""join: a rank that has no more data lets the others go on, and takes part in what they do with zeros."""
+"""join: take part in the other ranks' operations with zeros until all ranks have joined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, compute_response
 from dualdist.collectives.work import PendingOperation, own_parts
-from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
 from dualdist.monitoring.monitored import require_responsive
@@ -21,104 +21,101 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Work
     from dualdist.ddp.buckets import Bucket
 
+POLL_S = 0.0005
+
 
 class JoinedRank:
-    """Takes part in the rounds of a group's other ranks.
+    """Take part in the gradient reductions of a group's other ranks.
 
-    The first message of a round is under way all the time: when it arrives, the others have begun a round, or all have
-    joined. It is the flags that say which optimizers are due or, where the group has one only, that one's first bucket.
+    The first message of a round is always under way: when it arrives, the others have begun a round, or all have
+    joined. It is the exchange of due reducers, or the first bucket if the group has one reducer only.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._all_rounds: list[ReductionPlan] = group.reducers
+        self._plans: list[ReductionPlan] = group.reducers
         self._flags: torch.Tensor | None = None
         self._work: Work | None = None
         self._first: Bucket | None = None
-        self._is_over = len(active_plans(group)) < 2 and not any(rounds.buckets for rounds in active_plans(group))
-        for rounds in self._all_rounds:
-            reducer = rounds.reducer()
+        self._is_over = len(active_plans(group)) < 2 and not any(plan.buckets for plan in active_plans(group))
+        for plan in self._plans:
+            reducer = plan.reducer()
             if reducer is not None:
-                reducer.drop_interrupted()
-        self._begin()
+                reducer.discard_interrupted_round()
+        self._launch_first_message()
 
-    def arrived(self) -> bool:
-        """Whether the others have begun a round."""
+    def has_round_begun(self) -> bool:
         if self._is_over:
             return False
         if self._first is not None:
             return self._first.done()
         return self._work is not None and self._work.done()
 
-    def follow(self) -> None:
-        """Go through the round that has begun; waits for its first message if need be."""
+    def run_round(self) -> None:
+        """Take part in the round that has begun; wait for its first message if necessary."""
         if self._first is not None:
             self._first.wait()
-            self._is_over = not (self._first.any_rank_set(TAKES_PART) or self._first.any_rank_set(DROPS))
+            self._is_over = not (self._first.any_rank_set(CONTRIBUTES) or self._first.any_rank_set(DISCARDS))
             if not self._is_over:
-                self._go_through(active_plans(self._group)[0], self._first)
+                self._reduce(active_plans(self._group)[0], self._first)
         elif self._work is not None and self._flags is not None:
             self._work.wait()
             self._is_over = not self._flags[-1]
-            for rounds, is_due in zip(self._all_rounds, self._flags, strict=False):
-                if is_due and rounds.buckets:
-                    self._go_through(rounds, self._launched(rounds, 0))
-        self._begin()
+            for plan, is_due in zip(self._plans, self._flags, strict=False):
+                if is_due and plan.buckets:
+                    self._reduce(plan, self._launch(plan, 0))
+        self._launch_first_message()
 
     def finish(self) -> None:
-        """All have joined: the message under way, which all have sent, arrives."""
+        """Wait for the message under way, once all ranks have joined."""
         while not self._is_over:
-            self.follow()
+            self.run_round()
 
-    def _begin(self) -> None:
+    def _launch_first_message(self) -> None:
         if self._is_over:
             return
-        rounds = active_plans(self._group)
-        if len(rounds) == 1:
-            self._first = self._launched(rounds[0], 0)
+        plans = active_plans(self._group)
+        if len(plans) == 1:
+            self._first = self._launch(plans[0], 0)
         else:
-            self._flags = torch.zeros(len(self._all_rounds) + 1, dtype=torch.int32, device="cpu")
+            self._flags = torch.zeros(len(self._plans) + 1, dtype=torch.int32, device="cpu")
             self._work = allreduce_due_flags(self._group, self._flags)
 
-    def _go_through(self, rounds: ReductionPlan, first: Bucket) -> None:
-        buckets = [first, *(self._launched(rounds, place) for place in range(1, len(rounds.buckets)))]
+    def _reduce(self, plan: ReductionPlan, first: Bucket) -> None:
+        buckets = [first, *(self._launch(plan, index) for index in range(1, len(plan.buckets)))]
         for bucket in buckets:
             bucket.wait()
         if self._group.wait_times is not None:
             self._group.wait_times.skip(self._group.wait_times.rounds)
-        if buckets[-1].any_rank_set(DROPS):
+        if buckets[-1].any_rank_set(DISCARDS):
             return
         for bucket in buckets:
             bucket.unpack()
-        blame = None if rounds.config.check_every is None else NonFiniteReport()
-        if blame is not None:
-            blame.look(buckets, lambda place, member: None)
-        for place, bucket in enumerate(buckets):
-            apart = bucket.to_reduce_apart(bucket.read_flags())
-            for member, as_dense in apart:
-                reduced = bucket.reduce_apart(member, None, as_dense=as_dense)
-                if blame is not None and nonfinite_kinds(reduced):
-                    blame.note((place, member), None)
-            rounds.set_apart(place, [member for member, _ in apart])
-        if blame is not None:
-            blame.shared(self._group.gradients)
+        report = None if plan.config.check_every is None else NonFiniteReport()
+        if report is not None:
+            report.scan(buckets, lambda bucket_index, index: None)
+        for bucket_index, bucket in enumerate(buckets):
+            unbucketed = bucket.members_to_unbucket(bucket.read_flags())
+            for index, as_dense in unbucketed:
+                reduced = bucket.reduce_unbucketed(index, None, as_dense=as_dense)
+                if report is not None and nonfinite_kinds(reduced):
+                    report.add((bucket_index, index), None)
+            plan.unbucket(bucket_index, [index for index, _ in unbucketed])
+        if report is not None:
+            report.exchange(self._group.gradients)
 
-    def _launched(self, rounds: ReductionPlan, place: int) -> Bucket:
-        bucket = rounds.bucket(place, self._group.gradients)
+    def _launch(self, plan: ReductionPlan, bucket_index: int) -> Bucket:
+        bucket = plan.make_bucket(bucket_index, self._group.gradients)
         bucket.launch([None] * len(bucket.plan.shapes), HAS_JOINED)
         return bucket
 
 
-# Seconds between two looks at what the other ranks do.
-LOOK_S = 0.0005
+def join(group: Group, zero_contribution: Callable[[CollectiveRequest], PendingOperation[Any]]) -> int:
+    """Take part in the other ranks' operations until all have joined; return the rank that joined last.
 
-
-def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[Any]]) -> int:
-    """Take part in what the others do until all have joined; returns the rank that joined last.
-
-    `stand_in` makes this rank's part of an operation that the others offer. Two things can come next, a user's
-    operation or a round of gradients, each on a line of its own: this rank begins both, and follows what comes. It
-    waits for as long as the others say that they are there. What this rank has begun itself is finished first.
+    The other ranks may begin a user's operation or a round of gradients next, each on a separate channel: this rank
+    begins both and follows the one that arrives, for as long as the others respond. Its own pending operations are
+    finished first. `zero_contribution` makes this rank's part of an operation that the others request.
     """
     group.require_usable()
     if group.size == 1:
@@ -126,29 +123,30 @@ def join(group: Group, stand_in: Callable[[CollectiveRequest], PendingOperation[
     group.finish_pending()
     timeout_s = group.backend.timeout_s
     with group.exclusive_progress(), group.monitor.operation("join"):
-        row = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.num_unnamed)).dumps()
+        message = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.num_unnamed)).dumps()
         gradients = JoinedRank(group)
         while True:
-            exchange = group.exchange(row)
-            quiet = Deadline(timeout_s)
+            exchange = group.exchange(message)
+            deadline = Deadline(timeout_s)
             while not exchange.done():
-                if gradients.arrived():
-                    gradients.follow()
-                    quiet = Deadline(timeout_s)
-                elif quiet.passed():
+                if gradients.has_round_begun():
+                    gradients.run_round()
+                    deadline = Deadline(timeout_s)
+                elif deadline.passed():
                     require_responsive(group.monitor)
-                    quiet = Deadline(timeout_s)
+                    deadline = Deadline(timeout_s)
                 else:
-                    time.sleep(LOOK_S)
-            rows = [RankRequests.loads(data) for data in exchange.wait()]
-            decision = compute_response(rows, group.ranks)
-            if decision.last_joined is not None:
+                    time.sleep(POLL_S)
+            requests = [RankRequests.loads(data) for data in exchange.wait()]
+            response = compute_response(requests, group.ranks)
+            if response.last_joined is not None:
                 gradients.finish()
-                group.num_unnamed = max(row.joined.num_unnamed for row in rows if row.joined is not None)
-                group.rounds = max(row.joined.rounds for row in rows if row.joined is not None)
-                return decision.last_joined
-            for name in decision.agreed:
-                offer = next(offer for row in rows if (offer := row.offer(name)) is not None)
-                stand_in(offer).perform(group.backend, own_parts(rows, name))
+                joined = [each.joined for each in requests if each.joined is not None]
+                group.num_unnamed = max(each.num_unnamed for each in joined)
+                group.rounds = max(each.rounds for each in joined)
+                return response.last_joined
+            for name in response.agreed:
+                request = next(found for each in requests if (found := each.offer(name)) is not None)
+                zero_contribution(request).perform(group.backend, own_parts(requests, name))
                 if group.wait_times is not None:
                     group.wait_times.skip(group.wait_times.operations)

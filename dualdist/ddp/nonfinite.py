@@ -1,8 +1,8 @@
-"""Which gradients are NaN or infinite, and on which ranks they were so before they were reduced.
+"""Checks before an optimizer step: NaN and infinite gradients, and parameters that differ between ranks.
 
-Note [blame]: a sum over ranks that is not finite does not tell whose part was not. But until the parameters are given
-what has been reduced, every rank still has its own gradients. What has been reduced is the same on all ranks, so that
-they all find the same, and tell each other about their own in one more message, which is only sent then.
+Note [non-finite report]: a sum over ranks that is not finite does not show whose part was not. But until the reduced
+values are assigned, every rank still has its own gradients. The reduced values are the same on all ranks, so all find
+the same members, and exchange the kinds of their own gradients in one more message, sent only then.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ if TYPE_CHECKING:
     from dualdist.ddp.reducer import Reducer
 
 NAN, INFINITE = 1, 2
-WORDS = {NAN: "NaN", INFINITE: "infinite", NAN | INFINITE: "NaN and infinite"}
-BLAME = "gradients.blame"  # the name under which the ranks tell each other
+KIND_NAMES = {NAN: "NaN", INFINITE: "infinite", NAN | INFINITE: "NaN and infinite"}
+REPORT_NAME = "gradients.nonfinite"  # of the exchange
 SHOWN = 5  # gradients, in an error
-# One pass over these takes less time than adding them up.
-QUICK = (torch.float32, torch.float64)
+# For these dtypes a dot product is faster than a sum.
+DOT_DTYPES = (torch.float32, torch.float64)
+# Set by torch's GradScaler on optimizers whose step() skips itself.
+FOUND_INF = "found_inf"
 
 
 def probe(values: torch.Tensor) -> torch.Tensor:
-    """A number that is not finite where a value is not, and may be so where finite ones are too large to add up."""
+    """Return a scalar that is not finite if a value is not, and maybe if finite values are too large to add up."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     if not flat.is_floating_point():
         return flat.new_zeros((), dtype=torch.float32)
-    if flat.dtype in QUICK and len(flat):
+    if flat.dtype in DOT_DTYPES and len(flat):
         return torch.dot(flat, flat).float()
     return flat.sum(dtype=torch.float32)
 
 
 def nonfinite_kinds(grad: torch.Tensor | None) -> int:
-    """What of NAN and INFINITE is in the gradient."""
+    """Return the union of NAN and INFINITE found in the gradient, 0 if it is finite."""
     if grad is None:
         return 0
     values = (grad._values() if grad.is_sparse else grad).detach()
@@ -56,120 +58,117 @@ def nonfinite_kinds(grad: torch.Tensor | None) -> int:
     return (NAN if wide.isnan().any() else 0) | (INFINITE if wide.isinf().any() else 0)
 
 
-def find_suspects(rows: Sequence[torch.Tensor]) -> list[bool]:
-    """Which rows may hold something that is not finite; the host waits for each device once."""
-    found = [False] * len(rows)
-    for device in dict.fromkeys(row.device for row in rows):
-        mine = [number for number, row in enumerate(rows) if row.device == device]
-        is_finite = torch.isfinite(torch.stack([probe(rows[number]) for number in mine])).tolist()
-        for number, is_fine in zip(mine, is_finite, strict=True):
-            found[number] = not is_fine
-    return found
+def find_suspects(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return True for each tensor that may hold a non-finite value; waits once per device."""
+    suspect = [False] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        is_finite = torch.isfinite(torch.stack([probe(tensors[number]) for number in numbers])).tolist()
+        for number, finite in zip(numbers, is_finite, strict=True):
+            suspect[number] = not finite
+    return suspect
 
 
 @dataclass
 class NonFiniteReport:
-    """Of one round's gradients: those that are not finite, by bucket and member, and what of it was this rank's own."""
+    """The non-finite gradients of one round, by (bucket, index), and the kinds of this rank's own gradients."""
 
     members: list[tuple[int, int]] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
 
-    def note(self, member: tuple[int, int], own: torch.Tensor | None) -> None:
-        """This member is not finite now; `own` is its gradient here before it was reduced."""
+    def add(self, member: tuple[int, int], own: torch.Tensor | None) -> None:
+        """Add a member whose reduced gradient is not finite; `own` is this rank's gradient before the reduction."""
         self.members.append(member)
         self.kinds.append(nonfinite_kinds(own) if len(self.members) <= SHOWN else 0)
 
-    def look(self, buckets: Sequence[Bucket], own: Callable[[int, int], torch.Tensor | None]) -> None:
-        """Note what of the buckets is not finite, after unpack(); `own` gives this rank's gradients."""
-        for place, is_suspect in enumerate(find_suspects([bucket.reduced_values() for bucket in buckets])):
-            for member in buckets[place].nonfinite_members() if is_suspect else ():
-                self.note((place, member), own(place, member))
+    def scan(self, buckets: Sequence[Bucket], own: Callable[[int, int], torch.Tensor | None]) -> None:
+        """Add the non-finite members of the buckets, after unpack(); `own` returns this rank's gradients."""
+        for bucket_index, is_suspect in enumerate(find_suspects([bucket.reduced_values() for bucket in buckets])):
+            for index in buckets[bucket_index].nonfinite_members() if is_suspect else ():
+                self.add((bucket_index, index), own(bucket_index, index))
 
-    def shared(self, line: Backend) -> dict[tuple[int, int], list[int]]:
-        """The kinds on every rank, in their order; of members beyond SHOWN none. All who go through the round call."""
+    def exchange(self, channel: Backend) -> dict[tuple[int, int], list[int]]:
+        """Return the kinds on every rank, [] for members beyond SHOWN; every rank of the round calls this."""
         if not self.members:
             return {}
         shown = self.kinds[:SHOWN]
-        table = torch.zeros(len(shown), line.size, dtype=torch.int32, device="cpu")
-        table[:, line.rank] = torch.tensor(shown, dtype=torch.int32, device="cpu")
+        table = torch.zeros(len(shown), channel.size, dtype=torch.int32, device="cpu")
+        table[:, channel.rank] = torch.tensor(shown, dtype=torch.int32, device="cpu")
         flat = table.view(-1)
-        line.allreduce_(flat, "max", BLAME).wait()
-        rows = flat.view(len(shown), line.size).tolist()
+        channel.allreduce_(flat, "max", REPORT_NAME).wait()
+        rows = flat.view(len(shown), channel.size).tolist()
         return {member: rows[n] if n < SHOWN else [] for n, member in enumerate(self.members)}
 
 
-def format_nonfinite(blame: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
-    """The gradients, by name, and what was wrong with them on which ranks; the first ones."""
+def format_nonfinite(kinds_by_name: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+    """List the first gradients with the kinds of non-finite values and the ranks that had them."""
     clauses = []
-    for name, kinds in list(blame.items())[:SHOWN]:
-        found = [(word, _those(ranks, kinds, kind)) for kind, word in WORDS.items()]
-        said = [f"{word} on {format_ranks(those)}" for word, those in found if those]
-        whole = ["finite on every rank, but not together"] if kinds else []
-        clauses.append(f"{name} ({', '.join(said or whole)})" if said or whole else name)
-    more = f" and {len(blame) - SHOWN} more" if len(blame) > SHOWN else ""
+    for name, kinds in list(kinds_by_name.items())[:SHOWN]:
+        found = [(text, _ranks_with(kind, kinds, ranks)) for kind, text in KIND_NAMES.items()]
+        details = [f"{text} on {format_ranks(some)}" for text, some in found if some]
+        if kinds and not details:
+            details = ["finite on every rank, but not their sum"]
+        clauses.append(f"{name} ({', '.join(details)})" if details else name)
+    more = f" and {len(kinds_by_name) - SHOWN} more" if len(kinds_by_name) > SHOWN else ""
     return f"{', '.join(clauses)}{more}"
 
 
-def _those(ranks: Sequence[int], kinds: Sequence[int], kind: int) -> list[int]:
+def _ranks_with(kind: int, kinds: Sequence[int], ranks: Sequence[int]) -> list[int]:
     return [rank for rank, own in zip(ranks, kinds, strict=True) if own == kind] if kinds else []
 
 
-# What torch's GradScaler sets on optimizers whose step() skips itself by it.
-FOUND_INF = "found_inf"
-
-
 class StepChecks:
-    """Gradients are looked at before every step, parameters before every `every`-th, beginning with the first."""
+    """Check gradients before every step, and parameters before every `every`-th, beginning with the first."""
 
     def __init__(self, reducer: Reducer, every: int) -> None:
         self._reducer = reducer
         self._every = every
-        self._steps = 0  # that all ranks took: who has joined counts none
-        self._seen = 0  # reductions, at the last step: a step may call that of its base class
+        self._steps = 0  # by all ranks: steps while some ranks have joined do not count
+        self._checked_reductions = 0  # at the last step, as a step may call that of its base class
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """NonFiniteError or DriftError on every rank where the step must not be taken."""
+        """Raise NonFiniteError or DriftError on every rank if the step must not be taken."""
         reducer = self._reducer
-        if reducer.reductions == self._seen:
+        if reducer.num_reductions == self._checked_reductions:
             return
-        self.gradients(optimizer)
-        if not reducer.some_have_joined:  # whose parameters are left behind by design
+        self.check_gradients(optimizer)
+        if not reducer.has_joined_ranks:  # their parameters are not updated
             if self._steps % self._every == 0:
-                self.parameters(self._steps)
+                self.check_parameters(self._steps)
             self._steps += 1
-        self._seen = reducer.reductions  # now: a program that calls step() once more is refused once more
+        self._checked_reductions = reducer.num_reductions  # last, so that a repeated step() raises again
 
-    def of_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
-        """For each time that a closure is called: parameters are what they were before the step at the first one."""
+    def for_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], None]]:
+        """Yield the check for each call of a closure; parameters are checked at the first only."""
         yield functools.partial(self.before_step, optimizer)
-        yield from itertools.repeat(functools.partial(self.gradients, optimizer))
+        yield from itertools.repeat(functools.partial(self.check_gradients, optimizer))
 
-    def gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """NonFiniteError unless the program has put right what is to blame, or a loss scaler will pass it over."""
+    def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise NonFiniteError unless the program has replaced the gradients, or a loss scaler will skip the step."""
         reducer = self._reducer
-        if not reducer.blamed or getattr(optimizer, FOUND_INF, None) is not None:
+        if not reducer.nonfinite or getattr(optimizer, FOUND_INF, None) is not None:
             return
         names = {id(param): name for name, param in reducer.named_parameters()}
-        left = {
+        remaining = {
             names.get(id(param), f"parameter {number}"): kinds
-            for number, kinds in reducer.blamed.items()
+            for number, kinds in reducer.nonfinite.items()
             if (param := reducer.parameter(number)) is not None and nonfinite_kinds(param.grad)
         }
-        if left:
+        if remaining:
             raise NonFiniteError(
-                f"gradients are not finite: {format_nonfinite(left, reducer.group.ranks)}. The step was not taken: "
-                "parameters and the optimizer's state are as they were"
+                f"gradients are not finite: {format_nonfinite(remaining, reducer.group.ranks)}. The step was not "
+                "taken: parameters and the optimizer's state are unchanged"
             )
 
-    def parameters(self, step: int) -> None:
-        """DriftError unless all ranks hold the same parameters."""
+    def check_parameters(self, step: int) -> None:
+        """Raise DriftError unless all ranks hold the same parameters."""
         reducer = self._reducer
         name = f"{reducer.name}.before_step.{step}"
         require_same(reducer.group, reducer.named_parameters(), name, f"before step {step + 1}, ")
 
 
 def validate_check_every(every: int | None) -> int | None:
-    """How often parameters are checked; UsageError unless that is None, or 1 or more."""
+    """Return `every`; UsageError unless it is None, or 1 or more."""
     if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise UsageError(f"check_every={every!r}: expected after how many steps parameters are compared, 1 or more")
+        raise UsageError(f"check_every={every!r}: expected the number of steps between two checks, 1 or more")
     return every

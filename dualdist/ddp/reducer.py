@@ -1,77 +1,56 @@
-"""When gradients are reduced: at the end of a backward, bucket by bucket, in the same order on every rank."""
+"""Reduce gradients during backward(): launch full buckets in the same order on every rank, and finish at its end.
+
+Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in a
+different order on each rank, and skip those that a rank's loss does not use. So a full bucket is launched only after
+all before it, and the rest when backward ends. A gradient that is None is sent as zeros with a flag.
+
+Note [several optimizers]: ranks may differ in which of several optimizers a backward touches. So once a session has
+several, nothing is launched early: when backward ends the ranks exchange, in one small message, which reducers are
+due, and reduce those in the order of their creation.
+
+Note [interrupted backward]: a backward that raises never runs its final callback, while the other ranks wait for the
+buckets it had not launched. So the next backward first completes that round, with the flag DISCARDS in its last
+bucket, which is never launched before a backward ends. All ranks then discard the round, whichever backward they took
+it for: a rank whose backward raised before anything was launched does not know of it. The gradients stay as they are,
+and the new round reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and is handled
+the same; its end reduces once more, which does not change a mean.
+
+On a GPU the host does not wait to read the others' flags; only a rank that discards a round does. If another rank has
+taken that round for its own, the group fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
-from dualdist.backends.base import UNRESERVED
-from dualdist.backends.control_plane import broadcast_object, check_same_tensors
+from dualdist.backends.control_plane import broadcast_object
 from dualdist.collectives.objects import allgather_object
-from dualdist.ddp.bucket_plan import (
-    DROPS,
-    HAS_JOINED,
-    TAKES_PART,
-    BucketPlan,
-    ReducerConfig,
-    dense_strides,
-    plan_buckets,
-    wire_dtype,
-)
-from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, ReducerConfig
 from dualdist.ddp.flat_buffer import refuse_capture
-from dualdist.ddp.grad_hooks import GradHook, owner_of, released, remove_hooks
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
-from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags, retire_unused
-from dualdist.errors import CollectiveError, NotInitializedError, UnsupportedError, UsageError
+from dualdist.ddp.param_buckets import Errors, ParamBuckets
+from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
+from dualdist.errors import CollectiveError, UsageError
 
 if TYPE_CHECKING:
-    from dualdist.backends.base import Backend
     from dualdist.collectives.group import Group
 
 _current_backward = torch._C._current_graph_task_id
-Errors = Callable[[], contextlib.AbstractContextManager[Any]]
-
-# Note [bucket order]: all ranks must reduce the same buckets in the same order, but autograd may finish gradients in
-# another order on each rank, and skip those that a rank's loss does not touch. So a full bucket leaves only after all
-# before it. What has not left when backward ends leaves then; a gradient that is None travels as zeros beside a flag
-# that says so.
-#
-# Note [several optimizers]: which of them a backward touches may differ between ranks too. So once a session has
-# several, nothing leaves early: when backward ends the ranks tell each other, in one small message, which ones are due,
-# and reduce those in the order in which they were wrapped.
-#
-# Note [interrupted backward]: a backward that raises never runs its callback. The other ranks still wait for what it
-# had not sent, so the next backward first completes that round, and says so in its last bucket, which never leaves
-# before a backward ends. Then all ranks drop the round, whatever they took it for: one whose backward raised before it
-# had sent anything knows of none, and another's raised not at all. The gradients stay as they are, and the new round
-# reduces them. A backward inside a backward (re-entrant checkpointing) looks the same and gets the same treatment; its
-# end reduces once more, which for a mean leaves what is reduced already as it is.
-#
-# On a GPU the program does not wait to read what other ranks say: only one that drops a round does. Where another has
-# taken that round for its own, the group ends.
-#
-# Note [who keeps whom]: a parameter keeps its hook, and the hook the reducer: gradients are reduced for as long as
-# there are any, on every rank alike, whatever became of the optimizer. Python's collector does not see a parameter's
-# hooks, so nothing that a reducer keeps may keep a parameter: else a model that was dropped would never be freed.
 
 
-class Reducer:
-    """Reduces the gradients of one optimizer's parameters at the end of every `accumulate`-th backward.
+class Reducer(ParamBuckets):
+    """Reduce the gradients of one optimizer's parameters at the end of every `accumulate`-th backward.
 
-    All ranks run the same number of backwards between two steps, with one exception: a rank whose backward touches none
-    of the parameters takes part when it steps. Where the group has been closed, `next_group` finds the one that takes
-    its place, or raises. What fails between ranks is raised through `errors`.
+    All ranks run the same number of backwards between two steps, with one exception: a rank whose backward uses none
+    of the parameters takes part when it steps. See ParamBuckets for the arguments.
     """
 
     def __init__(
@@ -86,352 +65,178 @@ class Reducer:
         next_group: Callable[[], Group] | None = None,
         errors: Errors = contextlib.nullcontext,
     ) -> None:
-        self.accumulate = accumulate
-        self.is_suspended = False  # backwards are none of the other ranks' business
-        self._parameters = parameters
-        self.named_parameters = named_parameters
-        self._config = config
-        self._fused_groups = [[weakref.ref(param) for param in members] for members in fused_groups]
-        self._next_group = next_group
-        self.errors = errors
-        self._lock = threading.RLock()  # autograd runs the hooks of each device in a thread of its own
-        self._arrived: dict[int, bool] = {}  # in the order in which they did
-        self._next = 0  # the first bucket that has not been launched
-        self._backwards_open: set[int] = set()  # autograd's numbers of the backwards whose end is awaited
-        self._backwards = 0  # since the last reduction
-        self._rounds_done = 0  # since the last step
-        self._sums: list[weakref.ref[torch.Tensor]] = []  # the gradients that were put back last
-        # With check_every: of parameters whose gradients are not finite the kinds by rank, how often has been reduced,
-        # and whether some ranks had joined then.
-        self.blamed: dict[int, list[int]] = {}
-        self.reductions = 0
-        self.some_have_joined = False
-        self._enter(group)
+        self.is_suspended = False  # skip reduction, like DDP's no_sync()
+        # With check_every: kinds by rank for each parameter whose gradient is not finite, the number of reductions, and
+        # whether some ranks had joined in the last one.
+        self.nonfinite: dict[int, list[int]] = {}
+        self.num_reductions = 0
+        self.has_joined_ranks = False
+        self._lock = threading.RLock()  # autograd runs the hooks of each device in a separate thread
+        self._ready: dict[int, None] = {}  # parameters whose gradients are ready, in that order
+        self._next_bucket = 0  # the first that has not been launched
+        self._open_backwards: set[int] = set()  # autograd's ids of backwards that have not ended
+        self._num_backwards = 0  # since the last reduction
+        self._num_rounds = 0  # since the last step
+        self._last_sums: list[weakref.ref[torch.Tensor]] = []  # the gradients assigned last, with op="sum"
+        super().__init__(
+            group,
+            parameters,
+            named_parameters,
+            config,
+            accumulate,
+            fused_groups=fused_groups,
+            next_group=next_group,
+            errors=errors,
+        )
 
     def _enter(self, group: Group) -> None:
-        """Begin in this group, which has no place in its plans for the parameters yet."""
-        self.group = group
-        self._line: Backend = group.gradients
-        self.name = group.next_name("gradients")
-        self._seen: list[weakref.ref[torch.Tensor]] = []  # the parameters at the last look
-        self._seen_wants: list[bool] = []
-        self._references: list[Callable[[], torch.Tensor | None]] = []
-        self._numbers: dict[int, int] = {}  # id of a parameter -> its place among them
-        self._buckets: list[Bucket] = []
-        self._members: list[tuple[int, ...]] = []  # of each bucket
-        self._plans = 1
-        self._bucket_of: list[int] = []
-        self._seat_of: list[int] = []  # its place in the bucket
-        self._arrived.clear()
-        self._backwards_open.clear()
-        self._next = self._backwards = self._rounds_done = 0
-        self._number = len(group.reducers)
-        self._rounds = ReductionPlan(self._config, weakref.ref(self))
-        group.reducers.append(self._rounds)
-
-    def follow(self, group: Group) -> None:
-        """Reduce in this group, which may have other ranks; every one of them calls this, or makes a reducer.
-
-        Whoever says where to find the next group goes before.
-        """
-        self._enter(group if self._next_group is None else self._next_group())
-        self.update()
-
-    @property
-    def number(self) -> int:
-        """Of the reducers of its group it is the one that every rank made so late."""
-        return self._number
-
-    def detach(self) -> None:
-        """The parameters' gradients are none of this reducer's business any more."""
-        for param in self.params:
-            remove_hooks(param, self)
-        self._rounds.is_over = True
-        if self.group.is_open:
-            drop(self._buckets)
-        self._rounds.clear()
-        self._members.clear()
-        self._buckets.clear()
-        if self.group.reducers[-1] is self._rounds:
-            self.group.reducers.pop()  # whoever takes its place is not one of several
-
-    def update(self) -> None:
-        """Reduce also those parameters that are new, or want gradients, since the last look; every rank calls this.
-
-        MismatchError on every rank where the ranks' parameters, or what shall happen to their gradients, differ.
-        """
-        self._require_open()
-        params = self._parameters()
-        wants = [param.requires_grad for param in params]
-        if wants == self._seen_wants and all(map(operator.is_, [see() for see in self._seen], params)):
-            return
-        self._seen, self._seen_wants = [weakref.ref(param) for param in params], wants
-        fresh = [(name, param) for name, param in self.named_parameters() if self._is_unowned(param)]
-        if fresh:
-            self._register_params(fresh)
-
-    def _register_params(self, fresh: Sequence[tuple[str, torch.Tensor]]) -> None:
-        for name, param in fresh:
-            if param.layout is not torch.strided:
-                raise UnsupportedError(f"parameter {name} has the layout {param.layout}: only dense ones are reduced")
-        start = len(self._references)
-        numbers = {id(param): number for number, (_, param) in enumerate(fresh, start)}
-        fused_groups = [[numbers[id(p)] for ref in refs if id(p := ref()) in numbers] for refs in self._fused_groups]
-        words = f"{self._config.words} accumulate={self.accumulate}" + (
-            f" groups={fused_groups}" if fused_groups else ""
-        )
-        laid_out = [(name if p.is_contiguous() else f"{name} strides {p.stride()}", p) for name, p in fresh]
-        with self.errors():
-            check_same_tensors(self._line, laid_out, 0, f"{self.name}.check", words)
-            retire_unused(self.group)
-        self._numbers.update(numbers)
-        self._references.extend(weakref.ref(param) for _, param in fresh)
-        self._bucket_of.extend([-1] * len(fresh))
-        self._seat_of.extend([-1] * len(fresh))
-        for _, param in fresh:
-            self._own(param, numbers[id(param)])
-        params = self.params
-        # Autograd finishes the last layers first.
-        for members in plan_buckets(params, range(len(params) - 1, start - 1, -1), self._config, fused_groups):
-            self._add_bucket(members, params)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """What is reduced; in place of a parameter that was dropped, one of its shape."""
-        params = [reference() for reference in self._references]
-        if all(map(operator.is_not, params, itertools.repeat(None))):
-            return params  # type: ignore[return-value]
-        for place, members in enumerate(self._members):
-            plan = self._rounds.buckets[place]
-            for number, shape in zip(members, plan.shapes, strict=True):
-                if params[number] is None:
-                    params[number] = torch.empty(shape, dtype=plan.dtype, device=plan.device)
-        return [param for param in params if param is not None]
-
-    def _is_unowned(self, param: torch.Tensor) -> bool:
-        """Whether the parameter wants gradients that neither this reducer nor a newer one reduces."""
-        if not param.requires_grad or self._number_of(param) is not None:
-            return False
-        owner = owner_of(param)
-        return owner in (None, self) or owner.group is not self.group or owner._number < self._number
-
-    def parameter(self, number: int) -> torch.Tensor | None:
-        """The one of this number, unless it was dropped."""
-        return self._references[number]()
-
-    def _number_of(self, param: torch.Tensor) -> int | None:
-        number = self._numbers.get(id(param))
-        return number if number is not None and self._references[number]() is param else None
-
-    def _add_bucket(self, members: tuple[int, ...], all_params: Sequence[torch.Tensor]) -> None:
-        place, params = len(self._buckets), [all_params[number] for number in members]
-        for seat, number in enumerate(members):
-            self._bucket_of[number], self._seat_of[number] = place, seat
-        dtype, device = params[0].dtype, params[0].device
-        apart = frozenset(range(len(members))) if self._config.op == "adasum" else frozenset()
-        shapes, strides = tuple(param.shape for param in params), tuple(dense_strides(param) for param in params)
-        plan = BucketPlan(f"{self.name}.{self._plans}.{place}", shapes, strides, dtype, device, UNRESERVED, apart)
-        # What Adasum's buckets carry is no gradients: nothing is compressed.
-        wire = dtype if self._config.op == "adasum" else wire_dtype(dtype, self._config)
-        if wire is not None and wire in self._line.supported_reduce_dtypes:
-            plan = replace(plan, place=self._line.reserve(plan.length * wire.itemsize, device))
-        self._rounds.buckets.append(plan)
-        self._members.append(members)
-        self._buckets.append(self._rounds.bucket(place, self._line))
-
-    def _shall_plan_anew(self) -> bool:
-        """Whether this was the first round in which no rank had joined; after the buckets have arrived."""
-        if self._plans > 1 or self._fused_groups or self._config.op == "adasum" or not self._buckets:
-            return False
-        return not self._buckets[0].any_rank_set(HAS_JOINED)
-
-    def _plan_anew(self, arrived: Sequence[int]) -> None:
-        """Once, after the first round: the order in which gradients arrived on the first rank is that of all ranks."""
-        planned = [number for members in self._members for number in members]
-        mine = [*arrived, *(number for number in planned if number not in set(arrived))]
-        order = broadcast_object(self._line, mine, 0, f"{self.name}.order")
-        self._plans += 1
-        params = self.params
-        all_members = plan_buckets(params, order, self._config)
-        if all_members == self._members:
-            return
-        apart = {
-            members[seat]
-            for members, plan in zip(self._members, self._rounds.buckets, strict=True)
-            for seat in plan.apart
-        }
-        drop(self._buckets)
-        self._buckets.clear()
-        self._members.clear()
-        self._rounds.clear()
-        for place, members in enumerate(all_members):
-            self._add_bucket(members, params)
-            self._rounds.set_apart(place, [seat for seat, number in enumerate(members) if number in apart])
-        self._forget()
-
-    @property
-    def order(self) -> list[int] | None:
-        """The numbers of the parameters as they travel, where that is settled."""
-        return [number for members in self._members for number in members] if self._plans > 1 else None
-
-    def settle_order(self, order: Sequence[int]) -> None:
-        """Gradients travel in this order, another run's, from now on; every rank calls this, between two steps.
-
-        Sums over more than two ranks depend, in their last bit, on where a gradient lies in its bucket.
-        """
-        if self._fused_groups or self._config.op == "adasum":  # which have one order only: that of their wrapping
-            return
-        if order != self.order and sorted(order) == list(range(len(self._references))):
-            # A backward that raised may have got further on some ranks than on others.
-            launched = allgather_object(self.group, self._next)
-            with self.errors(), self.group.fail_on_error():
-                if any(launched):
-                    self._drop_round()
-                self._plan_anew(order)
+        super()._enter(group)
+        self._ready.clear()
+        self._open_backwards.clear()
+        self._next_bucket = self._num_backwards = self._num_rounds = 0
 
     def synchronize(self) -> None:
-        """The gradients are reduced, whatever the number of backwards since the last time."""
+        """Reduce now, however many backwards have run, unless they have been reduced already."""
         self._require_open()
-        if self._rounds_done == 0 or self._backwards:
+        if self._num_rounds == 0 or self._num_backwards:
             with self.errors(), self.group.fail_on_error():
                 _run_round(self.group, [self])
 
     def reset_step(self) -> None:
-        """The gradients have been used, or dropped."""
-        self._rounds_done = self._backwards = 0
-        self.blamed = {}
+        """Begin the next step: the gradients have been used or cleared."""
+        self._num_rounds = self._num_backwards = 0
+        self.nonfinite = {}
 
-    def _own(self, param: torch.Tensor, number: int) -> None:
-        """Hear of this parameter's gradients; an optimizer that had it before hears no more, and reduces it no more."""
-        former = owner_of(param)
-        if former not in (None, self):
-            former._give_up(param)
-        remove_hooks(param)
-        param.register_post_accumulate_grad_hook(GradHook(self, number))
+    def set_order(self, order: Sequence[int]) -> None:
+        """Rebuild the buckets in the order of another run; every rank calls this, between two steps.
 
-    def _give_up(self, param: torch.Tensor) -> None:
-        number = self._number_of(param)
-        if number is not None:
-            self._references[number] = released
-            del self._numbers[id(param)]
-            self._buckets[self._bucket_of[number]].waiting_for -= 1
+        Sums over more than two ranks depend, in the last bit, on the position of a gradient in its bucket.
+        """
+        if self._fused_groups or self._config.op == "adasum":  # whose order is that of registration
+            return
+        if order != self.order and sorted(order) == list(range(len(self._references))):
+            # An interrupted backward may have got further on some ranks than on others.
+            launched = allgather_object(self.group, self._next_bucket)
+            with self.errors(), self.group.fail_on_error():
+                if any(launched):
+                    self._discard_round()
+                self._adopt_order(order)
 
     def on_grad_ready(self, param: torch.Tensor, number: int) -> None:
-        """Autograd has finished the gradient of this parameter, which has this number here."""
         with self._lock:
             if self.is_suspended:
                 return
             backward = _current_backward()
-            if backward not in self._backwards_open:
+            if backward not in self._open_backwards:
                 with self.errors(), self.group.fail_on_error():
                     self._begin_backward(backward)
-                number = self._numbers.get(id(param), number)  # a new group numbers anew
-            if self._backwards + 1 < self.accumulate or number in self._arrived:
+                number = self._numbers.get(id(param), number)  # a new group renumbers
+            if self._num_backwards + 1 < self.accumulate or number in self._ready:
                 return
-            self._arrived[number] = True
+            self._ready[number] = None
             bucket = self._buckets[self._bucket_of[number]]
             if bucket.streams is not None:
-                bucket.streams.note()
-            seat = self._seat_of[number]
-            if seat in bucket.large:
-                bucket.pack(seat, param.grad)
-            bucket.waiting_for -= 1
-            if bucket.waiting_for == 0 and len(active_plans(self.group)) == 1:
+                bucket.streams.record()
+            index = self._index_in_bucket[number]
+            if index in bucket.large_members:
+                bucket.pack(index, param.grad)
+            bucket.num_pending -= 1
+            if bucket.num_pending == 0 and len(active_plans(self.group)) == 1:
                 with self.errors(), self.group.fail_on_error():
                     self._launch_full()
 
     def _launch_full(self) -> None:
-        while self._next < len(self._buckets) - 1 and self._buckets[self._next].waiting_for == 0:
+        while self._next_bucket < len(self._buckets) - 1 and self._buckets[self._next_bucket].num_pending == 0:
             self._launch_next()
-        for bucket in self._buckets[: self._next]:
-            bucket.done()  # where transports go on only when they are looked at
+        for bucket in self._buckets[: self._next_bucket]:
+            bucket.done()  # some transports progress only when polled
 
-    def _launch_next(self, flag: int = TAKES_PART) -> None:
-        params = [self._references[number]() for number in self._members[self._next]]
-        self._buckets[self._next].launch([None if param is None else param.grad for param in params], flag)
-        self._next += 1
+    def _launch_next(self, flag: int = CONTRIBUTES) -> None:
+        params = [self._references[number]() for number in self._members[self._next_bucket]]
+        self._buckets[self._next_bucket].launch([None if param is None else param.grad for param in params], flag)
+        self._next_bucket += 1
 
     def _begin_backward(self, backward: int) -> None:
         self._require_open()
         if any(bucket.streams is not None for bucket in self._buckets):
             refuse_capture()
-        self.drop_interrupted()
-        if len(active_plans(self.group)) == 1:  # else the ranks do so when they know which ones are due
+        self.discard_interrupted_round()
+        if len(active_plans(self.group)) == 1:  # else in _run_round, once the ranks know which reducers are due
             self.update()
-        self._backwards_open.add(backward)
+        self._open_backwards.add(backward)
         Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
 
     def _end_backward(self, backward: int) -> None:
-        """Reduce what is due. Every reducer that the backward touched is asked to; the first one does it for all."""
-        due = [reducer for reducer in _live(self.group) if reducer._has_ended(backward)]
+        """Reduce what is due; every reducer of the backward is called, and the first does it for all."""
+        due = [reducer for reducer in _live_reducers(self.group) if reducer._count_backward(backward)]
         if due:
             with self.errors(), self.group.fail_on_error():
                 _run_round(self.group, due)
 
-    def drop_interrupted(self) -> None:
-        """Complete a round that a backward began before it raised, and drop it: Note [interrupted backward]."""
-        if self._next == 0:
-            self._forget()
-        else:
-            self._drop_round()
-
-    def _drop_round(self) -> None:
-        """Complete the round that is under way, on all ranks, and leave the gradients as they are."""
-        self._complete(DROPS)
-        last = self._buckets[-1]
-        if last.reads_late and last.any_rank_set(TAKES_PART):
-            raise CollectiveError(
-                "a backward raised on this rank when part of its gradients had been sent, and another rank has taken "
-                "them for those of its own: go on from a checkpoint"
-            )
-        self._forget()
-
-    def _has_ended(self, backward: int) -> bool:
-        """Note that the backward has ended; whether this reducer took part in it and is due."""
+    def _count_backward(self, backward: int) -> bool:
+        """Count the end of a backward; return True if this reducer took part and is due."""
         with self._lock:
-            if backward not in self._backwards_open:
+            if backward not in self._open_backwards:
                 return False
-            self._backwards_open.clear()  # those that have not ended by now were interrupted
-            self._backwards += 1
-            return self._backwards >= self.accumulate
+            self._open_backwards.clear()  # the others were interrupted
+            self._num_backwards += 1
+            return self._num_backwards >= self.accumulate
+
+    def discard_interrupted_round(self) -> None:
+        """Complete and discard the round of a backward that raised: Note [interrupted backward]."""
+        if self._next_bucket == 0:
+            self._reset_round()
+        else:
+            self._discard_round()
+
+    def _discard_round(self) -> None:
+        """Complete the current round on all ranks, leaving the gradients as they are."""
+        self._launch_rest_and_wait(DISCARDS)
+        last = self._buckets[-1]
+        if last.reads_flags_late and last.any_rank_set(CONTRIBUTES):
+            raise CollectiveError(
+                "a backward raised on this rank after part of its gradients had been sent, and another rank has used "
+                "them as those of its own backward: resume from a checkpoint"
+            )
+        self._reset_round()
 
     def _reduce(self) -> None:
-        """Reduce all gradients, and put them back."""
-        if self._config.op == "sum" and self._rounds_done and self._adds_up():
+        """Reduce all gradients and assign the results."""
+        if self._config.op == "sum" and self._num_rounds and self._holds_last_sums():
             raise UsageError(
                 "a second backward before step() would add up again what is the sum over all ranks already: call "
                 "zero_grad() in between, use accumulate=k for k backwards a step, or op='mean'"
             )
         with self._lock:
             self._finish_round()
-            self._backwards = 0
-            self._rounds_done += 1
+            self._num_backwards = 0
+            self._num_rounds += 1
             self.group.rounds += 1
 
-    def _adds_up(self) -> bool:
-        """Whether a parameter's gradient is the tensor that holds the last sum, and what was added since."""
-        sums = {id(grad) for reference in self._sums if (grad := reference()) is not None}
+    def _holds_last_sums(self) -> bool:
+        """Return True if a parameter's gradient is still the tensor of the last sum."""
+        sums = {id(grad) for reference in self._last_sums if (grad := reference()) is not None}
         return any(id(param.grad) in sums for param in self.params)
 
     def _finish_round(self) -> None:
-        """Everything has been reduced and put back, and after the first time planned anew."""
-        arrived = list(self._arrived)
-        self._complete()
-        while self._is_dropped():
-            self._forget()
-            self._complete()
-        shall_plan = self._shall_plan_anew()
-        self._put_back()
-        if shall_plan:
-            self._plan_anew(arrived)
+        ready = list(self._ready)
+        self._launch_rest_and_wait()
+        while self._was_discarded():
+            self._reset_round()
+            self._launch_rest_and_wait()
+        must_rebuild = self._must_rebuild_buckets()
+        self._assign_grads()
+        if must_rebuild:
+            self._adopt_order(ready)
 
-    def _is_dropped(self) -> bool:
-        """Whether another rank has completed an interrupted round by the one that has arrived."""
-        return bool(self._buckets) and not self._buckets[-1].reads_late and self._buckets[-1].any_rank_set(DROPS)
+    def _was_discarded(self) -> bool:
+        """Return True if another rank took this round for one it had to discard."""
+        return (
+            bool(self._buckets) and not self._buckets[-1].reads_flags_late and self._buckets[-1].any_rank_set(DISCARDS)
+        )
 
-    def _complete(self, flag: int = TAKES_PART) -> None:
-        """Launch what has not left yet, and wait for everything."""
-        while self._next < len(self._buckets):
+    def _launch_rest_and_wait(self, flag: int = CONTRIBUTES) -> None:
+        while self._next_bucket < len(self._buckets):
             self._launch_next(flag)
         began = time.monotonic()
         for bucket in self._buckets:
@@ -439,71 +244,70 @@ class Reducer:
         if self.group.wait_times is not None and self._buckets:
             self.group.wait_times.record_round(began)
 
-    def _put_back(self) -> None:
-        """What has been reduced becomes the parameters' gradients."""
+    def _must_rebuild_buckets(self) -> bool:
+        """Return True after the first round without joined ranks."""
+        if self._num_layouts > 1 or self._fused_groups or self._config.op == "adasum" or not self._buckets:
+            return False
+        return not self._buckets[0].any_rank_set(HAS_JOINED)
+
+    def _adopt_order(self, ready: Sequence[int]) -> None:
+        """Rebuild the buckets in the first rank's order, and the parameters without gradients after it."""
+        planned = [number for members in self._members for number in members]
+        order = [*ready, *(number for number in planned if number not in set(ready))]
+        self._rebuild_buckets(broadcast_object(self._channel, order, 0, f"{self.name}.order"))
+        self._reset_round()
+
+    def _assign_grads(self) -> None:
+        """Assign the reduced values to the parameters' gradients."""
         all_params = self.params
         for bucket in self._buckets:
             bucket.unpack()
-        blame = None if self._config.check_every is None else NonFiniteReport()
-        if blame is not None:
-            blame.look(self._buckets, lambda place, member: all_params[self._members[place][member]].grad)
-        for place, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
+        report = None if self._config.check_every is None else NonFiniteReport()
+        if report is not None:
+            report.scan(self._buckets, lambda bucket_index, index: all_params[self._members[bucket_index][index]].grad)
+        for bucket_index, (bucket, members) in enumerate(zip(self._buckets, self._members, strict=True)):
             params = [all_params[number] for number in members]
-            apart = bucket.put_back(params)
-            for member, as_dense in apart:
-                grad = params[member].grad
-                params[member].grad = bucket.reduce_apart(member, grad, as_dense=as_dense)
-                if blame is not None and nonfinite_kinds(params[member].grad):
-                    blame.note((place, member), grad)
-            self._rounds.set_apart(place, [member for member, _ in apart])
-        if blame is not None:
-            self._take_note(blame)
+            unbucketed = bucket.assign_grads(params)
+            for index, as_dense in unbucketed:
+                grad = params[index].grad
+                params[index].grad = bucket.reduce_unbucketed(index, grad, as_dense=as_dense)
+                if report is not None and nonfinite_kinds(params[index].grad):
+                    report.add((bucket_index, index), grad)
+            self._plan.unbucket(bucket_index, [index for index, _ in unbucketed])
+        if report is not None:
+            self._record_nonfinite(report)
         if self._config.op == "sum":
-            self._sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
-        self._forget()
+            self._last_sums = [weakref.ref(param.grad) for param in all_params if param.grad is not None]
+        self._reset_round()
 
-    def _take_note(self, blame: NonFiniteReport) -> None:
-        """Who is to blame for gradients that are not finite; where all ranks are, as in a second round, as before."""
-        told = {self._members[place][member]: kinds for (place, member), kinds in blame.shared(self._line).items()}
-        before = self.blamed
-        self.blamed = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in told.items()}
-        self.reductions += 1
-        self.some_have_joined = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
+    def _record_nonfinite(self, report: NonFiniteReport) -> None:
+        """Record which ranks' gradients were not finite; a second round, in which all are, keeps the first's."""
+        found = {
+            self._members[bucket][index]: kinds for (bucket, index), kinds in report.exchange(self._channel).items()
+        }
+        before = self.nonfinite
+        self.nonfinite = {n: before[n] if n in before and all(kinds) else kinds for n, kinds in found.items()}
+        self.num_reductions += 1
+        self.has_joined_ranks = bool(self._buckets) and self._buckets[0].any_rank_set(HAS_JOINED)
 
-    def _forget(self) -> None:
-        """No gradient of the present round has arrived yet, and the buckets are as planned."""
-        self._next = 0
-        self._arrived.clear()
-        for place, bucket in enumerate(self._buckets):
-            bucket.begin_anew()
-            bucket.waiting_for = sum(self._references[number]() is not None for number in self._members[place])
-            if bucket.plan is not self._rounds.buckets[place]:
-                self._buckets[place] = self._rounds.bucket(place, self._line)
-
-    def _require_open(self) -> None:
-        if self.group.is_open:
-            return
-        if self._next_group is None:
-            raise NotInitializedError(
-                "this optimizer reduced gradients in a group that dd.shutdown() or dd.remove_group() has closed: call "
-                "dd.wrap_optimizer again"
-            )
-        self._enter(self._next_group())
+    def _reset_round(self) -> None:
+        """Forget ready gradients, and replace the buckets whose plan has changed."""
+        self._next_bucket = 0
+        self._ready.clear()
+        for bucket_index, bucket in enumerate(self._buckets):
+            bucket.reset()
+            bucket.num_pending = sum(self._references[number]() is not None for number in self._members[bucket_index])
+            if bucket.plan is not self._plan.buckets[bucket_index]:
+                self._buckets[bucket_index] = self._plan.make_bucket(bucket_index, self._channel)
 
 
-def drop(buckets: Sequence[Bucket]) -> None:
-    """This rank will not use them again."""
-    for bucket in buckets:
-        bucket.drop()
-
-
-def _live(group: Group) -> list[Reducer]:
-    """The reducers that have not been garbage-collected, in the order in which every rank made them."""
-    return [reducer for rounds in group.reducers if (reducer := rounds.reducer()) is not None]
+def _live_reducers(group: Group) -> list[Reducer]:
+    """Return the reducers that have not been garbage-collected, in the order of creation."""
+    return [reducer for plan in group.reducers if (reducer := plan.reducer()) is not None]
 
 
 def _run_round(group: Group, due: Sequence[Reducer]) -> None:
-    """Reduce those that are due on any rank: Note [several optimizers]."""
+    """Run the reducers that are due on any rank: Note [several optimizers]."""
     if len(active_plans(group)) > 1:
         flags = torch.zeros(len(group.reducers) + 1, dtype=torch.int32, device="cpu")
         flags[[reducer._number for reducer in due]] = 1
@@ -512,7 +316,7 @@ def _run_round(group: Group, due: Sequence[Reducer]) -> None:
         allreduce_due_flags(group, flags).wait()
         if group.wait_times is not None:
             group.wait_times.record_flags_wait(began)
-        due = [reducer for reducer in _live(group) if flags[reducer._number]]
+        due = [reducer for reducer in _live_reducers(group) if flags[reducer._number]]
     for reducer in due:
         reducer.update()
         reducer._reduce()

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, as one process does it on the whole batch."""
+"""SyncBatchNorm: batch normalization over the batches of all ranks, as one process does on the whole batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from dualdist.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance are those of all ranks' batches together: (n, channels, *s) -> same.
+    """Normalize each channel by the mean and variance of all ranks' batches: (n, channels, *s) -> same shape.
 
-    Every rank of `group`, of the job where it is None, calls this in the same order; n and s may differ, n may be 0.
-    Parameters, running statistics and state_dict are those of torch.nn.BatchNorm, momentum=None included; half
-    precision is calculated in float32. It runs wherever torch does, on CPUs too. One message goes out in forward() (two
-    where the input is float64), one in backward(); the gradients of weight and bias are this rank's own, for the
-    optimizer to reduce.
+    Like torch.nn.SyncBatchNorm, but also on CPUs and with any backend. Every rank of the group calls forward() and
+    backward() in the same order; n and s may differ between ranks, and n may be 0. Parameters, running statistics and
+    state_dict are those of torch.nn.BatchNorm. Half precision is computed in float32. forward() sends one message (two
+    for float64), backward() one. The gradients of weight and bias are this rank's own, for the optimizer to reduce.
+    eval() uses the running statistics without communication; if there are none, the ranks' batch statistics.
 
-    With running statistics, eval() uses them and nothing travels; without, the ranks share statistics in eval() too.
+    Args:
+        num_features: the number of channels.
+        eps: added to the variance.
+        momentum: the weight of a batch in the running statistics, or None for a cumulative average.
+        affine: learn a weight and a bias.
+        track_running_stats: keep running statistics.
+        group: a group of new_group(), or None for all ranks.
+        device: that of the parameters.
+        dtype: that of the parameters.
 
-    UsageError where the ranks together have one value per channel only, which has no variance.
+    Raises:
+        UsageError: in forward(), if all ranks together have one value per channel, which has no variance.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -49,22 +58,28 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        self._line = _Line(group)
+        self._group_ref = _GroupRef(group)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, group: Group | None = None) -> nn.Module:
-        """The module, with every batch normalisation in it replaced by this one, which has the same parameters.
+        """Replace every batch normalization layer in a module by a SyncBatchNorm with the same parameters.
 
-        A module that is itself a batch normalisation is left as it is, and its replacement returned."""
-        converted = cls._in_place_of(module, group) if isinstance(module, _BatchNorm) else module
+        Args:
+            module: a module, modified in place unless it is itself a batch normalization layer.
+            group: a group of new_group(), or None for all ranks.
+
+        Returns:
+            The module, or the replacement if the module is itself a batch normalization layer.
+        """
+        converted = cls._from_batch_norm(module, group) if isinstance(module, _BatchNorm) else module
         for name, child in module.named_children():
             converted.add_module(name, cls.convert_sync_batchnorm(child, group))
         return converted
 
     @classmethod
-    def _in_place_of(cls, old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
+    def _from_batch_norm(cls, old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
         new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
-        new._line = _Line(group)
+        new._group_ref = _GroupRef(group)
         new.weight, new.bias = old.weight, old.bias
         new.running_mean, new.running_var = old.running_mean, old.running_var
         new.num_batches_tracked = old.num_batches_tracked
@@ -77,21 +92,18 @@ class SyncBatchNorm(_BatchNorm):
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         uses_own_statistics = not self.training and self.running_mean is not None
-        group = None if uses_own_statistics else self._line.group or self._everybody()
+        group = None if uses_own_statistics else self._group_ref.group or session.current().world
         if group is None or group.size == 1:
             running = (self.running_mean, self.running_var) if updates or uses_own_statistics else (None, None)
             factor = self._factor() if updates else 0.0
             return F.batch_norm(
                 input, *running, self.weight, self.bias, not uses_own_statistics, float(factor), self.eps
             )
-        return self._over_ranks(group, input)
-
-    def _everybody(self) -> Group:
-        return session.current().world
+        return self._normalize_over_ranks(group, input)
 
     @disable_compile
-    def _over_ranks(self, group: Group, input: torch.Tensor) -> torch.Tensor:
-        statistics = _Statistics.over(group, input)
+    def _normalize_over_ranks(self, group: Group, input: torch.Tensor) -> torch.Tensor:
+        statistics = _Statistics.compute(group, input)
         updates = self.training and self.track_running_stats
         if updates and self.running_mean is not None and self.running_var is not None:
             statistics.update(self.running_mean, self.running_var, self._factor())
@@ -99,9 +111,9 @@ class SyncBatchNorm(_BatchNorm):
         return normalized
 
     def _factor(self) -> float | torch.Tensor:
-        """The weight of this batch in the running statistics; without momentum, that of their plain average."""
+        """Return the weight of this batch in the running statistics; without momentum, that of a cumulative average."""
         if self.momentum is None:
-            assert self.num_batches_tracked is not None, "it counts wherever running statistics are kept"
+            assert self.num_batches_tracked is not None, "set wherever running statistics are kept"
             return self.num_batches_tracked.double().reciprocal()
         return self.momentum
 
@@ -113,27 +125,28 @@ class SyncBatchNorm(_BatchNorm):
             )
 
 
-class _Line:
-    """The group of a layer: copies of the layer share it, and it does not travel to other processes."""
+class _GroupRef:
+    """The group of a layer, shared by copies of the layer and not pickled."""
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Line:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupRef:
         return self
 
-    def __reduce__(self) -> tuple[type[_Line], tuple[None]]:
+    def __reduce__(self) -> tuple[type[_GroupRef], tuple[None]]:
         if self.group is not None:
             raise UsageError(
-                "a SyncBatchNorm with a group does not pickle, for the group is of this session: save its state_dict()"
+                "a SyncBatchNorm with a group cannot be pickled, as the group belongs to this session: save its "
+                "state_dict()"
             )
-        return _Line, (None,)
+        return _GroupRef, (None,)
 
 
 class _Statistics:
-    """Mean and variance of each channel over all values of all ranks: float64, in shapes that broadcast over a batch.
+    """Mean and variance of each channel over all ranks: float64, in shapes that broadcast over a batch.
 
-    `total` is the number of values per channel on all ranks. All are tensors: the host need not wait for a GPU.
+    `total` is the number of values per channel on all ranks. All are tensors, so that the host does not wait for a GPU.
     """
 
     def __init__(self, group: Group, name: str, total: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> None:
@@ -141,14 +154,14 @@ class _Statistics:
         self.name = name
         self.total = total
         self.mean = mean
-        self.var = var  # of the values themselves; the running one is an estimate, from one value less
+        self.var = var  # biased; the running variance is unbiased
 
     @staticmethod
-    def over(group: Group, batch: torch.Tensor) -> _Statistics:
-        """From the sums over ranks of count, values and squares; a rank that has joined takes part with zeros.
+    def compute(group: Group, batch: torch.Tensor) -> _Statistics:
+        """Compute from the sums over ranks of count, values and squares; ranks that have joined contribute zeros.
 
-        A variance is the small difference of a mean of squares from the square of the mean: sums in float64 are exact
-        enough for values of 24 bits. Those of 53 bits are first moved by their mean, which is a message of its own.
+        The variance is the difference of the mean of squares and the square of the mean, for which sums in float64 are
+        exact enough with float32 values. float64 values are first shifted by their mean, found by another allreduce.
         """
         channels = batch.shape[1]
         count = batch.numel() // channels
@@ -156,8 +169,7 @@ class _Statistics:
         var = mean = torch.zeros(channels, dtype=torch.float64, device=batch.device)
         if count:
             var, mean = (
-                part.double()
-                for part in torch.var_mean(_calculable(batch.detach()), _but_channels(batch), correction=0)
+                part.double() for part in torch.var_mean(_upcast(batch.detach()), _reduced_dims(batch), correction=0)
             )
         counted = torch.full_like(mean[:1], count)
         shift = torch.zeros_like(mean)
@@ -165,11 +177,11 @@ class _Statistics:
             sums = torch.cat([counted, count * mean])
             collectives.allreduce_(group, sums, "sum", f"{name}.mean").wait()
             shift = sums[1:] / sums[0].clamp(min=1)
-        moved = mean - shift
-        message = torch.cat([counted, count * moved, count * (var + moved * moved)])
+        shifted = mean - shift
+        message = torch.cat([counted, count * shifted, count * (var + shifted * shifted)])
         collectives.allreduce_(group, message, "sum", name).wait()
         total = message[0]
-        if count < 2 and total.item() == 1:  # else there are two values on this rank already
+        if count < 2 and total.item() == 1:  # item() waits for the GPU, only where count does not decide
             raise UsageError(
                 "SyncBatchNorm got one value per channel from all ranks together, which has no variance: use larger "
                 "batches"
@@ -180,7 +192,7 @@ class _Statistics:
         return _Statistics(group, name, total, (shift + means).view(shape), var.view(shape))
 
     def update(self, running_mean: torch.Tensor, running_var: torch.Tensor, factor: float | torch.Tensor) -> None:
-        """Move the running statistics towards these, unless no rank had a value."""
+        """Update the running statistics, unless no rank had a value."""
         unbiased = self.var * (self.total / (self.total - 1).clamp(min=1))
         factor = factor * self.total.clamp(max=1)
         for running, new in ((running_mean, self.mean), (running_var, unbiased)):
@@ -188,7 +200,7 @@ class _Statistics:
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, where mean and variance depend on x, on all ranks."""
+    """Compute (x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on x of all ranks."""
 
     @staticmethod
     def forward(
@@ -199,7 +211,7 @@ class _Normalize(torch.autograd.Function):
         statistics: _Statistics,
         eps: float,
     ) -> torch.Tensor:
-        values = _calculable(batch)
+        values = _upcast(batch)
         mean = statistics.mean.to(values.dtype)
         inverse = (statistics.var + eps).rsqrt().to(values.dtype)
         ctx.save_for_backward(batch, weight, mean, inverse, statistics.total)
@@ -212,30 +224,30 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With x^ the normalized x and N the number of values on all ranks:
+        """Return dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - xn * sum(dy * xn) / N), and this rank's gradients.
 
-        dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - x^ sum(dy x^) / N)
+        xn is the normalized x, N the number of values per channel on all ranks (Ioffe and Szegedy, 2015).
         """
         batch, weight, mean, inverse, total = ctx.saved_tensors
-        dy = _calculable(gradient)
-        normal = (_calculable(batch) - mean).mul_(inverse)
-        sums = torch.stack([dy.sum(_but_channels(batch)), (dy * normal).sum(_but_channels(batch))])
+        dy = _upcast(gradient)
+        normal = (_upcast(batch) - mean).mul_(inverse)
+        sums = torch.stack([dy.sum(_reduced_dims(batch)), (dy * normal).sum(_reduced_dims(batch))])
         wanted = zip(sums.flip(0), ctx.needs_input_grad[1:3], strict=True)
         own = [part.to(weight.dtype) if wants else None for part, wants in wanted]
         if not ctx.needs_input_grad[0]:
             return None, *own, None, None
-        everybody = sums.double()
-        collectives.allreduce_(ctx.group, everybody, "sum", f"{ctx.name}.backward").wait()
-        mean_dy, mean_dy_normal = (part.to(dy.dtype).view_as(mean) for part in everybody / total.clamp(min=1))
+        totals = sums.double()
+        collectives.allreduce_(ctx.group, totals, "sum", f"{ctx.name}.backward").wait()
+        mean_dy, mean_dy_normal = (part.to(dy.dtype).view_as(mean) for part in totals / total.clamp(min=1))
         scale = inverse if weight is None else inverse * weight.view_as(mean)
         dx = normal.mul_(mean_dy_normal).neg_().add_(dy).sub_(mean_dy).mul_(scale)
         return dx.to(batch.dtype), *own, None, None
 
 
-def _calculable(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32 where it is of half precision."""
+def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert half precision to float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _but_channels(batch: torch.Tensor) -> list[int]:
+def _reduced_dims(batch: torch.Tensor) -> list[int]:
     return [dimension for dimension in range(batch.dim()) if dimension != 1]

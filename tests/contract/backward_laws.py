@@ -114,7 +114,7 @@ def a_round_that_an_interrupted_backward_began_is_dropped_by_all_ranks() -> None
         assert torch.allclose(first.grad, torch.full_like(first, mean)), places
         optimizer.step()
     for bucket in optimizer._dualdist_wrapper.reducer._buckets:
-        bucket.reads_late = True  # as on a GPU, where the others do not hear of it in time
+        bucket.reads_flags_late = True  # as on a GPU, where the others do not hear of it in time
     if dd.rank() == 0:
         interrupt("middle")
     if dd.rank() == 0 and dd.size() > 1:

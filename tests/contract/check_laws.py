@@ -136,7 +136,7 @@ def a_sum_that_is_too_large_for_the_wire_is_nobodys_alone() -> None:
     if dd.size() == 1:
         optimizer.step()
     else:
-        raises(NonFiniteError, optimizer.step, "w (finite on every rank, but not together)")
+        raises(NonFiniteError, optimizer.step, "w (finite on every rank, but not their sum)")
         assert weight.tolist() == [1.0, 1.0]
 
 

@@ -166,7 +166,7 @@ def sparse_gradients_of_other_dimensions_are_added_up() -> None:
 @law
 def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> None:
     """As on a GPU, where a rank that has the gradient dense does not hear that another has it sparse."""
-    usual, buckets.RUN_LATE = buckets.RUN_LATE, frozenset(("cpu",))
+    usual, buckets.ASYNC_DEVICES = buckets.ASYNC_DEVICES, frozenset(("cpu",))
     try:
         for uses in ("dense mixed sparse", "sparse mixed dense sparse", "mixed sparse dense mixed"):
             table = nn.Embedding(dd.size() + 1, 3, sparse=True)
@@ -189,7 +189,7 @@ def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> Non
                 optimizer.step()
             assert_same_everywhere(table)
     finally:
-        buckets.RUN_LATE = usual
+        buckets.ASYNC_DEVICES = usual
 
 
 @law_alone

@@ -9,7 +9,7 @@ import torch
 
 from dualdist.backends.base import UNRESERVED, ReduceOp
 from dualdist.backends.single import CompletedWork, SingleBackend
-from dualdist.ddp.bucket_plan import DROPS, HAS_JOINED, TAKES_PART, BucketPlan, ReducerConfig
+from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import CASTS, GradientCompressor
 
@@ -48,7 +48,7 @@ class Alike(SingleBackend):
     [None, CASTS["bf16"], CASTS["fp16"], Signs(torch.int8), Signs(torch.uint8), Signs(torch.int64)],
     ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
 )
-@pytest.mark.parametrize("flag", [TAKES_PART, HAS_JOINED, DROPS])
+@pytest.mark.parametrize("flag", [CONTRIBUTES, HAS_JOINED, DISCARDS])
 def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientCompressor | None, flag: int) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
     plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), UNRESERVED)
@@ -58,4 +58,4 @@ def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientC
     bucket.wait()
     bucket.unpack()
     assert bucket.read_flags() == [(True, False), (False, True), (False, False)]
-    assert {said for said in (TAKES_PART, HAS_JOINED, DROPS) if bucket.any_rank_set(said)} == {flag}
+    assert {said for said in (CONTRIBUTES, HAS_JOINED, DISCARDS) if bucket.any_rank_set(said)} == {flag}

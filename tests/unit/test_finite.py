@@ -55,7 +55,7 @@ def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
     }
     expected = (
         "a (NaN on ranks 1, 5), b (infinite on rank 0, NaN and infinite on rank 3), "
-        "c (finite on every rank, but not together), d, e and 2 more"
+        "c (finite on every rank, but not their sum), d, e and 2 more"
     )
     assert format_nonfinite(blame, [0, 1, 3, 5]) == expected
 
