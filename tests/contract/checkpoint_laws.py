@@ -286,7 +286,7 @@ def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
             ({"model": nn.Linear(4, 2)}, ("weight is (2, 3) in the file, (2, 4) in the program",)),
             ({"model": model, "optimizer": optimizer}, ("it holds no optimizer, only model, sampler",)),
             ({"turned": optimizer}, ("parameter 0 is (2,) in the file, (2, 3) in the program", "parameter 1 is")),
-            ({"model": model, "sampler": dd.Sampler(range(6), remainder="pad")}, ("count 5 in the state, count 6 now",)),
+            ({"model": model, "sampler": dd.Sampler(range(6), remainder="pad")}, ("count 5 in the state",)),
             # On one rank only: the others must not go on without it.
             ({"model": nn.Linear(3, 2 + (dd.rank() == dd.size() - 1))}, ("(2, 3) in the file",)),
         )
