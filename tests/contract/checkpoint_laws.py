@@ -364,3 +364,29 @@ def random_states_are_those_of_each_rank() -> None:
         assert len({*map(tuple, dd.allgather_object(drawn))}) == len(ranks())
         dd.load_checkpoint(path, random=False)
         assert [draw() for draw in draws] != drawn
+
+
+@law
+def an_elastic_state_has_rank_zeros_objects_on_every_rank() -> None:
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.fill_(dd.rank() + 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1 * (dd.rank() + 1), momentum=0.9)
+    optimizer.zero_grad()
+    layer(torch.full((1, 2), 1.0 + dd.rank())).sum().backward()
+    optimizer.step()
+    state = dd.elastic.State(layer=layer, optimizer=optimizer, step=dd.rank())
+    state.sync()
+    found = (digest(layer), optimizer.param_groups[0]["lr"], state.step)
+    assert found[1:] == (0.1, 0)
+    assert len({*dd.allgather_object(found)}) == 1
+
+
+@law
+def with_uneven_shares_each_rank_knows_which_batch_is_its_own_alone() -> None:
+    sampler = dd.Sampler(range(2 * dd.size() + 1), remainder="uneven", shuffle=False)
+    found = []
+    for _ in sampler:
+        sampler.record(1)
+        found.append(sampler.all_ranks_had_batch)
+    assert found == [True, True, dd.size() == 1][: 3 if dd.rank() == 0 else 2]

@@ -333,3 +333,11 @@ def test_whatever_a_disk_gives_is_counted(tmp_path: Path) -> None:
     path = save(tmp_path, 1, count=100_000)
     read(path, progress)
     assert progress.nbytes > 1.9 * path.stat().st_size
+
+
+def test_a_save_leaves_no_file_open(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    before = sorted(os.listdir("/proc/self/fd"))
+    for step in range(1, 4):
+        save(tmp_path, step)
+    assert sorted(os.listdir("/proc/self/fd")) == before

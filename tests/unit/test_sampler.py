@@ -402,3 +402,10 @@ def test_after_a_sync_what_is_left_is_shared_out_anew_on_rank_zero_too() -> None
     state.sync()
     assert (len(loader), sampler.position) == (4, 4)
     assert len(batches(loader)) == 4
+
+
+def test_an_even_sampler_has_a_batch_on_every_rank() -> None:
+    sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
+    for _ in iter(sampler):
+        sampler.record(1)
+        assert sampler.all_ranks_had_batch

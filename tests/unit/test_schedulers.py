@@ -401,3 +401,14 @@ def test_hosts_of_a_job_file_do_not_limit_a_scheduler_that_chooses_nodes(
     assert "#SBATCH --ntasks" in capsys.readouterr().out
     assert main([*words, "--dry-run"]) == 1
     assert "8 ranks on hosts with 4 slots" in capsys.readouterr().err
+
+
+def test_horovodrun_under_pbs_names_hosts_only_where_there_are_several() -> None:
+    one, two = (
+        job_script(
+            "pbs", build_script_request("pbs", ("train.py",), launcher="horovodrun", ranks=2, resources={"nodes": n})
+        )
+        for n in (1, 2)
+    )
+    assert "-H " not in one
+    assert "-H " in two
