@@ -28,7 +28,8 @@ from rich.table import Table
 from common.help import parser as parser_of
 from dualdist.errors import DualdistError, LaunchError
 from dualdist.launch.execute import find_site, run_command
-from dualdist.launch.launchers import Job, Site, build_command
+from dualdist.launch.job import Job, Site
+from dualdist.launch.launchers import build_command
 
 TRAIN = Path(__file__).with_name("train.py")
 BATCH = 8  # per rank; plain python takes the batches of all ranks together

@@ -18,7 +18,7 @@ from dualdist.bench.statistics import (
     time_difference,
     time_ratio,
 )
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 
 RAW_CALLS = {"dualdist_": "raw_", "dualdist": "raw"}  # the raw call that each is compared with
 KINDS = {"dualdist_": "in place", "dualdist": "new tensor"}

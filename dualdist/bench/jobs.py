@@ -13,7 +13,8 @@ from typing import Any
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
-from dualdist.launch.launchers import LAUNCHERS, Command, Job, Site, build_command
+from dualdist.launch.job import Command, Job, Site
+from dualdist.launch.launchers import LAUNCHERS, build_command
 from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables

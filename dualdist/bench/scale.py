@@ -14,7 +14,7 @@ from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig
 from dualdist.bench.options import AllreduceOptions, StepOptions
 from dualdist.bench.report import ReportTable, format_ms, format_size, format_us
 from dualdist.errors import UsageError
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 
 # Note [alpha-beta model]
 # An allreduce of n bytes between p ranks takes a(p) * alpha + b(p) * n * beta: alpha seconds of latency per message,

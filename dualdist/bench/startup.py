@@ -13,7 +13,7 @@ from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, RunCon
 from dualdist.bench.report import ReportTable
 from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_difference, time_ratio
 from dualdist.errors import UsageError
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 from dualdist.utils.suggest import require_choice
 
 SCRIPT = Path(__file__).parent / "ranks" / "cold_start.py"

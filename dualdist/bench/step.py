@@ -13,7 +13,7 @@ from dualdist.bench.options import BASELINES, CONTENDERS, MODELS, StepOptions, d
 from dualdist.bench.report import ReportTable, format_ms
 from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_ratio
 from dualdist.errors import UsageError
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 
 MEMORY_NOTE = "peak memory: of one process with this contender alone, minus its memory before init"
 

@@ -29,8 +29,7 @@ from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads_per_rank
-from dualdist.launch.job import BACKEND_TRANSPORTS, BACKEND_VARIABLE, TRANSPORT_VARIABLE
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import BACKEND_TRANSPORTS, BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
 from dualdist.launch.processes import JOB_MARK
 from dualdist.rendezvous import saved_choice
 from dualdist.utils.exit_codes import NOTICE

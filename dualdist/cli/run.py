@@ -17,7 +17,8 @@ from dualdist.cli.run_request import RunRequest, parse_run_request
 from dualdist.errors import UsageError
 from dualdist.launch.env_defaults import allocated_tasks, default_launcher
 from dualdist.launch.failure import describe_failure
-from dualdist.launch.launchers import LAUNCHERS, Command
+from dualdist.launch.job import Command
+from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS

@@ -20,7 +20,7 @@ from dualdist.doctor.context import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import EXCEPTION, extract_traceback
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 from dualdist.launch.spawn import spawn_without_main
 
 SPAWN_OPTION = "--spawn"

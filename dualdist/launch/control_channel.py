@@ -73,7 +73,7 @@ class RankHello:
 class RankEnded:
     """The end of a rank: its exit code, or minus a signal's number, and its traceback or the end of its stderr.
 
-    `age_s` is the age of the traceback. `was_terminated`: the rank was told to end, so that its code is no cause.
+    `age_s` is the age of the traceback. `was_terminated`: a signal asked the rank to end, so that its code is no cause.
     """
 
     code: int

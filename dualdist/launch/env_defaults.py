@@ -28,7 +28,6 @@ FORWARDED_PREFIXES = (
     *("DUALDIST_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_"),
     *("NCCL_", "GLOO_", "HOROVOD_", "UCX_", "FI_"),
 )
-NOT_FORWARDED = (CONTROL_VARIABLE, JOB_MARK)
 # Variables that a launcher needs itself, if it exports all of its environment.
 LAUNCHER_NAMES = (
     *("HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TZ", "TMPDIR"),
@@ -132,4 +131,9 @@ def interface_variables(interface: str | None) -> dict[str, str]:
 
 def _is_forwarded(name: str) -> bool:
     is_relevant = name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
-    return is_relevant and name not in NOT_FORWARDED and not is_secret(name) and bool(VARIABLE_NAME.fullmatch(name))
+    return (
+        is_relevant
+        and name not in (CONTROL_VARIABLE, JOB_MARK)
+        and not is_secret(name)
+        and bool(VARIABLE_NAME.fullmatch(name))
+    )

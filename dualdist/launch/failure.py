@@ -1,4 +1,4 @@
-"""Why a job failed: the first failing rank, its traceback, and the exit code of the job. Pure functions."""
+"""Failures of a job: the first failing rank, its traceback, and the exit code of the job. Pure functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RankEnd:
         code: the exit code, or minus a signal's number; None for a lost rank, which reported none.
         at_s: when its failure began, by this host's clock.
         round: how often the ranks had been restarted.
-        was_terminated: it was told to end, so that its code says nothing about the cause.
+        was_terminated: a signal asked it to end, so that its code says nothing about the cause.
         text: its traceback, or the end of its stderr; of a lost rank, the traceback that it printed right before.
     """
 
@@ -53,14 +53,10 @@ class RankEnd:
         name = "a rank" if self.rank is None else f"rank {self.rank}"
         return f"{name} on {self.host}" if has_hosts or self.rank is None else name
 
-    @property
-    def has_failed(self) -> bool:
-        return self.code != 0
-
 
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     """Return the first failure of the last round, preferably one that is not the consequence of another."""
-    failures = [end for end in ends if end.has_failed and not end.was_terminated]
+    failures = [end for end in ends if end.code != 0 and not end.was_terminated]
     last = max((end.round for end in failures), default=0)
     return min(
         (end for end in failures if end.round == last),
@@ -70,7 +66,7 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
 
 
 def has_stopped_on_notice(ends: Sequence[RankEnd]) -> bool:
-    """Return True if the job stopped in its last round because it was told to, and can go on.
+    """Return True if the job stopped in its last round because it was notified, and can be resumed.
 
     One rank that says so is enough: it does after all have saved, whatever becomes of the others in the meantime.
     """
@@ -109,11 +105,9 @@ def describe_failure(failure: RankEnd, *, has_hosts: bool) -> str:
 
 
 def _signal_name(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    return f"{name}; out of memory? see dmesg" if name == "SIGKILL" else name
+    if number == signal.SIGKILL:
+        return "SIGKILL; out of memory? see dmesg"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def extract_traceback(text: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m dualdist.launch.host_probe [PORT ADDRESS...]
 
-It also tries to connect to each address, where nobody needs to listen on the port, and reports why that fails.
+It also tries to connect to each address, and reports why that fails; a refused connection is a success.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ SAME_ADDRESS = "this host has the same address"
 
 @dataclass(frozen=True)
 class ProbedHost:
-    """The facts of a host.
+    """The facts of a host: `interfaces` has addresses by name, `unreachable` reasons by address.
 
-    Attributes:
-        interfaces: addresses by interface.
-        port: was free a moment ago.
-        client, server: the addresses at both ends of the ssh connection; "" if there is none.
-        unreachable: reasons by address.
+    `port` was free a moment ago. `client` and `server` are the ends of the ssh connection, "" if there is none.
     """
 
     hostname: str

@@ -86,11 +86,8 @@ Probe = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
 class ReachedHosts:
     """The hosts of a job after probing.
 
-    Attributes:
-        rendezvous: the address of the first host for ranks to meet.
-        local_addresses: the addresses by which the hosts reach this one.
-        cores: of each host.
-        networks: the interfaces by which all hosts reach the first one, if some host has others, too; else empty.
+    `local_addresses` are those of this host for the others. `networks` are the interfaces by which all hosts reach the
+    first one, if some host has others, too; else empty.
     """
 
     hosts: tuple[Host, ...]

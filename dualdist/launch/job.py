@@ -137,12 +137,11 @@ class Command:
     """A command line and its environment.
 
     Attributes:
-        env: variables on top of the caller's.
+        env: variables on top of the caller's; with `has_clean_env` all of them, as launchers export what they have.
         host: where it runs; None for this host.
         prefix: a pattern of what the launcher puts before each line of a rank's output.
-        has_clean_env: the command gets `env` alone, as it would export all of the caller's variables to other hosts.
         unset: the caller's variables that it does not get.
-        stdin: a line for its standard input, as other users see command lines; "": the caller's standard input.
+        stdin: a line for its standard input, which other users cannot see; "" for the caller's standard input.
     """
 
     argv: tuple[str, ...]
@@ -170,7 +169,7 @@ EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_pe
 
 @dataclass(frozen=True)
 class JobChoices:
-    """The options of a job that can exclude each other; None for an open one."""
+    """Options of a job that can exclude each other; None if not given."""
 
     launcher: str | None = None
     backend: str | None = None

@@ -146,8 +146,7 @@ class Resources(_Schema):
     """Resources requested from a scheduler, which chooses what is None.
 
     `memory`, such as "64G", is per node. `time` is [days-]hours:minutes:seconds; `requeue` seconds before its end the
-    job is told to stop, to be queued again. `setup` are lines of shell before the job, such as `module load openmpi`;
-    `container` is an image.
+    job gets a notice to stop, and is queued again. `setup` are lines of shell before the job; `container` is an image.
     """
 
     nodes: Count | None = None

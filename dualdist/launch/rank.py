@@ -112,7 +112,7 @@ class RankProcess:
         if stdout is not None and stdout_writer is not None:
             os.close(stdout_writer)
             self._relays.append(self._relay(stdout, 1 if has_console else None, log, tag, lambda _: None))
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: self._forward(self._wakeup.recv(64)))
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ, self._on_control)
         with contextlib.suppress(OSError, AttributeError):
@@ -185,9 +185,6 @@ class RankProcess:
             self._traceback_at = now
         if now < self._traceback_at + FAILING_S:
             _report(self._control, RankFailing(self._traceback()))
-
-    def _on_signal(self) -> None:
-        self._forward(self._wakeup.recv(64))
 
     def _forward(self, numbers: bytes) -> None:
         """Send signals to the child; each byte is a signal's number."""

@@ -23,8 +23,6 @@ from dualdist.utils.redaction import redact_variables
 
 LOOPBACK = "127.0.0.1"
 ROUND = "DUALDIST_RUN_ROUND"
-# Launchers that restart failed ranks themselves, on one host.
-RESTARTING = ("torchrun",)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
         is_local = _is_single_host(job, launcher)
         addresses = (LOOPBACK,) if is_local else (*plan.local_addresses, LOOPBACK)
         listener = ControlListener.open(addresses, is_local=is_local)
-        stack.callback(listener.close)
+        stack.callback(listener.server.close)
         return _run_rounds(plan, listener)
 
 
@@ -129,7 +127,7 @@ def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, 
     )
     is_multi_host = env_defaults.is_multi_host(environ, launcher, has_hosts=bool(job.hosts))
     output = rank.RankSettings(job.program, settings.tag_output, is_multi_host, settings.log_dir)
-    restarts_itself = launcher in RESTARTING and not job.hosts
+    restarts_itself = launcher == "torchrun" and not job.hosts
     inner, outer = (job.max_restarts, 0) if restarts_itself else (0, job.max_restarts)
     if job.min_ranks is not None:
         inner = sys.maxsize  # an elastic launcher restarts lost ranks
@@ -150,7 +148,7 @@ def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
         if outcome.code == 0 or outcome.error or outcome.stop_signal or number == plan.restarts:
             break
         failed = outcome.failure.label(has_hosts=plan.is_multi_host) if outcome.failure is not None else plan.launcher
-        event = "a rank was told to stop" if outcome.code == REQUEUE else f"{failed} failed"
+        event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
         print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {plan.restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
     return RunReport(plan.launcher, current.redacted_commands(), plan.is_multi_host, outcome, number)

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.failure import is_consequence
+from dualdist.launch.job import BACKEND_VARIABLE
+from dualdist.launch.launchers.simple import topology_variables
 from dualdist.utils import tracebacks
 from dualdist.utils.pickling import choose_pickler, dump_exception
 
@@ -46,7 +48,7 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     Raises:
         LaunchError: a rank failed; the message has its rank and traceback. The other ranks are ended.
     """
-    return _spawn(fn, nprocs, args, _chosen(backend), nullcontext)
+    return _spawn(fn, nprocs, args, backend, {}, nullcontext)
 
 
 def spawn_without_main(
@@ -58,30 +60,30 @@ def spawn_without_main(
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Do as spawn(), but do not import the caller's main module on the ranks: it needs no guard."""
-    return _spawn(fn, nprocs, args, {**(env or {}), **_chosen(backend)}, _without_main)
-
-
-def _chosen(backend: str | None) -> dict[str, str]:
-    return {} if backend is None else {"DUALDIST_BACKEND": backend}
+    return _spawn(fn, nprocs, args, backend, env or {}, _without_main)
 
 
 def _spawn(
     fn: Callable[..., T],
     nprocs: int,
     args: Sequence[Any],
+    backend: str | None,
     env: Mapping[str, str],
     start_in: Callable[[], AbstractContextManager[None]],
 ) -> list[T]:
     tracebacks.install_hooks(os.environ)
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
+    if backend is not None:
+        env = {**env, BACKEND_VARIABLE: backend}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="dualdist-") as folder:
+        rendezvous = (Path(folder) / "rank0").as_uri()
         ranks: list[tuple[BaseProcess, Connection]] = []
         try:
             for rank in range(nprocs):
                 receiver, sender = context.Pipe(duplex=False)
-                variables = {**env, **_variables(rank, nprocs, Path(folder))}
+                variables = {**env, **topology_variables(rank, nprocs, rank, nprocs), "DUALDIST_RENDEZVOUS": rendezvous}
                 process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
                 with start_in():
                     process.start()
@@ -103,19 +105,6 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _variables(rank: int, size: int, folder: Path) -> dict[str, str]:
-    return {
-        "DUALDIST_LAUNCHER": "spawn",
-        "DUALDIST_RANK": str(rank),
-        "DUALDIST_SIZE": str(size),
-        "DUALDIST_LOCAL_RANK": str(rank),
-        "DUALDIST_LOCAL_SIZE": str(size),
-        "DUALDIST_NODE_RANK": "0",
-        "DUALDIST_NUM_NODES": "1",
-        "DUALDIST_RENDEZVOUS": (folder / "rank0").as_uri(),
-    }
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str], sender: Connection) -> None:

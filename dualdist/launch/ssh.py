@@ -25,13 +25,13 @@ FAILURES = (
     (("Permission denied",), "it requires a password: put your public key there by `ssh-copy-id {host}`"),
     (("Could not resolve hostname", "Name or service not known"), "its name does not resolve: is it spelled right?"),
     (
-        ("Host key verification failed", "REMOTE HOST IDENTIFICATION HAS CHANGED"),
-        "its key is not known here: run `ssh {host}` once and compare it",
+        ("Host key verification", "HOST IDENTIFICATION HAS CHANGED"),
+        "its key is unknown: run `ssh {host}` and compare it",
     ),
     (("Connection refused",), "it runs no ssh server on that port"),
     (
-        ("timed out", "No route to host", "Network is unreachable", "Connection closed"),
-        "it does not answer: is it up, and the address right?",
+        ("timed out", "No route to", "unreachable", "Connection closed"),
+        "it does not answer: is it up, the address right?",
     ),
 )
 
@@ -61,9 +61,8 @@ def probe_argv(host: str, site: Site, env: Mapping[str, str], target: Sequence[s
 
 def remote_python_argv(host: str, site: Site, env: Mapping[str, str], words: Sequence[str]) -> list[str]:
     """Return the argv that runs python with these arguments on a host; it exits by the codes above if it cannot."""
-    checks = (
-        f"cd {shlex.quote(site.folder)} || exit {NO_FOLDER}; test -x {shlex.quote(site.python)} || exit {NO_PYTHON}; "
-    )
+    folder, python = shlex.quote(site.folder), shlex.quote(site.python)
+    checks = f"cd {folder} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; "
     public = {name: value for name, value in env.items() if not is_secret(name)}
     line = shlex.join([*_env(public), site.python, *words])
     return ["ssh", *OPTIONS, host, shlex.join(["sh", "-c", f"{checks}exec {line}"])]

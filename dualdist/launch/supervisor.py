@@ -30,7 +30,7 @@ GRACE_S = 3.0
 # Seconds for a job to stop after a notice, and between looks for the notice's file.
 NOTICE_S = 120.0
 NOTICE_POLL_S = 1.0
-# Seconds for launchers and ranks to end when told to: longer than a rank gives its program.
+# Seconds for launchers and ranks to end after SIGTERM: longer than a rank gives its program.
 END_S = 8.0
 TICK_S = 0.1
 # Seconds for a connection to send its RankHello.
@@ -46,7 +46,7 @@ class JobOutcome:
     Attributes:
         failure: the rank that failed first.
         error: why the job was ended, if neither a rank nor a launcher failed.
-        stop_signal: the signal by which the job was told to stop, or 0.
+        stop_signal: the signal that asked the job to stop, or 0.
     """
 
     code: int
@@ -85,9 +85,6 @@ class ControlListener:
         server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
         server.setblocking(False)
         return ControlListener(server, control_channel.ControlAddress.new(addresses, server.getsockname()[1]))
-
-    def close(self) -> None:
-        self.server.close()
 
 
 @dataclass
@@ -187,8 +184,8 @@ class Supervisor:
         if any(process.poll() for process in self._processes):
             return True
         if self._stop_signal:
-            return any(end.has_failed for end in self.ends[self._ends_before_stop :])
-        return any(end.has_failed and end.round >= self.restarts for end in self.ends)
+            return any(end.code != 0 for end in self.ends[self._ends_before_stop :])
+        return any(end.code != 0 and end.round >= self.restarts for end in self.ends)
 
     def _have_ranks_ended(self) -> bool:
         """Return True if every rank that connected has reported its end."""
@@ -222,7 +219,8 @@ class Supervisor:
             for sock in self._connections:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_WR)
-            self._step_until(lambda: not self._is_connected() and not self._running(), END_S)
+            connections = self._connections.values()
+            self._step_until(lambda: not self._running() and not any(each.hello for each in connections), END_S)
             left = processes.wait_or_kill(self._mark, 1.0, self._running)
             if left and not any(process.poll() for process in self._processes):
                 described = processes.describe_processes(left)
@@ -233,9 +231,6 @@ class Supervisor:
             for sock in self._connections:
                 sock.close()
             self._selector.close()
-
-    def _is_connected(self) -> bool:
-        return any(connection.hello is not None for connection in self._connections.values())
 
     def _running(self) -> list[int]:
         return [process.pid for process in self._processes if process.poll() is None]

@@ -50,7 +50,7 @@ from dualdist.bench.startup import with_raw_launchers
 from dualdist.bench.step import check_contenders
 from dualdist.cli.bench import _parse_ranks, _size
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.launchers import Command, Site
+from dualdist.launch.job import Command, Site
 from dualdist.utils.machine import CpuUse
 
 SITE = Site("/v/python", {"torchrun": "/v/torchrun", "mpirun": "/v/mpirun"}, "/v", "openmpi4")

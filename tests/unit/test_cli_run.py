@@ -18,7 +18,7 @@ from dualdist.cli.run import configure, program_words, shell_line, shell_lines
 from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_check
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
-from dualdist.launch.launchers import Command
+from dualdist.launch.job import Command
 from dualdist.launch.processes import signals_deferred, termination_raises
 
 FACE = ("-m", "dualdist.hvd")

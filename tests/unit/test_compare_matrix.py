@@ -21,7 +21,7 @@ from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli import compare
 from dualdist.cli.compare_request import select_cells
 from dualdist.errors import UsageError
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 HERE = Availability(True, "1", "")

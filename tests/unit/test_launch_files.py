@@ -11,7 +11,6 @@ import pytest
 from harness.base_env import ROOT
 
 from dualdist.cli import main
-from dualdist.launch.schedulers import EDIT_BEGIN, EDIT_END
 
 LAUNCH = ROOT / "launch"
 JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))
@@ -55,8 +54,8 @@ def test_a_file_has_one_block_to_edit(path: Path) -> None:
 
 
 def _around(text: str) -> tuple[str, str, str]:
-    before, _, rest = text.partition(EDIT_BEGIN)
-    block, _, after = rest.partition(EDIT_END)
+    before, _, rest = text.partition("# ==== edit from here")
+    block, _, after = rest.partition("# ==== to here")
     return before, block, after
 
 

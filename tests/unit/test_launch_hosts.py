@@ -13,7 +13,7 @@ from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import hosts, ssh
 from dualdist.launch.host_probe import ProbedHost, probe_host
 from dualdist.launch.hosts import evaluate_hosts, is_local_host
-from dualdist.launch.launchers import Host, Site
+from dualdist.launch.job import Host, Site
 from dualdist.version import __version__
 
 SITE = Site("/v/bin/python", {}, "/v/bin", folder="/shared/job")
@@ -151,7 +151,7 @@ def test_hosts_need_the_same_version() -> None:
         (255, "ssh: Could not resolve hostname b: Name or service not known\n", "its name does not resolve"),
         (255, "ssh: connect to host b port 22: Connection refused\n", "it runs no ssh server on that port"),
         (255, "ssh: connect to host b port 22: Connection timed out\n", "it does not answer"),
-        (255, "Host key verification failed.\n", "its key is not known here: run `ssh b` once"),
+        (255, "Host key verification failed.\n", "its key is unknown: run `ssh b`"),
         (255, "", "host 'b' cannot be reached by ssh (exit code 255)"),
     ],
 )

@@ -11,8 +11,8 @@ import pytest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
 from dualdist.launch.execute import parse_mpi_version
-from dualdist.launch.job import Mpi
-from dualdist.launch.launchers import LAUNCHERS, Host, Job, RendezvousAddress, Site, build_command, build_commands
+from dualdist.launch.job import Host, Job, Mpi, RendezvousAddress, Site
+from dualdist.launch.launchers import LAUNCHERS, build_command, build_commands
 from dualdist.launch.launchers.horovodrun import localhost_spellings
 
 TOOLS = {name: f"/v/bin/{name}" for name in ("torchrun", "horovodrun", "mpirun", "srun")}

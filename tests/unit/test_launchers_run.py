@@ -15,7 +15,7 @@ import pytest
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
 from dualdist.launch.execute import find_site, run_command
-from dualdist.launch.launchers import Command
+from dualdist.launch.job import Command
 from dualdist.launch.processes import signals_deferred, termination_raises
 
 # Starts a child in a session of its own, as launchers start ranks, writes its pid to argv[1], and ends or stays.
@@ -98,7 +98,7 @@ def test_launcher_that_ignores_termination_is_killed(monkeypatch: pytest.MonkeyP
 def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "pid"
     program = (
-        "import sys; from dualdist.launch.launchers import Command; from dualdist.launch.execute import run_command\n"
+        "import sys; from dualdist.launch.job import Command; from dualdist.launch.execute import run_command\n"
         "run_command(Command(tuple(sys.argv[1:])), timeout_s=None, what='a job', capture=False)"
     )
     job = python(PARENT, str(file), "600").argv

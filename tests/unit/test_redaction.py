@@ -78,7 +78,7 @@ def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> 
         "SLURM_NTASKS=4, but this process is no task of a Slurm step",
         "KeyError: 'weight'",
         "TOKENIZERS_PARALLELISM=false MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
-        "its key is not known here: run `ssh a` once",
+        "its key is unknown: run `ssh a`",
         "a@b is an address",
     ],
 )

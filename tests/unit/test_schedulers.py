@@ -16,7 +16,7 @@ from dualdist.cli import main
 from dualdist.cli.schedule import build_script_request, submit_script
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import parse_duration, parse_mebibytes
-from dualdist.launch.schedulers import EDIT_END, SCHEDULERS, ScriptRequest, job_script
+from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, job_script
 from dualdist.launch.schedulers.request import format_clock
 
 GOLDEN = """\
@@ -122,7 +122,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
     request = ScriptRequest(
         ("train.py",), launcher, **given, hosts=("a", "b")[: given["nodes"] * (name == "ssh")], container="i"
     )
-    body = job_script(name, request).partition(EDIT_END)[2]
+    body = job_script(name, request).partition("# ==== to here")[2]
     starts = re.findall(r"(?:(\"\$\{container\[@\]\}\") )?(?:torchrun --|python \"\$\{program)", body)
     assert starts == ['"${container[@]}"']
 

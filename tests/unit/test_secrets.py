@@ -11,7 +11,8 @@ from dualdist.cli import main
 from dualdist.cli.run import shell_line
 from dualdist.launch import env_defaults
 from dualdist.launch.control_channel import CONTROL_VARIABLE
-from dualdist.launch.launchers import Command, Host, Job, Site, build_command
+from dualdist.launch.job import Command, Host, Job, Site
+from dualdist.launch.launchers import build_command
 from dualdist.launch.schedulers import ScriptRequest, job_script
 from dualdist.launch.ssh import probe_argv, wrap_in_ssh
 from dualdist.utils.redaction import is_secret, redact_command, redact_variables

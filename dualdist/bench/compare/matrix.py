@@ -9,8 +9,8 @@ from dualdist.backends.availability import Availability
 from dualdist.bench.jobs import MeasurementSettings, RunConfig, program_command
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
-from dualdist.launch.job import BACKEND_TRANSPORTS, JobChoices, find_conflicts
-from dualdist.launch.launchers import Site, check_launcher
+from dualdist.launch.job import BACKEND_TRANSPORTS, JobChoices, Site, find_conflicts
+from dualdist.launch.launchers import check_launcher
 from dualdist.utils.suggest import require_choice
 
 DUALDIST = "dualdist"

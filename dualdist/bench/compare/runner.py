@@ -17,7 +17,7 @@ from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, program_command, run_job, worker_command
 from dualdist.bench.options import TrainOptions
 from dualdist.errors import LaunchError
-from dualdist.launch.launchers import Site
+from dualdist.launch.job import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
 LAUNCHES = "launches"  # folder of one file per launch

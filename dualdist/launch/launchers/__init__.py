@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualdist.launch.job import Command, Host, Job, RendezvousAddress, Site
+from dualdist.launch.job import Command, Job, Site
 from dualdist.launch.launchers import horovodrun, mpirun, simple
 from dualdist.utils.suggest import require_choice
 
@@ -32,17 +32,3 @@ def build_command(launcher: str, job: Job, site: Site) -> Command:
 def check_launcher(launcher: str) -> str:
     """Return the name if there is such a launcher; else UsageError with the nearest name."""
     return require_choice(launcher, LAUNCHERS, "launcher")
-
-
-__all__ = [
-    "LAUNCHERS",
-    "MULTI_RANK_LAUNCHERS",
-    "Command",
-    "Host",
-    "Job",
-    "RendezvousAddress",
-    "Site",
-    "build_command",
-    "build_commands",
-    "check_launcher",
-]

@@ -22,19 +22,28 @@ def spawn_commands(job: Job, site: Site) -> tuple[Command, ...]:
     for node_rank, (host, local_size) in enumerate(hosts):
         for local_rank in range(local_size):
             variables = {
-                "DUALDIST_LAUNCHER": "spawn",
-                "DUALDIST_RANK": str(len(commands)),
-                "DUALDIST_SIZE": str(job.ranks),
-                "DUALDIST_LOCAL_RANK": str(local_rank),
-                "DUALDIST_LOCAL_SIZE": str(local_size),
-                "DUALDIST_NODE_RANK": str(node_rank),
-                "DUALDIST_NUM_NODES": str(len(hosts)),
+                **job.variables(),
+                **topology_variables(len(commands), job.ranks, local_rank, local_size, node_rank, len(hosts)),
                 "DUALDIST_ADDRESS": rendezvous.address,
                 "DUALDIST_PORT": str(rendezvous.port),
             }
-            name = None if host.is_local else host.name
-            commands.append(Command((site.python, *job.program), {**job.variables(), **variables}, name))
+            commands.append(Command((site.python, *job.program), variables, None if host.is_local else host.name))
     return tuple(commands)
+
+
+def topology_variables(
+    rank: int, size: int, local_rank: int, local_size: int, node_rank: int = 0, num_nodes: int = 1
+) -> dict[str, str]:
+    """Return the variables that give a rank its topology, if dualdist itself starts it."""
+    numbers = {
+        "RANK": rank,
+        "SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
+        "NODE_RANK": node_rank,
+        "NUM_NODES": num_nodes,
+    }
+    return {"DUALDIST_LAUNCHER": "spawn", **{f"DUALDIST_{name}": str(number) for name, number in numbers.items()}}
 
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:

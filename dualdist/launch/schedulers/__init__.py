@@ -14,9 +14,6 @@ from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.redaction import SECRET
 from dualdist.utils.suggest import require_choice
 
-EDIT_BEGIN = "# ==== edit from here ===="
-EDIT_END = "# ==== to here; what follows needs no change ===="
-
 
 @dataclass(frozen=True)
 class Scheduler:
@@ -140,4 +137,4 @@ def _kubernetes_context(request: ScriptRequest) -> dict[str, object]:
     }
 
 
-__all__ = ["EDIT_BEGIN", "EDIT_END", "SCHEDULERS", "Scheduler", "ScriptRequest", "find_scheduler", "job_script"]
+__all__ = ["SCHEDULERS", "Scheduler", "ScriptRequest", "find_scheduler", "job_script"]

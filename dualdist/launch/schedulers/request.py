@@ -31,7 +31,7 @@ class ScriptRequest:
         gpus_per_node, gpus_per_task: GPUs, requested in one of two ways.
         memory, memory_per_task: such as "64G", of a node or of a task.
         time: the time limit, [days-]hours:minutes:seconds.
-        requeue: seconds before the time limit at which the job is told to stop, to be queued again.
+        requeue: seconds before the time limit at which the job gets a notice to stop, to be queued again.
         setup: lines of shell that make `python` the one that has dualdist.
         container: an image that has dualdist.
         hosts: host names, for the scheduler ssh.
