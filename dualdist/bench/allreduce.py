@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
-from dualdist.bench.options import AllreduceOptions
+from dualdist.bench.options import AllreduceOptions, to_arguments
 from dualdist.bench.report import ReportTable, format_size, format_us
 from dualdist.bench.statistics import (
     bootstrap_median,
@@ -55,13 +55,7 @@ def plan_jobs(
         for config in configs:
             key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
             file = folder / f"allreduce-{key}.json"
-            arguments = (
-                "allreduce",
-                f"--sizes={','.join(map(str, options.sizes))}",
-                f"--rounds={options.rounds}",
-                f"--block-s={options.block_s:g}",
-                f"--report={file}",
-            )
+            arguments = ("allreduce", *to_arguments(options), f"--report={file}")
             tags = {"config": config, "launch": launch, "ranks": settings.ranks}
             command = worker_command(config, arguments, settings, site)
             yield PlannedJob(f"allreduce on {settings.ranks} ranks, {config}", command, (file,), tags)

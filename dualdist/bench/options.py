@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 # Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
 # its gradients, where overlap matters most; at 32 communication dominates.
@@ -107,6 +108,17 @@ class AllreduceOptions:
     block_s: float = 0.03
     device: str = "auto"
     timeout_s: float = 300.0
+
+
+def to_arguments(options: StepOptions | TrainOptions | AllreduceOptions) -> list[str]:
+    """Return the worker's arguments for the options that are not at their defaults."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    changed = [each.name for each in fields(options) if values[each.name] != each.default]
+    return [f"--{name.replace('_', '-')}={_to_argument(values[name])}" for name in changed]
+
+
+def _to_argument(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
 
 
 COMMON_SIZES = (8, 65536, 1 << 20, 25 << 20)  # latency to DDP's bucket size: part of every default sweep

@@ -51,9 +51,9 @@ class LinkModel:
     alpha_s: float
     beta_s: float
 
-    @property
-    def bandwidth_gb_s(self) -> float:
-        return 1 / self.beta_s / 1e9 if self.beta_s else math.inf
+    def __str__(self) -> str:
+        bandwidth = 1 / self.beta_s / 1e9 if self.beta_s else math.inf
+        return f"{self.alpha_s * 1e6:.1f} us and {bandwidth:.3f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,19 @@ class ModelResidual:
     nbytes: int
     measured_s: float
     model_s: float
-
-    @property
-    def relative(self) -> float:
-        return self.model_s / self.measured_s - 1
+    relative: float
 
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A model fitted to a sweep over sizes on `ranks` ranks."""
+    """A model fitted to a sweep over sizes on `ranks` ranks; the summaries are of relative residuals."""
 
     algorithm: str
     ranks: int
     link: LinkModel
+    rms_residual: float
+    max_residual: float
     residuals: tuple[ModelResidual, ...]
-
-    @property
-    def max_residual(self) -> float:
-        return max(abs(residual.relative) for residual in self.residuals)
-
-    @property
-    def rms_residual(self) -> float:
-        return math.sqrt(sum(residual.relative**2 for residual in self.residuals) / len(self.residuals))
 
 
 def predict_allreduce(algorithm: str, link: LinkModel, ranks: int, nbytes: float) -> float:
@@ -102,11 +93,13 @@ def fit_link(algorithm: str, ranks: int, sweep: Sequence[tuple[int, float]]) -> 
     messages, parts = ALGORITHMS[algorithm](ranks)
     rows = [[messages / seconds, parts * nbytes / seconds] for nbytes, seconds in sweep]
     (alpha, beta), _ = nnls(rows, [1.0] * len(rows))
-    link = LinkModel(float(alpha), float(beta))
-    residuals = (
-        ModelResidual(nbytes, seconds, predict_allreduce(algorithm, link, ranks, nbytes)) for nbytes, seconds in sweep
-    )
-    return FittedModel(algorithm, ranks, link, tuple(residuals))
+    link, residuals = LinkModel(float(alpha), float(beta)), []
+    for nbytes, seconds in sweep:
+        model_s = predict_allreduce(algorithm, link, ranks, nbytes)
+        residuals.append(ModelResidual(nbytes, seconds, model_s, model_s / seconds - 1))
+    relative = [residual.relative for residual in residuals]
+    rms = math.hypot(*relative) / math.sqrt(len(relative))
+    return FittedModel(algorithm, ranks, link, rms, max(map(abs, relative)), tuple(residuals))
 
 
 @dataclass(frozen=True)
@@ -207,26 +200,13 @@ def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: 
     }
     fits = {(name, ranks): fit_link(name, ranks, points) for ranks, points in measured.items() for name in ALGORITHMS}
     base = min(measured, default=None)
-    if options.link is not None:
-        links = dict.fromkeys(ALGORITHMS, options.link)
-    else:
-        links = {} if base is None else {name: fits[name, base].link for name in ALGORITHMS}
+    links = {name: options.link or fits[name, base].link for name in ALGORITHMS if options.link or base is not None}
     buckets = max(1, -(-(nbytes or 0) // BUCKET_BYTES))
     return {
         "sweeps": sweeps,
         "fitted_on": base,
-        "fits": [
-            {
-                "algorithm": fit.algorithm,
-                "ranks": fit.ranks,
-                **_link(fit.link),
-                "rms_residual": fit.rms_residual,
-                "max_residual": fit.max_residual,
-                "residuals": [{**asdict(each), "relative": each.relative} for each in fit.residuals],
-            }
-            for fit in fits.values()
-        ],
-        "links": {name: _link(link) for name, link in links.items()},
+        "fits": [asdict(fit) for fit in fits.values()],
+        "links": {name: asdict(link) for name, link in links.items()},
         "validation": [
             {
                 "algorithm": name,
@@ -255,10 +235,6 @@ def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: 
     }
 
 
-def _link(link: LinkModel) -> dict[str, float]:
-    return {"alpha_us": link.alpha_s * 1e6, "beta_gb_s": link.bandwidth_gb_s}
-
-
 def tables(result: dict[str, Any]) -> Iterator[ReportTable]:
     """Yield the fits, the residuals of one, the validation, and the predictions."""
     if result["fits"]:
@@ -272,40 +248,40 @@ def tables(result: dict[str, Any]) -> Iterator[ReportTable]:
 
 def _fits(result: dict[str, Any]) -> ReportTable:
     sweep = result["sweeps"][0]
+    rows = (
+        (
+            fit["algorithm"],
+            str(fit["ranks"]),
+            str(LinkModel(**fit["link"])),
+            f"{fit['rms_residual']:.0%}",
+            f"{fit['max_residual']:.0%}",
+        )
+        for fit in result["fits"]
+    )
     return ReportTable(
         f"alpha-beta model fitted to dd.allreduce_, {sweep['backend']} over {sweep['transport']}, {sweep['launcher']}",
-        ("algorithm", "ranks", "alpha us", "1 / beta GB/s", "RMS residual", "max residual"),
-        tuple(
-            (
-                fit["algorithm"],
-                str(fit["ranks"]),
-                f"{fit['alpha_us']:.1f}",
-                f"{fit['beta_gb_s']:.3f}",
-                f"{fit['rms_residual']:.0%}",
-                f"{fit['max_residual']:.0%}",
-            )
-            for fit in result["fits"]
-        ),
+        ("algorithm", "ranks", "alpha, 1 / beta", "RMS residual", "max residual"),
+        tuple(rows),
         (MODEL_NOTE, *(f"machine at {s['ranks']} ranks: {s['noise']['summary']}" for s in result["sweeps"])),
     )
 
 
 def _residuals(result: dict[str, Any]) -> ReportTable:
     fit = next(each for each in result["fits"] if each["ranks"] == result["fitted_on"])
-    note = "with two ranks all three algorithms give the same times"
+    rows = (
+        (
+            format_size(each["nbytes"]),
+            format_us(each["measured_s"]),
+            format_us(each["model_s"]),
+            f"{each['relative']:+.0%}",
+        )
+        for each in fit["residuals"]
+    )
     return ReportTable(
         f"residuals of the {fit['algorithm']} model on the {fit['ranks']} ranks it was fitted to",
         ("size", "measured us", "model us", "model / measured - 1"),
-        tuple(
-            (
-                format_size(each["nbytes"]),
-                format_us(each["measured_s"]),
-                format_us(each["model_s"]),
-                f"{each['relative']:+.0%}",
-            )
-            for each in fit["residuals"]
-        ),
-        (note,) if result["fitted_on"] == 2 else (),
+        tuple(rows),
+        ("with two ranks all three algorithms give the same times",) if result["fitted_on"] == 2 else (),
     )
 
 
@@ -333,14 +309,14 @@ def _predictions(result: dict[str, Any]) -> ReportTable:
     for each in result["predictions"]:
         cell = f"{format_ms(each['communication_s'])}, {format_ms(each['overlapped_s'])}, {each['efficiency']:.0%}"
         rows.setdefault(each["ranks"], []).append(cell)
-    link = ", ".join(f"{k} {v['alpha_us']:.1f} us and {v['beta_gb_s']:.3f} GB/s" for k, v in result["links"].items())
+    links = ", ".join(f"{name} {LinkModel(**link)}" for name, link in result["links"].items())
     return ReportTable(
         f"prediction for {step['model'] or 'the given step'}: compute {format_ms(step['compute_s'])} ms per step, "
         f"{format_size(step['gradient_bytes'])} of gradients in {step['buckets']} bucket(s)",
         ("ranks", *(f"{name}: comm ms, step ms, efficiency" for name in ALGORITHMS)),
         tuple((str(ranks), *cells) for ranks, cells in rows.items()),
         (
-            f"links: {link}",
+            f"links: {links}",
             "step: max(compute, communication), the bound with complete overlap; efficiency: compute / step",
             LIMITATIONS_NOTE,
         ),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
-from dualdist.bench.options import BASELINES, CONTENDERS, MODELS, StepOptions, default_contenders
+from dualdist.bench.options import BASELINES, CONTENDERS, MODELS, StepOptions, default_contenders, to_arguments
 from dualdist.bench.report import ReportTable, format_ms
 from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_ratio
 from dualdist.errors import UsageError
@@ -62,20 +62,12 @@ def _job(
 ) -> PlannedJob:
     key = [kind, options.model, config.backend, config.transport or "own", config.launcher, *contenders, str(launch)]
     file = folder / f"{'-'.join(key)}.json"
-    arguments = [
-        kind,
-        f"--model={options.model}",
-        f"--contenders={','.join(contenders)}",
-        f"--batch={options.batch_size}",
-        f"--image-size={options.image_size}",
-        f"--report={file}",
-    ]
-    reports: tuple[Path, ...] = tuple(file.with_suffix(f".{rank}.json") for rank in range(settings.ranks))
-    title = f"{kind} of {options.model}, {config}" + (f", {contenders[0]}" if kind == "memory" else "")
-    if kind == "step":
-        arguments += [f"--rounds={options.rounds}", f"--steps={options.steps}", f"--block-s={options.block_s:g}"]
-        arguments += [f"--warmup={options.warmup}"]
-        reports = (file,)
+    arguments = [kind, *to_arguments(replace(options, contenders=contenders)), f"--report={file}"]
+    reports: tuple[Path, ...] = (file,)
+    title = f"{kind} of {options.model}, {config}"
+    if kind == "memory":
+        reports = tuple(file.with_suffix(f".{rank}.json") for rank in range(settings.ranks))
+        title += f", {contenders[0]}"
     tags = {"kind": kind, "model": options.model, "config": config, "contenders": contenders, "launch": launch}
     return PlannedJob(title, worker_command(config, arguments, settings, site), reports, tags)
 
@@ -109,7 +101,7 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
         "model": model,
         **{name: first[name] for name in ("ranks", "backend", "transport", "launcher", "device", "threads")},
         **{name: first[name] for name in ("parameters", "tensors", "gradient_bytes")},
-        "batch": first["options"]["batch"],
+        "batch": first["options"]["batch"] or MODELS[model].batch,
         "image_size": first["options"]["image_size"] if "resnet" in model else None,
         "steps": [report["steps"] for report in reports],
         "rounds": first["options"]["rounds"],

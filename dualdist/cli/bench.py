@@ -20,14 +20,7 @@ from dualdist.bench import step as bench_step
 from dualdist.bench.compare.matrix import MatrixFacts, refusal_reason
 from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, parse_configs, parse_env, run_job
 from dualdist.bench.options import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
-from dualdist.bench.report import (
-    check_writable,
-    failure_table,
-    format_command,
-    make_record,
-    print_report,
-    write_json,
-)
+from dualdist.bench.report import check_writable, failure_table, format_command, make_record, print_report, write_json
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.cli.compare_request import check_minimum, count_gpus
 from dualdist.cli.help_formatter import add_help, add_list, set_completions
@@ -88,12 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     step = _add_benchmark(commands, "step")
     add = step.add_argument
-    add(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)",
-    )
+    add("--model", action="append", metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)")
     add("--full", action="store_true", help="all models, also ResNet-50 and a transformer of 126M parameters")
     add("--contenders", metavar="A,B,...", help=f"of {', '.join(CONTENDERS)} (default: depends on the backend)")
     add("--steps", type=int, default=0, metavar="N", help="steps per sample (default: as many as fill --block-s)")

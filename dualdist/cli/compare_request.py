@@ -108,7 +108,7 @@ def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
 
         argv = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
         return UserScript(argv, args.warmup, settings["steps"])
-    names = ("model", "batch", "warmup", "steps", "image_size", "device", "seed")
+    names = ("model", "batch", "warmup", "steps", "image_size", "seed")
     return TrainOptions(contender=DUALDIST, sizes=SIZES, **{name: settings[name] for name in names})
 
 

@@ -29,7 +29,7 @@ def test_fit_recovers_the_link_from_noisy_timings_with_residuals() -> None:
         "ring", 4, [(size, predict_allreduce("ring", LINK, 4, size) * draw.gauss(1, 0.05)) for size in SIZES]
     )
     assert found.link.alpha_s == pytest.approx(LINK.alpha_s, rel=0.1)
-    assert found.link.bandwidth_gb_s == pytest.approx(2.0, rel=0.1)
+    assert 1 / found.link.beta_s == pytest.approx(2e9, rel=0.1)
     assert 0.01 < found.rms_residual < 0.1
     assert found.max_residual >= found.rms_residual
 

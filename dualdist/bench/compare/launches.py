@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -119,24 +119,27 @@ class Launch(BaseModel):
     @property
     def peak_bytes(self) -> int | None:
         """Return the maximum over ranks."""
-        return max((rank.peak_bytes for rank in self.ranks if rank.peak_bytes is not None), default=None)
+        return max(self._known("peak_bytes"), default=None)
 
     @property
     def device_peak_bytes(self) -> int | None:
         """Return the maximum over ranks."""
-        return max((rank.device_peak_bytes for rank in self.ranks if rank.device_peak_bytes is not None), default=None)
+        return max(self._known("device_peak_bytes"), default=None)
 
     @property
     def tcp_bytes(self) -> float | None:
         """Return the bytes a rank sends over TCP in a step, the mean over ranks."""
-        known = [rank.tcp_bytes for rank in self.ranks if rank.tcp_bytes is not None]
-        return math.fsum(known) / len(known) if known else None
+        known = self._known("tcp_bytes")
+        return fmean(known) if known else None
 
     @property
     def cpu_s(self) -> float | None:
         """Return the CPU seconds of a step, the sum over ranks."""
-        known = [rank.cpu_s for rank in self.ranks if rank.cpu_s is not None]
+        known = self._known("cpu_s")
         return math.fsum(known) if known else None
+
+    def _known(self, name: str) -> list[Any]:
+        return [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
 
 
 def _mean(losses: Sequence[float]) -> float:

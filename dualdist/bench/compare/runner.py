@@ -15,7 +15,7 @@ from statistics import median
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch, write_launch
 from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, program_command, run_job, worker_command
-from dualdist.bench.options import TrainOptions
+from dualdist.bench.options import TrainOptions, to_arguments
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
@@ -67,21 +67,14 @@ class Comparison:
         return None if isinstance(self.work, UserScript) else self.work.batch * self.ranks(cell) // self.settings.ranks
 
     def _train_arguments(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
-        named = {
-            "model": options.model,
-            "contender": DUALDIST if cell.kind == "one" else cell.kind,
-            "batch": self._batch(cell),
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "image-size": options.image_size,
-            "seed": options.seed,
-            "slowdown": cell.slowdown,
-            "folder": own,
-            "report": own / "allreduce.json",
-        }
-        if self._times_allreduces(cell, options):
-            named["sizes"] = ",".join(map(str, options.sizes))
-        return ["train", *(f"--{name}={value}" for name, value in named.items())]
+        options = replace(
+            options,
+            contender=DUALDIST if cell.kind == "one" else cell.kind,
+            batch=self._batch(cell) or 0,
+            slowdown=cell.slowdown,
+            sizes=options.sizes if self._times_allreduces(cell, options) else (),
+        )
+        return ["train", *to_arguments(options), f"--folder={own}", f"--report={own / 'allreduce.json'}"]
 
     def _times_allreduces(self, cell: Cell, options: TrainOptions) -> bool:
         return bool(options.sizes) and cell.is_contender and self.ranks(cell) > 1

@@ -239,11 +239,7 @@ def _measure_size(
     fastest = min(time_call(call, 2, sync)[0] for call in calls)
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
     timings = interleave(calls, repeats, options.rounds, sync, dd.node_rank())
-    return {
-        "bytes": tensor.numel() * ELEMENT_BYTES,
-        "repeats": repeats,
-        **merge_ranks(dd.allgather_object(timings)),
-    }
+    return {"bytes": tensor.numel() * ELEMENT_BYTES, "repeats": repeats, **merge_ranks(dd.allgather_object(timings))}
 
 
 def _check_sums(calls: dict[str, Callable[[], object]], tensor: torch.Tensor) -> None:

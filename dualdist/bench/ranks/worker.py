@@ -12,14 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 import dualdist as dd
-from dualdist.bench.options import CONTENDERS, AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.options import AllreduceOptions, StepOptions, TrainOptions
 from dualdist.environments import detect
-from dualdist.errors import DualdistError, UnsupportedError, UsageError
+from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
 
 Report = dict[str, Any]
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.spawn:
         return max(spawn_without_main(main, args.spawn, (argv[1:],)))  # --spawn=N is the first argument
     try:
-        report = MEASUREMENTS[args.measurement](args)
+        report = MEASUREMENTS[args.measurement][0](args)
     except DualdistError as error:
         print(f"dualdist bench: {error}", file=sys.stderr, flush=True)
         return 1
@@ -46,51 +46,32 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m dualdist.bench.ranks.worker")
     root.add_argument("--spawn", type=int)
     commands = root.add_subparsers(dest="measurement", required=True)
-    for name in MEASUREMENTS:
+    for name, (_, options) in MEASUREMENTS.items():
         add = commands.add_parser(name).add_argument
         add("--report", type=Path)
-        add("--device", default="auto")
-        add("--timeout-s", type=float, default=300.0)
-        add("--rounds", type=int, default=15)
-        add("--block-s", type=float, default=0.4)
-        if name == "train":
-            _add_train_options(add)
-        elif name == "allreduce":
-            add("--sizes", required=True, type=_parse_sizes)
-        else:
-            add("--model", required=True)
-            add("--contenders", required=True, type=parse_contenders)
-            add("--batch", type=int, default=0)
-            add("--image-size", type=int, default=StepOptions.image_size)
-            add("--steps", type=int, default=0)
-            add("--warmup", type=int, default=3)
+        if options is TrainOptions:
+            add("--folder", type=Path, required=True)
+        for each in fields(options):
+            add(
+                f"--{each.name.replace('_', '-')}",
+                type=PARSERS[str(each.type)],
+                required=each.default is MISSING,
+                default=None if each.default is MISSING else each.default,
+            )
     return root
 
 
-def _add_train_options(add: Any) -> None:
-    add("--model", required=True)
-    add("--contender", required=True, choices=tuple(CONTENDERS))
-    add("--folder", type=Path, required=True)
-    for name in ("batch", "warmup", "steps", "image-size", "seed"):
-        add(f"--{name}", type=int, required=True)
-    add("--slowdown", type=float, default=1.0)
-    add("--sizes", type=_parse_sizes, default=())
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(",") if word)
-
-
-def parse_contenders(text: str) -> tuple[str, ...]:
-    """Split at commas; raise UsageError for unknown or repeated names."""
-    names = tuple(text.split(","))
-    if not set(names) <= set(CONTENDERS) or len(set(names)) < len(names):
-        raise UsageError(f"contenders {text!r}: expected different ones of {', '.join(CONTENDERS)}")
-    return names
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "tuple[str, ...]": lambda text: tuple(text.split(",")),
+    "tuple[int, ...]": lambda text: tuple(map(int, text.split(","))),
+}
 
 
 def _options(kind: type[Any], args: argparse.Namespace) -> Any:
-    return kind(**{each.name: getattr(args, each.name) for each in fields(kind) if hasattr(args, each.name)})
+    return kind(**{each.name: getattr(args, each.name) for each in fields(kind)})
 
 
 def step(args: argparse.Namespace) -> Report | None:
@@ -161,11 +142,11 @@ def write_report(report: Report, path: Path | None) -> None:
     draft.replace(path)
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Report | None]] = {
-    "step": step,
-    "allreduce": allreduce,
-    "memory": memory,
-    "train": train,
+MEASUREMENTS: dict[str, tuple[Callable[[argparse.Namespace], Report | None], type[Any]]] = {
+    "step": (step, StepOptions),
+    "allreduce": (allreduce, AllreduceOptions),
+    "memory": (memory, StepOptions),
+    "train": (train, TrainOptions),
 }
 
 if __name__ == "__main__":
