@@ -59,7 +59,7 @@ def default_contenders(backend: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How to time a training step: `steps` per sample, 0 for as many as fill `block_s` seconds."""
+    """Options of a step measurement: `steps` per sample, 0 for as many as fill `block_s` seconds."""
 
     model: str
     contenders: tuple[str, ...]
@@ -80,7 +80,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How one contender trains in a launch of `dualdist compare`; equal for all, so that all train the same model.
+    """Training options of a launch of `dualdist compare`, equal for all so that all train the same model.
 
     `batch` is the global batch size. `slowdown` stretches every step, to check that a comparison detects it.
     Afterwards allreduces of `sizes` bytes are timed.
@@ -101,7 +101,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class AllreduceOptions:
-    """How to time allreduces: sizes in bytes, each repeated to fill `block_s` seconds."""
+    """Options of an allreduce sweep: sizes in bytes, each repeated to fill `block_s` seconds."""
 
     sizes: tuple[int, ...]
     rounds: int = 15

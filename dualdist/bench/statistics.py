@@ -168,7 +168,7 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], *, comparisons
 
 @dataclass(frozen=True)
 class MachineNoise:
-    """How noisy the machine was during a benchmark.
+    """Noise of the machine during a benchmark.
 
     `foreign_cores` is the CPU use of other processes in the median round, None if unknown. `spread` is the
     interquartile range of the baseline's samples over their median, the median over launches.

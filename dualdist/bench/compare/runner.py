@@ -37,7 +37,7 @@ class UserScript:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all launches share: the model or script to train, settings, and the folder for their files."""
+    """Common part of all launches: the model or script to train, settings, and the folder for their files."""
 
     work: TrainOptions | UserScript
     settings: MeasurementSettings
