@@ -37,6 +37,9 @@ class UsageError(DualdistError, ValueError):
     """A call is invalid whatever the other ranks do: a bad argument, or calls in the wrong order."""
 
 
+CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
+
+
 class NotInitializedError(UsageError):
     """dualdist was used before init() or after shutdown()."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, next_slot
 from dualdist.collectives.arguments import as_ints
 from dualdist.diagnostics.trace_format import TIMELINE
@@ -20,7 +21,7 @@ from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError
 from dualdist.monitoring import failed_exit
-from dualdist.rendezvous.backend_selection import BACKEND, BACKENDS, TRANSPORT, TRANSPORTS, check_choice
+from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice
 from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
 from dualdist.utils import tracebacks
 
@@ -100,8 +101,8 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     for name in _process.exported:
         environ.pop(name, None)
     _process.exported = ()
-    requested = check_choice(backend or environ.get(BACKEND) or "auto", BACKENDS, "backend", BACKEND)
-    transport = check_choice(environ.get(TRANSPORT) or "", ("", *TRANSPORTS), "transport", TRANSPORT)
+    requested = check_choice(backend or environ.get(BACKEND) or "auto", registry.choices(), "backend", BACKEND)
+    transport = check_choice(environ.get(TRANSPORT) or "", ("", *registry.transports()), "transport", TRANSPORT)
     name = _next_name(environ, timeout_s)
     _process.sessions += 1
     if _process.sessions == 1:
@@ -112,8 +113,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.rendezvous_store),
         _print_choice,
     )
-    is_single_shm = session.topology.size == 1 and (requested, transport) == ("native", "shm")
-    if transport not in ("", session.backend.transport) and session.backend.name != "single" and not is_single_shm:
+    is_single_shm = session.topology.size == 1 and transport == "shm"  # with nothing to share memory with
+    is_single_shm &= transport in registry.get(session.backend.name).transports
+    if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single_shm:
         session.close()
         raise UnsupportedError(
             f"{TRANSPORT}={transport}, but the backend {session.backend.name} runs over {session.backend.transport} "

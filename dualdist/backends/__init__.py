@@ -1,1 +1,1 @@
-"""One file a backend; which one is used is decided in dualdist.session."""
+"""Backends, which move tensors between ranks; registry.py finds them by name."""

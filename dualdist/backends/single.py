@@ -1,4 +1,4 @@
-"""The backend of a job of one rank: nothing moves, no network is touched."""
+"""Backend of a job of one rank: nothing moves and no network is used."""
 
 from __future__ import annotations
 
@@ -6,36 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import Backend, ReduceOp
-from dualdist.backends.buffers import PlainBuffers
-
-# Nothing is reduced with anything, so that every dtype will do.
-EVERY_DTYPE = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, InitContext, PrivateBuffers, ReduceOp
+from dualdist.backends.registry import SINGLE, BackendSpec
 
 
-class CompletedWork:
-    """Work that was done when it began."""
+class SingleBackend(PrivateBuffers):
+    """A backend of one rank: the reduction over all ranks is the rank's own tensor."""
 
-    def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> torch.Tensor:
-        return self._result
-
-
-class SingleBackend(PlainBuffers):
-    """A world of one rank, in which every reduction over all ranks is the rank's own tensor."""
-
-    name = "single"
+    name = SINGLE
     transport = "none"
     ranks: tuple[int, ...] = (0,)
     rank = 0
     size = 1
     timeout_s = 0.0
-    supported_reduce_dtypes = EVERY_DTYPE
+    supported_reduce_dtypes = ALL_DTYPES
     traceable = True
     done_means_all_started = True
 
@@ -65,3 +49,10 @@ class SingleBackend(PlainBuffers):
 
     def close(self) -> None:
         self.is_open = False
+
+
+def start(context: InitContext) -> SingleBackend:
+    return SingleBackend()
+
+
+SPEC = BackendSpec(SINGLE, start, transports=("none",))

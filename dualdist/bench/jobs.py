@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dualdist.backends import registry
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Command, Job, Site
 from dualdist.launch.launchers import LAUNCHERS, build_command
-from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
-from dualdist.utils.suggest import did_you_mean, require_choice
+from dualdist.utils.suggest import require_choice
 
 WORKER = ("-m", "dualdist.bench.ranks.worker")
 SPAWN = "spawn"
@@ -46,15 +46,10 @@ def parse_configs(text: str, transport: str | None, launcher: str | None) -> lis
     for word in text.split(","):
         backend, _, own = word.strip().partition(":")
         chosen = own or transport
-        if backend not in BACKENDS or backend == "auto":
-            valid = ", ".join(name for name in BACKENDS if name != "auto")
-            raise UsageError(
-                f"backend {backend!r}: expected {valid}, or several separated by commas, as native,horovod:mpi"
-                + did_you_mean(backend, BACKENDS)
-            )
+        require_choice(backend, registry.names(), "backend", ", or several with commas between, as native,horovod:mpi")
         if chosen is not None:
-            require_choice(chosen, TRANSPORTS, "transport")
-        default = "mpirun" if "mpi" in (backend, chosen) else "torchrun"
+            require_choice(chosen, registry.transports(), "transport")
+        default = "mpirun" if registry.needs_mpi(backend, chosen) else "torchrun"
         found.append(RunConfig(backend, chosen, launcher or default))
     if len(set(found)) < len(found):
         raise UsageError(f"backends {text!r}: name each once")

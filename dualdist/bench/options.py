@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dualdist.backends import registry
+
 # Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
 # its gradients, where overlap matters most; at 32 communication dominates.
 IMAGE_SIZE = 64
@@ -54,7 +56,7 @@ BASELINES = ("ddp", "ddp_view", "hvd", "none")  # step times are given as ratios
 
 def default_contenders(backend: str) -> tuple[str, ...]:
     """Return fewer baselines on Horovod: its idle engine slows other communication in the same process."""
-    return DEFAULT_ON_HOROVOD if backend == "horovod" else DEFAULT_CONTENDERS
+    return DEFAULT_ON_HOROVOD if registry.uses_library(backend, registry.HOROVOD_LIBRARY) else DEFAULT_CONTENDERS
 
 
 @dataclass(frozen=True)

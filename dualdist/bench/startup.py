@@ -9,16 +9,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dualdist.backends import registry
 from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, RunConfig, program_command
 from dualdist.bench.report import ReportTable
 from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_difference, time_ratio
 from dualdist.errors import UsageError
 from dualdist.launch.job import Site
-from dualdist.utils.suggest import require_choice
 
 SCRIPT = Path(__file__).parent / "ranks" / "cold_start.py"
 KINDS = ("raw", "dualdist")
-LIBRARIES = {"native": "torch.distributed", "horovod": "horovod.torch", "mpi": "mpi4py"}
 RESOURCES = ("peak_bytes", "private_bytes", "sockets")  # of a rank after its second allreduce
 PHASES = ("torch", "import", "init", "first", "second")
 # dualdist imports a backend's library in init: only these sums of phases are comparable between the libraries.
@@ -43,10 +42,10 @@ def with_raw_launchers(configs: Sequence[RunConfig], *, has_launcher: bool) -> l
 
 
 def _launcher(config: RunConfig) -> str:
-    require_choice(config.backend, LIBRARIES, "backend")
-    if config.backend == "native":
-        return "torchrun"
-    return "mpirun" if "mpi" in (config.backend, config.transport) else "horovodrun"
+    spec = registry.get(config.backend)
+    if not spec.library:
+        raise UsageError(f"backend {spec.name!r}: it has no library beneath with which bench startup could compare it")
+    return "mpirun" if registry.needs_mpi(spec.name, config.transport) else spec.launcher
 
 
 def plan_jobs(
@@ -65,7 +64,7 @@ def _job(
     own = folder / f"startup-{config.backend}-{config.transport or 'own'}-{settings.ranks}-{kind}-{number}"
     program = (str(SCRIPT), kind, config.backend, str(settings.ranks), str(own), settings.device)
     reports = tuple(own / f"{rank}.json" for rank in range(settings.ranks))
-    library = LIBRARIES[config.backend] if kind == "raw" else f"dualdist {config.backend}"
+    library = registry.get(config.backend).library if kind == "raw" else f"dualdist {config.backend}"
     title = f"round {number + 1}, start-up of {library}, {settings.ranks} ranks, {config}"
     tags = {"config": config, "kind": kind, "ranks": settings.ranks, "launch": number}
     return PlannedJob(title, program_command(config, program, settings, site), reports, tags)
@@ -103,7 +102,7 @@ def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> 
         "backend": config.backend,
         "transport": config.transport,
         "launcher": config.launcher,
-        "library": LIBRARIES[config.backend],
+        "library": registry.get(config.backend).library,
         "ranks": len(kinds["raw"][0]),
         "rounds": len(kinds["raw"]),
         "resources": {kind: {name: _max_of_ranks(jobs, name) for name in RESOURCES} for kind, jobs in kinds.items()},

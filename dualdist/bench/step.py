@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dualdist.backends import registry
 from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
 from dualdist.bench.options import BASELINES, CONTENDERS, MODELS, StepOptions, default_contenders, to_arguments
 from dualdist.bench.report import ReportTable, format_ms
@@ -23,7 +24,7 @@ def check_contenders(names: Sequence[str], config: RunConfig) -> None:
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown or len(set(names)) < len(names) or not names:
         raise UsageError(f"contenders {','.join(names)!r}: expected different ones of {', '.join(CONTENDERS)}")
-    if "hvd" in names and config.backend != "horovod":
+    if "hvd" in names and not registry.uses_library(config.backend, registry.HOROVOD_LIBRARY):
         raise UsageError(f"contender 'hvd' is raw Horovod and needs --backend horovod, not {config.backend}")
 
 
@@ -193,5 +194,5 @@ def _warnings(result: dict[str, Any]) -> Iterator[str]:
         yield f"largest difference of a parameter from {CONTENDERS[result['difference_from']]}: {listed}"
     if result["launches"] < 5:
         yield "memory placement shifts a launch by several percent: differences below 3% need --launches 5"
-    if result["backend"] == "horovod" and "ddp" in contenders:
+    if registry.uses_library(result["backend"], registry.HOROVOD_LIBRARY) and "ddp" in contenders:
         yield "an idle Horovod in the same process slows DDP here: compare Horovod with raw Horovod"

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dualdist.backends import registry
 from dualdist.bench import allreduce as bench_allreduce
 from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
@@ -28,7 +29,6 @@ from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import find_site
-from dualdist.launch.job import BACKEND_TRANSPORTS
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.utils.redaction import redact_command
@@ -274,12 +274,13 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, launcher: 
     """Return the configurations of --backend, by default all that can run here."""
     if args.backend is not None:
         return parse_configs(args.backend, args.transport, launcher)
-    site, configs = find_site(), parse_configs(",".join(BACKEND_TRANSPORTS), args.transport, launcher)
+    site, configs = find_site(), parse_configs(",".join(registry.names()), args.transport, launcher)
     gpus = 0 if args.device == "cpu" else count_gpus(site)
     facts = MatrixFacts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
     reasons = {config: refusal_reason(config, settings, site, facts) for config in configs}
     # The baseline of the backend mpi, raw mpi4py, is measured on CPU tensors only.
-    usable = [config for config in configs if reasons[config] is None and not (config.backend == "mpi" and gpus)]
+    needs_mpi = [config for config in configs if gpus and registry.get(config.backend).needs_mpi]
+    usable = [config for config in configs if reasons[config] is None and config not in needs_mpi]
     if not usable:
         raise UsageError(f"no backend can run here: {'; '.join(filter(None, reasons.values()))}")
     return usable

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualdist.backends import registry
 from dualdist.bench.compare.matrix import BASELINES, DEFAULT_BASELINES
 from dualdist.bench.options import IMAGE_SIZE, MODELS
 from dualdist.bench.report import error_summary, format_command, make_record, print_report, write_json
@@ -29,7 +30,6 @@ from dualdist.cli.compare_request import (
 from dualdist.cli.help_formatter import set_completions
 from dualdist.errors import UsageError
 from dualdist.launch.execute import find_site
-from dualdist.launch.job import BACKEND_TRANSPORTS
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 
@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--rounds", type=int, default=ROUNDS, metavar="N", help=f"launches of each cell, at most (default: {ROUNDS})")
     cells = parser.add_argument_group("contenders: every combination").add_argument
-    cells("--backends", metavar="A,B", help=f"of {', '.join(BACKEND_TRANSPORTS)} (default: all)")
+    cells("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
     cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
     cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
     cells(
@@ -110,9 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, on a machine as this')
     out("--dry-run", action="store_true", help="print the command lines and exit")
     out("--timeout", type=float, default=600.0, metavar="S", help="limit of one launch in seconds (default: 600)")
-    set_completions(
-        parser, {"launchers": tuple(LAUNCHERS), "backends": tuple(BACKEND_TRANSPORTS), "model": tuple(MODELS)}
-    )
+    set_completions(parser, {"launchers": tuple(LAUNCHERS), "backends": registry.names(), "model": tuple(MODELS)})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -198,14 +196,14 @@ def _save_choices(result: ComparisonResult, launches: list[Launch], timestamp: s
     """Save the fastest contenders to the user's configuration, and print them to standard error."""
     from dualdist.bench.compare.launches import group_by_cell
     from dualdist.bench.compare.verdict import choices_to_save
-    from dualdist.rendezvous import saved_choice
+    from dualdist.rendezvous import backend_selection
 
-    by_key, path = group_by_cell(launches), saved_choice.choices_path(os.environ)
+    by_key, path = group_by_cell(launches), backend_selection.choices_path(os.environ)
     contenders = {cell.label: by_key[cell.key] for cell in result.cells if cell.is_contender}
     found = list(choices_to_save(contenders, timestamp))
-    choices = [each for each in found if isinstance(each, saved_choice.SavedChoice)]
+    choices = [each for each in found if isinstance(each, backend_selection.SavedChoice)]
     if choices:
-        saved_choice.save(path, choices)
+        backend_selection.save_choices(path, choices)
     for each in found:
         line = each if isinstance(each, str) else f"saved {each.backend} over {each.transport} for {each.conditions}"
         print(f"dualdist compare: {line}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dualdist
+from dualdist.backends import registry
 from dualdist.bench.compare.matrix import (
     BASELINES,
     DEFAULT_BASELINES,
@@ -29,9 +30,9 @@ from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads_per_rank
-from dualdist.launch.job import BACKEND_TRANSPORTS, BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
+from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
 from dualdist.launch.processes import JOB_MARK
-from dualdist.rendezvous import saved_choice
+from dualdist.rendezvous import backend_selection
 from dualdist.utils.exit_codes import NOTICE
 from dualdist.utils.machine import machine, usable_cores, versions
 from dualdist.utils.package_probe import probe_torch
@@ -61,7 +62,7 @@ def select_cells(
     )
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
-    backends = _split(args.backends) or list(BACKEND_TRANSPORTS)
+    backends = _split(args.backends) or registry.names()
     configs = expand_configs(_split(args.launchers), backends, _split(args.transports), os.environ)
     cells, refused = split_runnable(configs, settings, site, facts)
     if cells and args.self_check is not None:
@@ -129,7 +130,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_writable("--json", args.json, args.output)
     check_writable("--csv", args.csv, args.output)
     if args.save_choice:
-        saved_choice.load(saved_choice.choices_path(os.environ))
+        backend_selection.load_choices(backend_selection.choices_path(os.environ))
     parse_budget(args.budget)
     require_choice(args.model, MODELS, "model")
     check_minimum(args, {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2})

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from dualdist.backends.availability import Availability
+from dualdist.backends import registry
+from dualdist.backends.registry import Availability
 from dualdist.bench.compare.matrix import MatrixFacts, expand_configs, split_runnable
 from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli.help_formatter import set_completions
@@ -31,7 +32,6 @@ from dualdist.doctor.diagnosis import (
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.doctor.host import may_use_gpus
 from dualdist.errors import UsageError
-from dualdist.launch.job import BACKEND_TRANSPORTS
 from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS
 from dualdist.topology import Topology
 from dualdist.utils.redaction import make_redactor, redact_json
@@ -151,7 +151,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--fix", action="store_true", help="install and build what is missing, with confirmation")
     add("--yes", action="store_true", help="with --fix, do not ask for confirmation")
     add("--json", metavar="FILE", help="also write JSON to FILE, or only JSON to standard output for -")
-    set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": tuple(BACKEND_TRANSPORTS)})
+    set_completions(parser, {"launchers": MULTI_RANK_LAUNCHERS, "backends": registry.names()})
     parser.epilog = "Exit code: 0 without problems, 1 if something may fail, 2 if something will."
 
 
@@ -196,7 +196,7 @@ def _check(args: argparse.Namespace) -> None:
 def _configs(args: argparse.Namespace) -> list[RunConfig]:
     """Return the configurations that --run tests; raise UsageError for unknown names."""
     launchers, backends = _split(args.launchers) or MULTI_RANK_LAUNCHERS, _split(args.backends)
-    return expand_configs(launchers, backends or list(BACKEND_TRANSPORTS), None, os.environ)
+    return expand_configs(launchers, backends or registry.names(), None, os.environ)
 
 
 def _explain(args: argparse.Namespace, redact: Callable[[str], str]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dualdist.backends import registry
 from dualdist.cli import schedule
 from dualdist.cli.help_formatter import set_completions
 from dualdist.cli.run_request import RunRequest, parse_run_request
@@ -22,7 +23,6 @@ from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.rendezvous.backend_selection import BACKENDS, TRANSPORTS
 from dualdist.utils.exit_codes import REQUEUE
 
 HVD_MODULE = ("-m", "dualdist.hvd")
@@ -68,10 +68,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--backend",
-        choices=BACKENDS,
+        choices=registry.choices(),
         help="their backend (default: DUALDIST_BACKEND, else auto, or native with --as-horovod)",
     )
-    add("--transport", choices=TRANSPORTS, help="the transport of the backend (default: DUALDIST_TRANSPORT, else auto)")
+    add(
+        "--transport",
+        choices=registry.transports(),
+        help="the transport of the backend (default: DUALDIST_TRANSPORT, else auto)",
+    )
     where = parser.add_argument_group("hosts").add_argument
     where("-H", "--hosts", metavar="A:2,B:2", help="hosts, reached by ssh, and how many ranks each takes")
     where("--hostfile", metavar="FILE", help="a file of hosts, with `a slots=2` or `a:2` on each line")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dualdist.backends import registry
 from dualdist.cli.run_request import RunRequest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import interface_variables
@@ -68,7 +69,7 @@ def _launcher(scheduler: Scheduler, choice: JobChoices) -> str:
     Raise UsageError if options exclude each other; the Horovod of the job's nodes is unknown here.
     """
     starts_mpi = [name for name in scheduler.launchers if name not in LAUNCHERS_WITHOUT_MPI]
-    wants_mpi = "mpi" in (choice.backend, choice.transport)
+    wants_mpi = registry.needs_mpi(choice.backend, choice.transport)
     launcher = choice.launcher or (starts_mpi if wants_mpi else scheduler.launchers)[0]
     mpi_hint = f"choose {' or '.join(starts_mpi)}"
     for conflict in find_conflicts(replace(choice, launcher=launcher), horovod_has_mpi=None, mpi_hint=mpi_hint):

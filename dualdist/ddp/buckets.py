@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from dualdist.backends.base import Backend, Buffer, Epilogue, Work
-from dualdist.backends.buffers import is_kept
 from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide_, empty_sparse, sparse_sum
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, CONTRIBUTES, BucketPlan, ReducerConfig, wire_dtype
 from dualdist.ddp.compression import CastCompression, GradientCompressor, compressor_name
-from dualdist.ddp.flat_buffer import BufferPool, FlatBuffer, ProducerStreams
+from dualdist.ddp.flat_buffer import BufferPool, FlatBuffer, ProducerStreams, is_referenced_elsewhere
 from dualdist.ddp.nonfinite import nonfinite_kinds
 from dualdist.errors import UsageError
 
@@ -168,7 +167,7 @@ class Bucket:
 
     def release(self) -> None:
         """Release the bucket's memory; it is not used again."""
-        self._channel.drop(self.plan.region)
+        self._channel.release(self.plan.region)
         self._sent = self._reduced = self._cast = self._result = None
         self._pool.clear()
         self._private_pool.clear()
@@ -199,7 +198,7 @@ class Bucket:
                 grad = param.grad
                 if grad is view:
                     continue
-                if grad is None or grad.is_sparse or not is_kept(grad):
+                if grad is None or grad.is_sparse or not is_referenced_elsewhere(grad):
                     param.grad = view
                 else:
                     targets.append(grad)
@@ -285,7 +284,7 @@ class Bucket:
         sent, result = self._sent, self._result
         assert sent is not None, "call launch() first"
         assert result is not None, "call wait() first"
-        is_final = result is sent.values and sent.buffer is not None and sent.buffer.settles
+        is_final = result is sent.values and sent.buffer is not None and sent.buffer.applies_epilogue
         can_stay = not is_final or self._pool.has_spare(self._create_buffer)
         flat = self._reduced = self._result_buffer(result, sent, can_stay)
         is_elsewhere = result.data_ptr() != flat.values.data_ptr()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from dualdist.backends.base import Buffer
-from dualdist.backends.buffers import reference_counts, storage_uses
+from dualdist.backends.base import Buffer, storage_uses
 from dualdist.ddp.bucket_plan import BucketPlan
 from dualdist.errors import CollectiveError, UnsupportedError
 
@@ -31,7 +32,6 @@ class FlatBuffer:
 
     def __init__(self, values: torch.Tensor, plan: BucketPlan, number: int, buffer: Buffer | None = None) -> None:
         counts = plan.counts
-        other_uses = storage_uses(values) - 1
         self.number = number  # in its bucket
         self.values = values
         self.buffer = buffer  # the owner of the values
@@ -49,8 +49,9 @@ class FlatBuffer:
         # Computed, not measured, since other references may be dropped meanwhile.
         self._uses = len((values, self.gradients, self.tail)) + len(self.views)
         # The flat buffers in the same memory, several where buckets replace each other.
-        self._neighbours: weakref.WeakSet[FlatBuffer] = weakref.WeakSet() if buffer is None else buffer.rows
-        self._other_uses = other_uses if buffer is None else buffer.uses_without_rows
+        memory = values if buffer is None else buffer.memory
+        self._neighbours: weakref.WeakSet[FlatBuffer] = memory.__dict__.setdefault("_flat_buffers", weakref.WeakSet())
+        self._other_uses = _uses_without_tensors() + (memory is not values)
         self._neighbours.add(self)
 
     def is_referenced(self) -> bool:
@@ -114,6 +115,42 @@ class BufferPool:
     def _lowest_free_number(self) -> int:
         taken = {buffer.number for buffer in self._buffers}
         return next(number for number in itertools.count() if number not in taken)
+
+
+def is_referenced_elsewhere(grad: torch.Tensor) -> bool:
+    """Return True if more than its parameter and one variable of the caller refer to a gradient or to its storage."""
+    references, uses = _sole_gradient_counts()
+    return reference_count(grad) > references or storage_uses(grad) > uses
+
+
+def reference_count(tensor: torch.Tensor) -> int:
+    """Count Python's and torch's references to a tensor; comparable with counts taken in the same call only."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor) + count
+
+
+def reference_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Count the references to many tensors, without a Python frame for each."""
+    return list(map(operator.add, map(sys.getrefcount, tensors), map(torch.Tensor._use_count, tensors)))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _sole_gradient_counts() -> tuple[int, int]:
+    """Return the counts of a gradient with no other references, taken as is_referenced_elsewhere() takes them."""
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
+    grad = param.grad
+    return _counts(grad)
+
+
+def _counts(grad: torch.Tensor) -> tuple[int, int]:
+    return reference_count(grad), storage_uses(grad)
+
+
+@functools.cache
+def _uses_without_tensors() -> int:
+    """Return what storage_uses() counts beside the tensors."""
+    return storage_uses(torch.empty(1, device="cpu")) - 1
 
 
 class ProducerStreams:

@@ -64,7 +64,7 @@ def retire_unused(group: Group) -> None:
         if is_retired:
             plan.is_retired = True
             for bucket in plan.buckets:
-                group.gradients.drop(bucket.region)
+                group.gradients.release(bucket.region)
             plan.clear()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from dualdist.backends.availability import Availability
+from dualdist.backends.registry import Availability
 from dualdist.doctor.collect import InstallationFacts
 from dualdist.environments.env_values import get_value
 from dualdist.rendezvous.backend_selection import BACKEND

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dualdist.backends.availability import Availability, available
+from dualdist.backends.registry import Availability, availability
 from dualdist.doctor.checks import horovod, host, launch, mpi, network, torch
 from dualdist.doctor.collect import InstallationFacts, collect_facts
 from dualdist.doctor.context import EXIT_CODES, DoctorContext, Finding, error
@@ -50,7 +50,7 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def installed_backends() -> dict[str, Availability]:
     """Return the availability of every backend, from the installed packages; fast."""
-    return available(installed_versions(), read_record())
+    return availability(installed_versions(), read_record())
 
 
 def detect_topology(environ: Mapping[str, str]) -> Topology | TopologyError:
@@ -73,7 +73,7 @@ def evaluate(
 ) -> Diagnosis:
     """Run all checks on the given facts."""
     topology = detected if isinstance(detected, Topology) else None
-    backends = available(facts.versions, facts.horovod)
+    backends = availability(facts.versions, facts.horovod)
     local_ranks = DEFAULT_RANKS if topology is None or topology.size == 1 else topology.local_size
     context = DoctorContext(facts, environ, topology, backends, ranks or local_ranks, is_planned=ranks is not None)
     findings = [finding for check in CHECKS for finding in check.find(context)]

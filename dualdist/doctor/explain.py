@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dualdist.backends.availability import Availability
+from dualdist.backends import registry
+from dualdist.backends.horovod import CONTROLLER
+from dualdist.backends.registry import Availability
 from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.environments.unused import UnusedVariable, find_all_set, find_unused
 from dualdist.errors import TopologyError, UsageError
 from dualdist.rendezvous.backend_selection import (
     BACKEND,
-    BACKENDS,
-    HOROVOD_CONTROLLER,
     HOROVOD_LAUNCHERS,
     MPI_LAUNCHERS,
     TRANSPORT,
-    TRANSPORTS,
     backend_under_mpi,
     check_choice,
+    choices_path,
+    is_applicable,
 )
-from dualdist.rendezvous.saved_choice import choices_path, is_applicable
 from dualdist.topology import Topology
 
 RENDEZVOUS_METHODS = {
@@ -80,7 +80,10 @@ def explain(
 def invalid_choices(environ: Mapping[str, str]) -> list[str]:
     """Return dd.init()'s errors for DUALDIST_BACKEND and DUALDIST_TRANSPORT."""
     errors = []
-    for variable, choices, what in ((BACKEND, BACKENDS, "backend"), (TRANSPORT, TRANSPORTS, "transport")):
+    for variable, choices, what in (
+        (BACKEND, registry.choices(), "backend"),
+        (TRANSPORT, registry.transports(), "transport"),
+    ):
         try:
             check_choice(get_value(environ, variable) or choices[0], choices, what, variable)
         except UsageError as error:
@@ -122,9 +125,9 @@ def select_backend(
     saved = choices_path(environ)
     if is_applicable(topology) and saved.is_file():
         why += f"; a choice that dualdist compare saved for such a job takes precedence ({saved})"
-    controller = get_value(environ, HOROVOD_CONTROLLER)
+    controller = get_value(environ, CONTROLLER)
     if name == "horovod" and controller is not None:
-        why += f"; {HOROVOD_CONTROLLER}={controller}"
+        why += f"; {CONTROLLER}={controller}"
     return name, why
 
 

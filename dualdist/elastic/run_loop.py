@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
 
 from dualdist import session
+from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, watch_hosts
 from dualdist.elastic.training_state import RanksChanged, State, Stopped, last_step
 from dualdist.errors import CollectiveError, DualdistError, MismatchError, RendezvousError
@@ -103,7 +104,7 @@ def reinitialize(reason: str) -> None:
             if session.is_open():
                 session.shutdown()
         try:
-            session.init(None if backend == "single" else backend, timeout_s=timeout_s)
+            session.init(backend if backend in registry.names() else None, timeout_s=timeout_s)
             break
         except (CollectiveError, RendezvousError):
             if attempt == ATTEMPTS - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dualdist.backends import registry
 from dualdist.environments import slurm
 from dualdist.environments.env_values import get_integer
 from dualdist.launch.control_channel import CONTROL_VARIABLE
@@ -18,8 +19,6 @@ SLURM_TASKS = "SLURM_NTASKS"
 SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 UNBUFFERED = "PYTHONUNBUFFERED"
 THREADS = "OMP_NUM_THREADS"
-# The launcher of each backend on hosts that are reached by ssh.
-BACKEND_LAUNCHERS = {"native": "torchrun", "horovod": "horovodrun", "mpi": "mpirun"}
 # The network interface of each library; MPI and horovodrun have options for it.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 # Variables forwarded to ranks on other hosts. The others belong to this host, or must not leave it.
@@ -49,17 +48,17 @@ def default_launcher(
         return "horovodrun", "no --launcher was given and only this one goes on with fewer ranks"
     backend = backend or environ.get(BACKEND_VARIABLE) or None
     transport = transport or environ.get(TRANSPORT_VARIABLE)
-    for setting, value in (("backend", backend), ("transport", transport)):
-        if value == "mpi":
-            return "mpirun", f"no --launcher was given and the {setting} mpi needs one that starts MPI"
+    if registry.needs_mpi(backend, transport):
+        setting, value = ("backend", backend) if registry.needs_mpi(backend, None) else ("transport", transport)
+        return "mpirun", f"no --launcher was given and the {setting} {value} needs one that starts MPI"
     is_step = slurm.is_step(environ)
     if environ.get(SLURM_JOB) and not is_step:
         return "srun", f"no --launcher was given and this is a Slurm allocation ({SLURM_JOB}={environ[SLURM_JOB]})"
     if has_hosts:
-        owner = f"the backend {backend}'s own" if backend in BACKEND_LAUNCHERS else "torch's own"
-        return BACKEND_LAUNCHERS.get(
-            backend or "", "torchrun"
-        ), f"no --launcher was given, hosts were, and it is {owner}"
+        spec = registry.find(backend)
+        owner = "torch's own" if spec is None else f"the backend {backend}'s own"
+        launcher = "torchrun" if spec is None else spec.launcher
+        return launcher, f"no --launcher was given, hosts were, and it is {owner}"
     if is_step:
         return "torchrun", "no --launcher was given and srun started this process: a nested srun would wait for it"
     return "torchrun", f"no --launcher was given and this is no Slurm allocation ({SLURM_JOB} is not set)"

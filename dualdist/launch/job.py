@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dualdist.backends import registry
 from dualdist.errors import LaunchError, UsageError
 from dualdist.utils.suggest import did_you_mean
 
@@ -161,7 +162,6 @@ class Command:
 LAUNCHERS_WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
 LAUNCHERS_WITH_MPI = ("mpirun", "horovodrun-mpi")
 ELASTIC_LAUNCHER = "horovodrun"
-BACKEND_TRANSPORTS = {"native": ("gloo", "shm", "nccl"), "horovod": ("gloo", "mpi", "nccl"), "mpi": ("mpi",)}
 REBUILD = "build one with MPI by dualdist install-horovod --force"
 # Pairs of resources of which a scheduler takes one.
 EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))
@@ -202,14 +202,15 @@ def find_conflicts(
     launcher, backend, transport = choice.launcher, choice.backend, choice.transport
     if launcher in LAUNCHERS_WITHOUT_MPI:
         for setting, value in (("backend", backend), ("transport", transport)):
-            if value == "mpi":
-                message = f"the {setting} mpi needs a launcher that starts MPI, not {launcher}: {mpi_hint}"
+            if registry.needs_mpi(*((value, None) if setting == "backend" else (None, value))):
+                message = f"the {setting} {value} needs a launcher that starts MPI, not {launcher}: {mpi_hint}"
                 yield Conflict(setting, message)
-    if backend in BACKEND_TRANSPORTS and transport is not None and transport not in BACKEND_TRANSPORTS[backend]:
-        valid = BACKEND_TRANSPORTS[backend]
+    spec = registry.find(backend)
+    if spec is not None and transport is not None and transport not in spec.transports:
+        valid = spec.transports
         message = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
         yield Conflict("transport", message + did_you_mean(transport, valid))
-    if horovod_has_mpi is False and backend == "horovod":
+    if horovod_has_mpi is False and registry.uses_library(backend, registry.HOROVOD_LIBRARY):
         if transport == "mpi":
             yield Conflict("transport", f"the installed Horovod was built without MPI: {REBUILD}")
         elif launcher in LAUNCHERS_WITH_MPI and transport is None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
+from dualdist.backends import registry
 from dualdist.errors import UsageError
 from dualdist.launch.hosts import parse_hosts
 from dualdist.launch.job import (
@@ -103,8 +105,22 @@ def read_yaml(text: str) -> YamlDocument:
 
 
 LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "jsrun", "spawn", "python"]
-BackendName = Literal["native", "horovod", "mpi", "auto"]
-TransportName = Literal["gloo", "shm", "mpi", "nccl"]
+
+
+def _registered(names: Callable[[], Sequence[str]]) -> AfterValidator:
+    """Accept the names known when a file is read, with pydantic's message for others."""
+
+    def check(text: str) -> str:
+        *others, last = map(repr, names())
+        if repr(text) not in (*others, last):
+            raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+        return text
+
+    return AfterValidator(check)
+
+
+BackendName = Annotated[str, _registered(registry.choices)]
+TransportName = Annotated[str, _registered(registry.transports)]
 
 
 def _checked_by(parse: Callable[[str], object]) -> AfterValidator:

@@ -119,14 +119,13 @@ class _MonitoredBuffer:
 
     def __init__(self, backend: MonitoredBackend, buffer: Buffer) -> None:
         self.values = buffer.values
-        self.settles = buffer.settles
-        self.rows = buffer.rows
-        self.uses_without_rows = buffer.uses_without_rows
+        self.memory = buffer.memory
+        self.applies_epilogue = buffer.applies_epilogue
         self._backend = backend
         self._buffer = buffer
 
-    def allreduce(self, op: ReduceOp, name: str, settling: Epilogue) -> MonitoredWork:
-        return self._backend._start("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, settling))
+    def allreduce(self, op: ReduceOp, name: str, epilogue: Epilogue) -> MonitoredWork:
+        return self._backend._start("allreduce", name, self.values, lambda: self._buffer.allreduce(op, name, epilogue))
 
 
 class MonitoredBackend:
@@ -172,12 +171,12 @@ class MonitoredBackend:
         with self._monitor.operation(f"reservation of {nbytes} bytes"):
             return self._backend.reserve(nbytes, device)
 
-    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        buffer = self._backend.buffer(place, number, count, dtype, device)
+    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
+        buffer = self._backend.buffer(region, number, count, dtype, device)
         return None if buffer is None else _MonitoredBuffer(self, buffer)
 
-    def drop(self, place: int) -> None:
-        self._backend.drop(place)
+    def release(self, region: int) -> None:
+        self._backend.release(region)
 
     def channel(self, key: str) -> Backend:
         return MonitoredBackend(self._backend.channel(key), self._monitor)

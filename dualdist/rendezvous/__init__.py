@@ -1,1 +1,1 @@
-"""How the ranks of a job find each other, and which backend they open."""
+"""Rendezvous of a job's ranks, choice of the backend, and opening of a session."""

@@ -1,26 +1,51 @@
-"""Which backend and transport a job gets: by what was asked for, how it was started, and what was saved."""
+"""Choice of the backend and transport: as requested, else as `dualdist compare --save-choice` saved, else by launcher.
+
+Saved choices are kept in a file of the user; "auto" takes one in a job like the one that was compared. Importing this
+imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dualdist.errors import BackendUnavailableError, TopologyError, UnsupportedError, UsageError
+from dualdist.backends import registry
+from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
+from dualdist.errors import TopologyError, UsageError
 from dualdist.topology import Topology
-from dualdist.utils.machine import device_name
+from dualdist.utils.machine import device_name, machine, machine_cores
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.rendezvous.saved_choice import SavedChoice
+BACKEND = "DUALDIST_BACKEND"
+TRANSPORT = "DUALDIST_TRANSPORT"
+# Launchers that come with one backend; the others start ranks for any.
+HOROVOD_LAUNCHERS = ("horovodrun",)
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "jsrun")
+HOME, CONFIG = "HOME", "XDG_CONFIG_HOME"
+SCHEMA = 2  # 1 had no threads
+
+Print = Callable[[str], None]  # prints a line to the user
+
+
+def check_choice(value: str, choices: Sequence[str], what: str, variable: str) -> str:
+    """Return `value` if it is one of the choices, of which "" stands for none; else raise UsageError."""
+    if value not in choices:
+        require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
+    return value
 
 
 def select_device(topology: Topology | None) -> torch.device:
-    """This rank's GPU, made the current one, or the CPU; without a topology only the kind of device counts.
+    """Return this rank's GPU, after making it the current one, or the CPU; without a topology, only the device type.
 
-    A launcher that shows each rank one GPU of its own makes that GPU number 0 on every rank.
+    A launcher that shows each rank only one GPU makes that GPU number 0 on every rank.
     """
     import torch
 
@@ -39,118 +64,173 @@ def select_device(topology: Topology | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-BACKEND = "DUALDIST_BACKEND"
-TRANSPORT = "DUALDIST_TRANSPORT"
-HOROVOD_CONTROLLER = "HOROVOD_CONTROLLER"
-BACKENDS = ("auto", "native", "horovod", "mpi")
-TRANSPORTS = ("gloo", "shm", "mpi", "nccl")
-# Launchers that belong to one backend; the others start ranks for any.
-HOROVOD_LAUNCHERS = ("horovodrun",)
-MPI_LAUNCHERS = ("mpirun", "mpiexec", "jsrun")
-
-Print = Callable[[str], None]  # says a line to the user
-
-
-def check_choice(value: str, choices: tuple[str, ...], what: str, variable: str) -> str:
-    """The value, if it is one of the choices."""
-    if value not in choices:  # of which one may be empty: nothing was asked for
-        require_choice(value, filter(None, choices), what, f" (given to dd.init() or in {variable})")
-    return value
-
-
 def select_backend(requested: str, topology: Topology) -> str:
-    """ "native", "horovod", "mpi" or "single", from what was asked for and how the ranks were started."""
-    if requested != "auto":
+    """Return the name of the backend to open, from what was requested and how the ranks were started."""
+    if requested != AUTO:
         return requested
     if topology.launcher in HOROVOD_LAUNCHERS:
-        return "horovod"
+        return HOROVOD
     if topology.launcher in MPI_LAUNCHERS:
         from dualdist.backends.horovod import backend
 
         has_mpi4py = find_spec("mpi4py") is not None
         return backend_under_mpi(backend.is_built_with_mpi(), has_mpi4py, has_gpu=select_device(None).type == "cuda")
-    return "single" if topology.launcher == "none" else "native"
+    return SINGLE if topology.launcher == "none" else NATIVE
 
 
 def backend_under_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
-    """The backend under mpirun, by whether there is a Horovod with MPI, an mpi4py, and a GPU.
+    """Return the default backend under mpirun, given whether there is a Horovod with MPI, an mpi4py, and a GPU.
 
-    Who types mpirun wants MPI to move tensors, as it knows the machine's network: by Horovod where one was built for
-    that, else by mpi4py. GPUs are for native: NCCL reaches them, where most MPIs go through the host's memory.
+    mpirun's user expects MPI to move tensors, since it is configured for the network: through Horovod if built for
+    MPI, else through mpi4py. On GPUs native is the default: NCCL reaches them, most MPIs stage through host memory.
     """
     if has_horovod:
-        return "horovod"
-    return "mpi" if has_mpi4py and not has_gpu else "native"
+        return HOROVOD
+    return MPI if has_mpi4py and not has_gpu else NATIVE
 
 
-def controller(transport: str, topology: Topology, environ: MutableMapping[str, str]) -> str:
-    """ "mpi" or "gloo", on which Horovod's ranks coordinate: as asked for, else MPI where the launcher started it."""
-    asked = transport if transport in ("gloo", "mpi") else environ.get(HOROVOD_CONTROLLER, "").lower()
-    if asked == "mpi" and not topology.mpi and topology.size > 1:
-        raise UnsupportedError(
-            f"Horovod over MPI was asked for ({TRANSPORT} or {HOROVOD_CONTROLLER} is mpi), but MPI was not started "
-            f"by {topology.launcher}: use mpirun, horovodrun --mpi or srun --mpi=pmix, or set DUALDIST_TRANSPORT=gloo"
-        )
-    if asked in ("gloo", "mpi"):
-        return asked
-    if not topology.mpi:
-        return "gloo"
-    from dualdist.backends.horovod import backend
+@dataclass(frozen=True)
+class ChoiceConditions:
+    """The jobs that a saved choice is for, on one host. `device` is "cpu" or the GPU's name, `cores` are the host's."""
 
-    return "mpi" if backend.is_built_with_mpi() else "gloo"
+    processor: str
+    cores: int
+    device: str
+    launcher: str
+    mpi: bool  # the launcher started MPI
+    ranks: int
+    threads: int  # torch's, per rank
+
+    @classmethod
+    def here(cls, device: str, launcher: str, ranks: int, *, threads: int, mpi: bool) -> ChoiceConditions:
+        return cls(machine().processor, machine_cores(), device, launcher, mpi, ranks, threads)
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} ranks of {_format_threads(self.threads)}"
+        return f"{self.launcher} with {ranks} on {self.cores} cores of {self.processor}, {self.device}"
 
 
-def matching_choice(topology: Topology, transport: str, environ: Mapping[str, str], tell: Print) -> SavedChoice | None:
-    """The saved choice that "auto" stands for, with the transport that was asked for or none."""
-    from dualdist.rendezvous import saved_choice as choices
+@dataclass(frozen=True)
+class SavedChoice:
+    """A saved choice of backend and transport, with its date and reason."""
+
+    conditions: ChoiceConditions
+    backend: str
+    transport: str
+    at: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} over {self.transport}, as dualdist compare found on {self.at}: {self.why}"
+
+
+def choices_path(environ: Mapping[str, str]) -> Path:
+    """Return the path of this user's saved choices."""
+    folder = environ.get(CONFIG) or Path(environ.get(HOME) or os.path.expanduser("~"), ".config")
+    return Path(folder, "dualdist", "choices.json")
+
+
+def load_choices(path: Path) -> list[SavedChoice]:
+    """Read a file of choices, [] if there is none; raise UsageError if it is damaged or of another version."""
+    try:
+        if not path.is_file():  # opening a pipe would block
+            return []
+        content = json.loads(path.read_text())
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r}, expected {SCHEMA}")
+        return [_parse_choice(fields) for fields in content["choices"]]
+    except (FileNotFoundError, PermissionError):
+        return []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UsageError(f"{path}: these saved choices cannot be read ({error!r}): delete the file") from error
+
+
+def _parse_choice(fields: Mapping[str, Any]) -> SavedChoice:
+    """Raise ValueError, TypeError or KeyError if the fields are invalid."""
+    choice = SavedChoice(**{**fields, "conditions": ChoiceConditions(**fields["conditions"])})
+    if choice.backend not in registry.choices() or choice.transport not in registry.transports():
+        raise ValueError(f"{choice.backend!r} over {choice.transport!r} is no choice")
+    hash(choice.conditions)
+    return choice
+
+
+def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
+    """Add choices to a file, replacing those for the same conditions; raise UsageError if it cannot be written."""
+    replaced = {choice.conditions for choice in choices}
+    content = [*(choice for choice in load_choices(path) if choice.conditions not in replaced), *choices]
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"schema": SCHEMA, "choices": [asdict(each) for each in content]}, indent=1) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: the choice cannot be saved ({error.strerror}); set {CONFIG} to a folder") from error
+
+
+def is_applicable(topology: Topology) -> bool:
+    """Return True if saved choices apply to such a job: several ranks that are known to share one host."""
+    is_on_one_host = topology.local_size == topology.size and "local_size" not in topology.inferred
+    return topology.launcher != "none" and is_on_one_host
+
+
+def find_choice(
+    saved: Sequence[SavedChoice], topology: Topology, device: Callable[[], tuple[str, int]]
+) -> SavedChoice | None:
+    """Return the choice saved for such a job on such a host, else one for another number of threads, else None.
+
+    `device` returns "cpu" or a GPU's name, and a rank's threads; it is called only if needed, since it takes long.
+    """
+    if not saved or not is_applicable(topology):
+        return None
+    name, threads = device()
+    here = ChoiceConditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
+    similar = [choice for choice in saved if replace(choice.conditions, threads=threads) == here]
+    return next((choice for choice in similar if choice.conditions == here), next(iter(similar), None))
+
+
+def matching_choice(
+    topology: Topology, transport: str, environ: Mapping[str, str], print_line: Print
+) -> SavedChoice | None:
+    """Return the saved choice for this job over `transport`, any if ""; print why one is not taken."""
 
     def device() -> tuple[str, int]:
         import torch
 
         return device_name(select_device(None)), torch.get_num_threads()
 
-    if not choices.is_applicable(topology):
+    if not is_applicable(topology):
         return None
     try:
-        found = choices.find_choice(choices.load(choices.choices_path(environ)), topology, device)
-    except UsageError as error:  # a file that the program's user may not know of ends no training
-        tell(str(error))
+        found = find_choice(load_choices(choices_path(environ)), topology, device)
+    except UsageError as error:  # not fatal: the user may not know of the file
+        print_line(str(error))
         return None
     if found is None or transport not in ("", found.transport):
         return None
-    lack = _lack(found)
-    if lack is not None:
-        tell(f"{describe_choice(found, environ)}; not taken: {lack}")
+    problem = _problem(found)
+    if problem is not None:
+        print_line(f"{describe_choice(found, environ)}; not taken: {problem}")
         return None
     return found
 
 
-def _lack(saved: SavedChoice) -> str | None:
-    """Why the choice does not count: other threads, or this Python lacks what the user's other one had; else None."""
+def _problem(saved: SavedChoice) -> str | None:
+    """Return why a choice cannot be taken: another number of threads, or a backend that this Python lacks."""
     import torch
 
-    own, theirs = torch.get_num_threads(), saved.conditions.threads
-    if own != theirs:
-        return f"ranks had {_threads(theirs)} there, and have {_threads(own)} here: OMP_NUM_THREADS={theirs} takes it"
-    if saved.backend == "mpi":
-        return None if find_spec("mpi4py") is not None else "mpi4py is not installed"
-    if saved.backend == "horovod":
-        from dualdist.backends.horovod import backend
-
-        try:
-            backend.import_horovod()
-        except BackendUnavailableError as error:
-            return str(error)
-        if saved.transport == "mpi" and not backend.is_built_with_mpi():
-            return "this Horovod was built without MPI"
-    return None
+    threads, compared = torch.get_num_threads(), saved.conditions.threads
+    if threads != compared:
+        return (
+            f"ranks had {_format_threads(compared)} there, and have {_format_threads(threads)} here: "
+            f"OMP_NUM_THREADS={compared} takes it"
+        )
+    spec = registry.find(saved.backend)
+    return None if spec is None else spec.problem(saved.transport)
 
 
-def _threads(count: int) -> str:
+def _format_threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def describe_choice(saved: SavedChoice, environ: Mapping[str, str]) -> str:
-    from dualdist.rendezvous import saved_choice as choices
-
-    return f"{saved} ({choices.choices_path(environ)}; {BACKEND} goes before it)"
+    return f"{saved} ({choices_path(environ)}; {BACKEND} goes before it)"

@@ -1,19 +1,18 @@
-"""How a session is opened: the backend is started or the program's own adopted, and the ranks find their places."""
+"""Opening of a session: the ranks meet, their locations are exchanged, and the backend is started or adopted."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dualdist.errors import BackendUnavailableError, DualdistError, TopologyError, UnsupportedError
+from dualdist.backends import registry
+from dualdist.backends.registry import AUTO, NATIVE, BackendSpec
+from dualdist.errors import BackendUnavailableError, DualdistError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.backend_selection import (
-    TRANSPORT,
     Print,
-    controller,
     describe_choice,
     matching_choice,
     select_backend,
@@ -33,7 +32,7 @@ from dualdist.utils.network_interfaces import host_identity
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.backends.base import Backend, Store
+    from dualdist.backends.base import Backend, InitContext, Store
     from dualdist.backends.shm.exchange import ShmExchange
     from dualdist.collectives.group import Group
 
@@ -42,41 +41,46 @@ STORE = "dualdist.store"
 
 @dataclass
 class RendezvousStore:
-    """The store at which this process met the others, for its next sessions; rank 0 serves it while it lives.
+    """The store of this process's first rendezvous, for later sessions; rank 0 serves it while it lives.
 
-    `round` is that of the agent that started the ranks, where its store outlives them.
+    `generation` is that of the agent that started the ranks, if its store outlives them, or "".
     """
 
     store: Store | None = None
-    round: str = ""
+    generation: str = ""
 
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a session is opened from."""
+    """Arguments of open_session()."""
 
     topology: Topology
     environ: MutableMapping[str, str]
-    transport: str  # that was asked for, or ""
-    key: str  # of what the session keeps in the store: the same on all ranks, and new for every session
+    transport: str  # requested, or ""
+    key: str  # prefix of the session's keys in the store: the same on all ranks, different for every session
     timeout_s: float
-    meeting: RendezvousStore
+    rendezvous: RendezvousStore
+
+    def context(self, device: torch.device) -> InitContext:
+        from dualdist.backends.base import InitContext
+
+        return InitContext(self.topology, self.environ, self.transport, device, self.timeout_s, self.key)
 
 
 @dataclass(frozen=True)
 class Session:
-    """What init() made: the group of all ranks, this rank's place and device, and what was made since."""
+    """An open session: the group of all ranks, this rank's location and device, and what was created since."""
 
     world: Group
     topology: Topology
     device: torch.device
     timeout_s: float
-    hosts: tuple[int, ...]  # of each rank, the lowest rank that shares its host
-    store: Store | None  # None where there is one rank
-    key: str  # of what this session keeps in the store
+    hosts: tuple[int, ...]  # for each rank, the lowest rank on the same host
+    store: Store | None  # None if there is one rank
+    key: str  # prefix of this session's keys in the store
     groups: list[Group] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)  # what other faces keep as long as the session
-    close_callbacks: list[Callable[[], None]] = field(default_factory=list)  # before the groups end
+    extras: dict[str, Any] = field(default_factory=dict)  # objects that other modules keep until shutdown
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)  # called before the groups close
 
     @property
     def backend(self) -> Backend:
@@ -84,12 +88,12 @@ class Session:
 
     @property
     def ignored_failure(self) -> str:
-        """Why an operation failed, where the program went on regardless."""
+        """Return why an operation failed, if the program continued regardless, or ""."""
         return next((group.ignored_failure for group in (self.world, *self.groups) if group.ignored_failure), "")
 
     def close(self) -> None:
-        """End the groups and the backend; the rank probe last, since errors on the way use it."""
-        with contextlib.ExitStack() as stack:  # all of them, in this order, though one should fail
+        """Close the groups and the backend; the rank probe last, since errors on the way use it."""
+        with contextlib.ExitStack() as stack:  # closes all of them, in reverse order, even if one fails
             if self.world.monitor.probe is not None:
                 stack.callback(self.world.monitor.probe.close)
             for group in (self.world, *reversed(self.groups)):
@@ -97,228 +101,142 @@ class Session:
             self.groups.clear()
 
 
-def open_session(requested: str, start: SessionConfig, tell: Print) -> Session:
-    """The session on the backend that was asked for, on the program's own process group, or on what was saved."""
-    group = _existing_group()
-    if group is not None and requested in ("auto", "native"):
-        return _adopt(start, group)
+def open_session(requested: str, config: SessionConfig, print_line: Print) -> Session:
+    """Open a session on the requested backend; for "auto", on the program's own process group or the saved choice."""
+    adopted = registry.get(NATIVE if requested == AUTO else requested).adopt(config.context(select_device(None)))
+    if adopted is not None:
+        locations = _exchange_locations(adopted.backend, adopted.topology, config.transport, config.environ)
+        adopted.set_locations(locations)
+        config = replace(config, topology=with_location(adopted.topology, locations))
+        return _start_session(adopted.backend, adopted.store, config, locations)
 
-    def tell_first(said: str) -> None:
-        if start.topology.rank == 0:
-            tell(said)
+    def print_on_root(line: str) -> None:
+        if config.topology.rank == 0:
+            print_line(line)
 
-    saved = matching_choice(start.topology, start.transport, start.environ, tell_first) if requested == "auto" else None
+    is_auto = requested == AUTO
+    saved = matching_choice(config.topology, config.transport, config.environ, print_on_root) if is_auto else None
     if saved is None:
-        return _open_by(requested, start)
+        return _open(registry.get(select_backend(requested, config.topology)), config)
     try:
-        opened = _open_by(saved.backend, replace(start, transport=saved.transport))
+        session = _open(registry.get(saved.backend), replace(config, transport=saved.transport))
     except DualdistError:
-        tell_first(f"{describe_choice(saved, start.environ)}; it fails here")
+        print_on_root(f"{describe_choice(saved, config.environ)}; it fails here")
         raise
-    ran = opened.backend.transport
-    instead = "" if ran == saved.transport else f"; here it runs over {ran} instead"
-    tell_first(f"{describe_choice(saved, start.environ)}{instead}")
-    return opened
+    transport = session.backend.transport
+    instead = "" if transport == saved.transport else f"; here it runs over {transport} instead"
+    print_on_root(f"{describe_choice(saved, config.environ)}{instead}")
+    return session
 
 
-def _open_by(requested: str, start: SessionConfig) -> Session:
-    name = select_backend(requested, start.topology)
-    if name == "mpi":
-        from dualdist.backends.mpi import backend as mpi
-
-        return _open_on_mpi(mpi.start(start.topology, start.environ, start.timeout_s), start)
-    if name == "horovod" and controller(start.transport, start.topology, start.environ) == "mpi":
-        return _open_horovod_on_mpi(start)
-    return _open_over_store(name, start)
-
-
-def _existing_group() -> tuple[int, int] | None:
-    """Rank and size in torch.distributed's default group, if the program has set one up."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return None  # as in most programs, which need not wait here for the native backend's modules
-    from dualdist.backends.native import startup
-
-    return startup.existing_group()
+def _open(spec: BackendSpec, config: SessionConfig) -> Session:
+    """Start the backend before the ranks meet, if it connects them, else after."""
+    backend = spec.start_early(config.context(select_device(None)))
+    if backend is None:
+        return _open_over_store(spec, config)
+    locations = _exchange_locations(backend, config.topology, "", config.environ)
+    config = replace(config, topology=with_location(config.topology, locations))
+    if config.rendezvous.store is None and config.topology.size > 1:  # for the rank probe
+        config.rendezvous.store = _create_store(backend, config.topology, config.environ, Deadline(config.timeout_s))
+    return _start_session(backend, config.rendezvous.store, config, locations)
 
 
-def _adopt(start: SessionConfig, group: tuple[int, int]) -> Session:
-    """Use the program's own process group. Where no launcher is seen, the group says how many ranks there are."""
-    from dualdist.backends.native import startup
-
-    rank, size = group
-    topology = start.topology
-    if topology.launcher == "none":
-        topology = Topology(
-            rank=rank,
-            size=size,
-            local_rank=rank,
-            local_size=size,
-            node_rank=0,
-            num_nodes=1,
-            launcher="none",
-            source="torch.distributed's default group",
-            inferred=frozenset({"local_rank", "local_size", "node_rank", "num_nodes"}),
-        )
-    elif (rank, size) != (topology.rank, topology.size):
-        raise TopologyError(
-            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
-            f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
-        )
-    backend, store = startup.adopt(select_device(None), start.timeout_s)
-    places = _places_by(backend, topology, start.transport, start.environ)
-    if start.transport != "gloo":
-        backend.share_memory([place.host for place in places])
-    return _session(backend, store, replace(start, topology=with_location(topology, places)), places)
-
-
-def _open_horovod_on_mpi(start: SessionConfig) -> Session:
-    from dualdist.backends.horovod import startup as horovod_start
-    from dualdist.backends.mpi import world as mpi_world
-
-    topology = start.topology
-    if mpi_world.has_ended():
-        raise UnsupportedError(
-            "MPI was finished in this process, by a session on another backend, and cannot start again: "
-            f"start a new job, or set {TRANSPORT}=gloo"
-        )
-    backend = horovod_start.start_on_mpi(topology, start.environ, select_device(None), start.timeout_s)
-    if (backend.rank, backend.size) != (topology.rank, topology.size):
-        backend.close()
-        raise TopologyError(
-            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says "
-            f"rank {backend.rank} of {backend.size}: this Horovod was built with another MPI than the mpirun that "
-            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
-            "or set DUALDIST_TRANSPORT=gloo"
-        )
-    return _open_on_mpi(backend, start)
-
-
-def _open_on_mpi(backend: Backend, start: SessionConfig) -> Session:
-    """The session on a backend that runs over MPI, where ranks need no store to meet, but to tell who is missing."""
-    places = _places_by(backend, start.topology, "", start.environ)
-    start = replace(start, topology=with_location(start.topology, places))
-    if start.meeting.store is None and start.topology.size > 1:
-        start.meeting.store = _store_over(backend, start.topology, start.environ, Deadline(start.timeout_s))
-    return _session(backend, start.meeting.store, start, places)
-
-
-def _store_over(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
-    """A store that rank 0 serves, found over a backend that runs already."""
+def _create_store(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
+    """Serve a store on rank 0 and broadcast its address over a running backend."""
     from dualdist.backends.control_plane import broadcast_object
     from dualdist.backends.native import store as native_store
     from dualdist.utils import network_interfaces
 
-    host = network_interfaces.host_identity(environ)
+    host, one_node = network_interfaces.host_identity(environ), topology.num_nodes == 1
     if topology.rank == 0:
-        listener = network_interfaces.open_listener(0, loopback_only=topology.num_nodes == 1)
+        listener = network_interfaces.open_listener(0, loopback_only=one_node)
         port = listener.getsockname()[1]
-        broadcast_object(
-            backend, network_interfaces.StoreAddress.of(host, port, one_node=topology.num_nodes == 1), 0, STORE
-        )
+        broadcast_object(backend, network_interfaces.StoreAddress.of(host, port, one_node=one_node), 0, STORE)
         return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
-    invitation = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)
-    return native_store.connect(invitation.reachable_address(host, deadline), invitation.port, None, deadline)
+    address = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)
+    return native_store.connect(address.reachable_address(host, deadline), address.port, None, deadline)
 
 
-def _open_over_store(name: str, start: SessionConfig) -> Session:
-    """Open the backend where the ranks first meet at a store; a job of one rank needs none."""
-    if name == "single":
-        from dualdist.backends.single import SingleBackend
-
-        return _session(SingleBackend(), None, start, [RankLocation(0, 0)])
-    from dualdist.backends.base import InitContext
+def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
+    """Start a backend after the ranks have met at a store; a job of one rank needs none."""
     from dualdist.backends.native import store as native_store
     from dualdist.rendezvous import store_rendezvous
 
-    topology, environ, transport = start.topology, start.environ, start.transport
-    deadline = Deadline(start.timeout_s)
-    if topology.size == 1:
-        store, places, interface = None, [RankLocation(0, 0)], None
-    else:
+    store, locations, interface = None, [RankLocation(0, 0)], None
+    if config.topology.size > 1:
+        known = config.rendezvous
         met = store_rendezvous.join_store(
-            topology,
-            environ,
-            start.key,
-            name,
+            config.topology,
+            config.environ,
+            config.key,
+            spec.name,
             native_store.connect,
-            start.meeting.store,
-            deadline,
-            transport,
-            start.meeting.round,
+            known.store,
+            Deadline(config.timeout_s),
+            config.transport,
+            known.generation,
         )
-        store, places, interface = met.store, met.places, met.interface
-        start.meeting.store, start.meeting.round = store, met.round
-        start = replace(start, key=met.key)
-    topology = with_location(topology, places)
-    world = InitContext(
-        topology, places, store, start.key, interface, environ, select_device(topology), start.timeout_s
-    )
-    backend: Backend
-    if name == "native":
-        from dualdist.backends.native import startup
-
-        backend = startup.start(world, shares_memory=transport != "gloo")
-    else:
-        from dualdist.backends.horovod import startup as horovod_start
-
-        backend = horovod_start.start_on_gloo(world)
-    return _session(backend, store, replace(start, topology=topology), places)
+        store, locations, interface = met.store, met.locations, met.interface
+        known.store, known.generation = store, met.generation
+        config = replace(config, key=met.key)
+    config = replace(config, topology=with_location(config.topology, locations))
+    context = config.context(select_device(config.topology))
+    backend = spec.start(replace(context, locations=locations, store=store, interface=interface))
+    return _start_session(backend, store, config, locations)
 
 
-def _places_by(
+def _exchange_locations(
     backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]
 ) -> list[RankLocation]:
-    """Everybody's place, as the ranks find it when they compare what they know, over a backend that runs already."""
+    """Return the locations of all ranks, from their reports exchanged over a running backend."""
     from dualdist.backends.control_plane import allgather_object
 
-    mine = make_report(
-        topology, host_identity(environ), backend.name, transport, process_state.current_process().dumps()
-    )
-    return assign_locations(
-        [RankReport.loads(text) for text in allgather_object(backend, mine.dumps(), "dualdist.places")]
-    )
+    process = process_state.current_process().dumps()
+    report = make_report(topology, host_identity(environ), backend.name, transport, process)
+    reports = allgather_object(backend, report.dumps(), "dualdist.places")
+    return assign_locations([RankReport.loads(text) for text in reports])
 
 
-def _session(backend: Backend, store: Store | None, start: SessionConfig, places: Sequence[RankLocation]) -> Session:
-    """The session on a backend that runs.
+def _start_session(
+    backend: Backend, store: Store | None, config: SessionConfig, locations: Sequence[RankLocation]
+) -> Session:
+    """Return the session on a running backend.
 
-    The group of all ranks, whose failing operations name the ranks that are missing, has a line of its own: torch's
-    default group is the program's, which may use it while ours is busy in a thread.
+    The group of all ranks has its own channel: the program may use torch's default group while a thread uses ours.
     """
     from dualdist.collectives.group import Group
     from dualdist.monitoring.monitored import Monitor
     from dualdist.monitoring.rank_probe import RankProbe
 
-    topology, key, timeout_s = start.topology, start.key, start.timeout_s
+    topology, key, timeout_s = config.topology, config.key, config.timeout_s
     if topology.size == 1:
         store = None
-    hosts = tuple(place.host for place in places)
-    processes = processes_on_host(places, topology.rank)
-    begun: list[Callable[[], None]] = [backend.close]
+    hosts = tuple(location.host for location in locations)
+    processes = processes_on_host(locations, topology.rank)
+    opened: list[Callable[[], None]] = [backend.close]
     try:
-        probe = None if store is None else RankProbe(store, backend.rank, f"{key}/probe", processes, timeout_s)
-        begun += [] if probe is None else [probe.close]
-        line = backend.channel("operations")
+        probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
+        opened += [] if probe is None else [probe.close]
+        channel = backend.channel("operations")
         exchange = open_exchange(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
     except BaseException:
-        for end in begun[::-1]:  # else the next init() would take torch's default group for the program's own
-            with contextlib.suppress(DualdistError):  # what failed first says more
-                end()
+        for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
+            with contextlib.suppress(DualdistError):  # the first error says more
+                close()
         raise
-    world = Group(line, Monitor(probe, backend.ranks), backend, exchange)
+    world = Group(channel, Monitor(probe, backend.ranks), backend, exchange)
     return Session(world, topology, select_device(topology), timeout_s, hosts, store, key)
 
 
 def open_exchange(
-    store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], place: int, timeout_s: float
+    store: Store | None, key: str, hosts: Sequence[int], ranks: Sequence[int], index: int, timeout_s: float
 ) -> ShmExchange | None:
-    """Where these ranks exchange messages, if they share a host and its memory; the members call this."""
-    if store is None or place < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
+    """Open the shared-memory exchange of control messages if these ranks share a host; all of them call this."""
+    if store is None or index < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None
     from dualdist.backends.shm import exchange
 
     try:
-        return exchange.open_exchange(store, key, ranks, place, Deadline(timeout_s))
+        return exchange.open_exchange(store, key, ranks, index, Deadline(timeout_s))
     except BackendUnavailableError:
-        return None  # they exchange them over the backend
+        return None  # messages go over the backend

@@ -1,4 +1,4 @@
-"""Where all ranks stand, once they have met: what each one said, checked against the others."""
+"""Assignment of nodes and local ranks from the reports of all ranks, which are checked against each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualdist.topology import RankLocation, Topology
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank says when the ranks meet; `node` and `local_rank` are None where its launcher did not tell."""
+    """A rank's report at rendezvous; `node_rank` and `local_rank` are None if its launcher does not give them."""
 
     rank: int
     size: int
@@ -22,8 +22,8 @@ class RankReport:
     node_rank: int | None
     local_rank: int | None
     backend: str
-    transport: str = ""  # as asked for
-    process: str = ""  # see process_state.Process
+    transport: str = ""  # requested
+    process: str = ""  # a dumped ProcessIdentity
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -34,7 +34,7 @@ class RankReport:
 
 
 def make_report(topology: Topology, host: str, backend: str, transport: str = "", process: str = "") -> RankReport:
-    """What this rank says of itself: the fields that variables told, not the inferred ones."""
+    """Return this rank's report, with the fields that variables gave and not the inferred ones."""
     return RankReport(
         rank=topology.rank,
         size=topology.size,
@@ -48,9 +48,9 @@ def make_report(topology: Topology, host: str, backend: str, transport: str = ""
 
 
 def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
-    """Give every rank its place, in rank order; TopologyError where the reports contradict each other.
+    """Return the location of every rank, in rank order; raise TopologyError if the reports contradict each other.
 
-    A node is what the launcher numbered so, or else a host; nodes without a number are numbered by their lowest rank.
+    Ranks are grouped into nodes by the launcher's node rank, else by host; hosts are numbered by their lowest rank.
     """
     size = len(reports)
     for rank, report in enumerate(reports):
@@ -66,7 +66,7 @@ def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
             )
         if report.transport != reports[0].transport:
             raise TopologyError(
-                f"rank 0 asked for the transport {reports[0].transport!r} and rank {rank} for {report.transport!r}: "
+                f"rank 0 requested the transport {reports[0].transport!r} and rank {rank} {report.transport!r}: "
                 "give every rank the same DUALDIST_TRANSPORT"
             )
     first_on: dict[str, int] = {}
@@ -75,37 +75,37 @@ def assign_locations(reports: Sequence[RankReport]) -> list[RankLocation]:
     nodes: dict[object, list[int]] = defaultdict(list)
     for report in reports:
         nodes[report.host if report.node_rank is None else report.node_rank].append(report.rank)
-    places: list[RankLocation | None] = [None] * size
-    told = all(report.node_rank is not None for report in reports)
+    locations: list[RankLocation | None] = [None] * size
+    has_node_ranks = all(report.node_rank is not None for report in reports)
     for index, (key, ranks) in enumerate(nodes.items()):
-        node = reports[ranks[0]].node_rank if told else index
+        node = reports[ranks[0]].node_rank if has_node_ranks else index
         assert node is not None
         for rank, local_rank in zip(ranks, _local_ranks(key, [reports[rank] for rank in ranks]), strict=True):
-            places[rank] = RankLocation(node, local_rank, first_on[reports[rank].host], reports[rank].process)
-    return [place for place in places if place is not None]
+            locations[rank] = RankLocation(node, local_rank, first_on[reports[rank].host], reports[rank].process)
+    return [location for location in locations if location is not None]
 
 
 def _local_ranks(node: object, reports: Sequence[RankReport]) -> list[int]:
-    """The local rank of each of one node's ranks: as told, or by rank order where nobody told."""
-    told = [report.local_rank for report in reports if report.local_rank is not None]
-    if not told:
+    """Return the local ranks of one node's ranks: as reported, or in rank order if none is reported."""
+    reported = [report.local_rank for report in reports if report.local_rank is not None]
+    if not reported:
         return list(range(len(reports)))
-    if sorted(told) != list(range(len(reports))):
+    if sorted(reported) != list(range(len(reports))):
         ranks = [report.rank for report in reports]
         raise TopologyError(
             f"ranks {ranks} share node {node} and say they are its local ranks "
             f"{[report.local_rank for report in reports]}, expected each of 0 to {len(reports) - 1} once: "
             "is LOCAL_RANK set by hand, or was each rank started by a launcher of its own?"
         )
-    return told
+    return reported
 
 
-def with_location(topology: Topology, places: Sequence[RankLocation]) -> Topology:
-    """The topology with the node and local rank that the ranks found when they met."""
-    mine = places[topology.rank]
-    local_size = sum(place.node_rank == mine.node_rank for place in places)
-    nodes = max(place.node_rank for place in places) + 1
-    found = {"node_rank": mine.node_rank, "num_nodes": nodes, "local_rank": mine.local_rank, "local_size": local_size}
+def with_location(topology: Topology, locations: Sequence[RankLocation]) -> Topology:
+    """Return the topology with the locations found at rendezvous; raise TopologyError if its variables differ."""
+    own = locations[topology.rank]
+    local_size = sum(location.node_rank == own.node_rank for location in locations)
+    num_nodes = max(location.node_rank for location in locations) + 1
+    found = {"node_rank": own.node_rank, "num_nodes": num_nodes, "local_rank": own.local_rank, "local_size": local_size}
     for name, value in found.items():
         if name not in topology.inferred and getattr(topology, name) != value:
             raise TopologyError(
@@ -114,15 +114,18 @@ def with_location(topology: Topology, places: Sequence[RankLocation]) -> Topolog
             )
     return replace(
         topology,
-        node_rank=mine.node_rank,
-        num_nodes=nodes,
-        local_rank=mine.local_rank,
+        node_rank=own.node_rank,
+        num_nodes=num_nodes,
+        local_rank=own.local_rank,
         local_size=local_size,
         inferred=frozenset(),
     )
 
 
-def processes_on_host(places: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:
-    """Everybody's process, by rank, None of those on other hosts than this rank's."""
-    mine = places[rank].host
-    return [ProcessIdentity.loads(place.process) if place.process and place.host == mine else None for place in places]
+def processes_on_host(locations: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:
+    """Return each rank's process, None for ranks on other hosts than `rank`."""
+    host = locations[rank].host
+    return [
+        ProcessIdentity.loads(location.process) if location.process and location.host == host else None
+        for location in locations
+    ]

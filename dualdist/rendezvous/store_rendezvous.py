@@ -1,8 +1,12 @@
-"""How ranks that know only their number find each other: they reach one store, and there they say who they are.
+"""Rendezvous of the ranks at one key-value store, where they exchange what they know of themselves.
 
-Where the launcher names an address, rank 0 listens on it. Where it does not, rank 0 listens on a free port and passes
-its address on by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks
-see.
+Rank 0 listens at the address that the launcher names. If it names none, rank 0 listens on a free port and publishes its
+address by what the launcher offers: MPI, the store of Horovod's launcher, or a file in a folder that all ranks see.
+
+Note [elastic generations]: the store of torchrun's agent outlives the ranks, with the keys of earlier ranks in it, and
+no variable numbers the generation of ranks: torchrun counts restarts on each host separately, and not those after
+which hosts have come or gone. So rank 0 draws a number, and every other rank posts a new question, which rank 0 of its
+generation answers with that number. Questions left from earlier generations are answered as well; no rank reads those.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -23,7 +27,6 @@ from dualdist.backends.base import Store
 from dualdist.backends.mpi import world
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous import elastic_generation
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
 from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
@@ -36,32 +39,35 @@ HOROVOD_STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 HOROVOD_STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
 SLURM_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-# Seconds by which the store itself may be late with its answer that time is up.
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+GENERATIONS = "dualdist/rounds"
+POLL_S = 0.01
+# The store may report a timeout so many seconds late.
 GRACE_S = 1.0
 
-# Connects to the store at (address, port); with a socket, serves it there as well. Raises RendezvousError.
+# Connects to the store at (address, port), and serves it on the socket if given. Raises RendezvousError.
 Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
 
 
 class AddressExchange(Protocol):
-    """Carries one line of text from rank 0 to the others."""
+    """Passes one line of text from rank 0 to the other ranks."""
 
     def publish(self, text: str) -> None:
-        """Rank 0 calls this once."""
+        """Pass on the text; rank 0 calls this once."""
 
     def read(self) -> str | None:
-        """What rank 0 published, None while it has not; the other ranks call this until it is there."""
+        """Return the text, None while rank 0 has not published it; the other ranks call this."""
 
     def withdraw(self) -> None:
-        """Rank 0 calls this when every rank has read."""
+        """Remove the text; rank 0 calls this when every rank has read it."""
 
     def describe(self) -> str:
-        """Where the text is expected, for errors."""
+        """Say where the text is expected, for errors."""
 
 
 @dataclass(frozen=True)
 class FileAddressExchange:
-    """A file that all ranks see. It appears whole, by a rename, and is removed when all have met."""
+    """A file in a folder that all ranks see, created by a rename and removed after rendezvous."""
 
     path: Path
 
@@ -80,8 +86,8 @@ class FileAddressExchange:
 
     def read(self) -> str | None:
         with contextlib.suppress(OSError):
-            os.listdir(self.path.parent)  # makes an NFS client look again for a file that was not there a moment ago
-            return self.path.read_text(errors="replace")  # what is no text is no invitation
+            os.listdir(self.path.parent)  # makes an NFS client look up the file again
+            return self.path.read_text(errors="replace")
         return None
 
     def withdraw(self) -> None:
@@ -94,7 +100,7 @@ class FileAddressExchange:
 
 @dataclass(frozen=True)
 class HorovodAddressExchange:
-    """A key in the HTTP store of horovodrun, in a scope of our own."""
+    """A key in the HTTP store of horovodrun, in the scope "dualdist"."""
 
     address: str
     port: int
@@ -121,7 +127,7 @@ class HorovodAddressExchange:
             connection.request(method, f"/dualdist/{self.key}", body)
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
-        except (OSError, UnicodeError, http.client.HTTPException) as error:  # the second one of what is no host's name
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an invalid host name
             raise RendezvousError(
                 f"horovodrun's store at {self.address}:{self.port} ({HOROVOD_STORE_ADDRESS}, {HOROVOD_STORE_PORT}) "
                 f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
@@ -134,7 +140,7 @@ class HorovodAddressExchange:
 
 @dataclass
 class MpiAddressExchange:
-    """One broadcast from rank 0, which all ranks call once: rank 0 by publish, the others by read."""
+    """An MPI broadcast from rank 0; each rank calls publish or read once."""
 
     topology: Topology
     environ: MutableMapping[str, str]
@@ -155,17 +161,17 @@ class MpiAddressExchange:
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What a rank knows when all have met: the store, where all ranks stand, and how to reach the others.
+    """The store, the locations of all ranks, and this rank's network interface towards the other nodes.
 
-    `interface` is the network interface towards the other nodes, None where there is one node only. `key` is that of
-    this session in the store, and `round` that of the agent's round, or "".
+    `interface` is None if there is one node. `key` is the prefix of this session's keys in the store, and
+    `generation` that of the elastic agent, or "".
     """
 
     store: Store
-    places: list[RankLocation]
+    locations: list[RankLocation]
     interface: str | None
     key: str
-    round: str
+    generation: str
 
 
 def join_store(
@@ -177,28 +183,29 @@ def join_store(
     known: Store | None,
     deadline: Deadline,
     transport: str = "",
-    known_round: str = "",
+    known_generation: str = "",
 ) -> RendezvousResult:
-    """Bring all ranks together at one store; every rank calls this, with the backend and transport it will use.
+    """Connect all ranks to one store and exchange their locations.
 
-    `session` names this meeting, alike on every rank; `known` and `known_round` are of an earlier one in this process.
-    Errors are raised on every rank that came, and name who or what did not.
+    Every rank calls this with the backend and transport it will use, and the same `session`. `known` and
+    `known_generation` are those of an earlier session of this process. Errors are raised on every rank that takes part.
     """
     host = network_interfaces.host_identity(environ)
     store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
     report = make_report(topology, host, backend, transport, process_state.current_process().dumps())
 
     def gather() -> RendezvousResult:
-        round = known_round
-        if known is None and elastic_generation.may_restart(topology, environ):
-            round = elastic_generation.agree_on_generation(store, topology, deadline)
-        key = f"{session}/{round}" if round else session
-        places = gather_locations(store, report, key, deadline)
-        return RendezvousResult(store, places, _interface(store, places, topology.rank, key, deadline), key, round)
+        generation = known_generation
+        if known is None and may_restart(topology, environ):
+            generation = agree_on_generation(store, topology, deadline)
+        key = f"{session}/{generation}" if generation else session
+        locations = gather_locations(store, report, key, deadline)
+        interface = _interface(store, locations, topology.rank, key, deadline)
+        return RendezvousResult(store, locations, interface, key, generation)
 
     def late() -> DualdistError:
         return RendezvousError(
-            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.where}: "
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.endpoint}: "
             "the process that serves it, rank 0 or its launcher, is stopped or unreachable"
         )
 
@@ -209,32 +216,71 @@ def join_store(
             exchange.withdraw()
 
 
-def _interface(store: Store, places: list[RankLocation], rank: int, session: str, deadline: Deadline) -> str | None:
-    """The interface towards the other nodes; None where there are none.
+def may_restart(topology: Topology, environ: Mapping[str, str]) -> bool:
+    """Return True if several generations of ranks may use one store: with restarts, or if hosts may come and go."""
+    return topology.rendezvous == "agent" and (environ.get(MAX_RESTARTS, "0") != "0" or topology.num_nodes > 1)
 
-    A rank elsewhere knows the address under which it reached rank 0, and tells it: on rank 0's node the way to rank 0
-    would be loopback, from which the other nodes are not reached.
-    """
-    first = places[0].node_rank
-    elsewhere = next((other for other, place in enumerate(places) if place.node_rank != first), None)
-    if elsewhere is None:
-        return None
-    if rank == elsewhere:
-        store.set(f"{session}/reached", network_interfaces.resolve_address(store.address))
-    if places[rank].node_rank != first:
-        return network_interfaces.interface_towards(store.address)
+
+def agree_on_generation(store: Store, topology: Topology, deadline: Deadline) -> str:
+    """Return the number of this generation; each of its ranks calls this once: Note [elastic generations]."""
+    rank, size = topology.rank, topology.size
+    if rank == 0:
+        number = str(store.add(f"{GENERATIONS}/begun", 1))
+        _answer_questions(store, number, size, deadline)
+        return number
+    question = store.add(f"{GENERATIONS}/questions", 1)
+    store.set(f"{GENERATIONS}/question/{question}", str(rank))
     try:
-        return network_interfaces.find_interface(store.get(f"{session}/reached", deadline.left_s()))
+        number = store.get(f"{GENERATIONS}/answer/{question}", deadline.left_s())
     except TimeoutError as error:
         raise RendezvousError(
-            f"rank {rank} waited {deadline.timeout_s:g} s for rank {elsewhere} to tell how it reached rank 0"
+            f"rank {rank} waited {deadline.timeout_s:g} s for rank 0 to call dd.init(): see what it printed last"
+        ) from error
+    store.add(f"{GENERATIONS}/{number}/here", 1)
+    return number
+
+
+def _answer_questions(store: Store, number: str, size: int, deadline: Deadline) -> None:
+    """Answer all questions with `number` until every rank of the generation has its answer."""
+    answered = 0
+    while (here := store.add(f"{GENERATIONS}/{number}/here", 0)) < size - 1:
+        while store.has(f"{GENERATIONS}/question/{answered + 1}"):
+            answered += 1
+            store.set(f"{GENERATIONS}/answer/{answered}", number)
+        if deadline.passed():
+            raise RendezvousError(
+                f"rank 0 waited {deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
+                f"{size - 1 - here} of them did not"
+            )
+        deadline.sleep(POLL_S)
+
+
+def _interface(store: Store, locations: list[RankLocation], rank: int, key: str, deadline: Deadline) -> str | None:
+    """Return the network interface towards the other nodes, None if there is one node.
+
+    A rank of another node publishes the address by which it reached rank 0: on rank 0's own node the route to that
+    address is loopback, which the other nodes do not reach.
+    """
+    first = locations[0].node_rank
+    remote = next((other for other, location in enumerate(locations) if location.node_rank != first), None)
+    if remote is None:
+        return None
+    if rank == remote:
+        store.set(f"{key}/reached", network_interfaces.resolve_address(store.address))
+    if locations[rank].node_rank != first:
+        return network_interfaces.interface_towards(store.address)
+    try:
+        return network_interfaces.find_interface(store.get(f"{key}/reached", deadline.left_s()))
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {rank} waited {deadline.timeout_s:g} s for the address by which rank {remote} reached rank 0"
         ) from error
 
 
 def _open_store(
     topology: Topology, environ: MutableMapping[str, str], host: str, connect: Connect, deadline: Deadline
 ) -> tuple[Store, AddressExchange | None]:
-    """The store of the job, which rank 0 serves unless the launcher does, and the exchange by which it was found."""
+    """Connect to the job's store, served by rank 0 or the launcher; return it and the address exchange used."""
     given = environ.get(RENDEZVOUS)
     address, port = topology.address, topology.port
     agent = topology.rendezvous == "agent" and not given
@@ -242,10 +288,10 @@ def _open_store(
         address, port = _address_of(given)
     elif given or topology.rendezvous in ("horovod", "mpi", "slurm"):
         exchange = FileAddressExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
-        return _invite(topology, exchange, host, connect, deadline), exchange
+        return _publish_or_find(topology, exchange, host, connect, deadline), exchange
     if address is None or port is None:
         raise TopologyError(
-            f"the {topology.size} ranks have no address at which to meet (from {topology.source}): "
+            f"the {topology.size} ranks have no address for rendezvous (from {topology.source}): "
             f"set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
     if topology.rank == 0 and not agent:
@@ -261,7 +307,7 @@ def _address_of(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         if parts.hostname and parts.port and not parts.path:
             return parts.hostname, parts.port
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         pass
     raise UsageError(f"{RENDEZVOUS}={url!r}: expected tcp://host:port, with a port between 1 and 65535")
 
@@ -283,8 +329,10 @@ def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: D
     return FileAddressExchange(Path(folder) / f".dualdist-{step}")
 
 
-def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: Connect, deadline: Deadline) -> Store:
-    """Rank 0 listens on a free port and publishes it by the exchange; the others read it and connect."""
+def _publish_or_find(
+    topology: Topology, exchange: AddressExchange, host: str, connect: Connect, deadline: Deadline
+) -> Store:
+    """Serve a store on a free port and publish its address (rank 0), or read the address and connect."""
     if topology.rank == 0:
         one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
         listener = network_interfaces.open_listener(0, loopback_only=one_node)
@@ -294,12 +342,12 @@ def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: C
     while True:
         text = exchange.read()
         if text is not None:
-            invitation = StoreAddress.loads(text)
+            published = StoreAddress.loads(text)
             try:
-                return connect(invitation.reachable_address(host, deadline), invitation.port, None, deadline)
+                return connect(published.reachable_address(host, deadline), published.port, None, deadline)
             except RendezvousError:
                 if deadline.passed() or not isinstance(exchange, FileAddressExchange):
-                    raise  # a file may be left over from a job that was killed: look again whether it was replaced
+                    raise  # else read again: the file may be of a job that was killed
         if deadline.passed():
             raise RendezvousError(
                 f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0's address {exchange.describe()}"
@@ -308,52 +356,52 @@ def _invite(topology: Topology, exchange: AddressExchange, host: str, connect: C
 
 
 def gather_locations(store: Store, report: RankReport, key: str, deadline: Deadline) -> list[RankLocation]:
-    """Wait until all ranks have said who they are, and return everybody's place in rank order.
+    """Publish this rank's report and return the locations of all ranks in rank order.
 
-    Costs a rank a fixed number of messages; the last one to come reads all reports and writes the verdict. A rank that
-    never comes, comes twice, or contradicts the others is an error on every rank that did come.
+    Each rank sends a fixed number of messages; the last one to arrive reads all reports and writes the verdict. A rank
+    that is missing, is there twice, or contradicts the others is an error on every rank that takes part.
     """
     rank, size = report.rank, report.size
     if store.add(f"{key}/came/{rank}", 1) > 1:
-        _object(store, key, f"two processes say that they are rank {rank} of {size}: is one left over?")
+        _reject(store, key, f"two processes are rank {rank} of {size}: is one left over from another job?")
     store.set(f"{key}/report/{rank}", report.dumps())
     count = store.add(f"{key}/count", 1)
     if count == 1:
         store.set(f"{key}/size", str(size))
     elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
-        _object(store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?")
+        _reject(store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?")
     if count == size:
-        _judge_all(store, key, size, deadline)
+        _check_reports(store, key, size, deadline)
     try:
-        objection, places = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
+        problem, locations = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
     except TimeoutError as late:
         missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
         raise RendezvousError(
             f"rank {rank} waited {deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
             f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
         ) from late
-    if objection:
-        raise TopologyError(objection)
-    return [RankLocation(*place) for place in places]
+    if problem:
+        raise TopologyError(problem)
+    return [RankLocation(*location) for location in locations]
 
 
-def _judge_all(store: Store, key: str, size: int, deadline: Deadline) -> None:
-    """Write the verdict on everybody's report."""
-    came = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
-    reports = [RankReport.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in came]
+def _check_reports(store: Store, key: str, size: int, deadline: Deadline) -> None:
+    """Write the verdict on the reports of all ranks."""
+    arrived = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
+    reports = [RankReport.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in arrived]
     try:
-        _judge(store, key, "", assign_locations(reports))
+        _write_verdict(store, key, "", assign_locations(reports))
     except TopologyError as error:
-        _judge(store, key, str(error))
+        _write_verdict(store, key, str(error))
 
 
-def _object(store: Store, key: str, objection: str) -> NoReturn:
-    """Write an objection as the verdict, for the others, and raise it here, whatever the verdict was before."""
-    _judge(store, key, objection)
-    raise TopologyError(objection)
+def _reject(store: Store, key: str, problem: str) -> NoReturn:
+    """Write a problem as the verdict for the other ranks, and raise it here, whatever the verdict already is."""
+    _write_verdict(store, key, problem)
+    raise TopologyError(problem)
 
 
-def _judge(store: Store, key: str, objection: str, places: list[RankLocation] | None = None) -> None:
-    """Write the verdict, an objection or everybody's place; the first one stands."""
+def _write_verdict(store: Store, key: str, problem: str, locations: list[RankLocation] | None = None) -> None:
+    """Write the verdict, a problem or the locations of all ranks, unless there is one already."""
     if store.add(f"{key}/judges", 1) == 1:
-        store.set(f"{key}/verdict", json.dumps([objection, [astuple(place) for place in places or []]]))
+        store.set(f"{key}/verdict", json.dumps([problem, [astuple(location) for location in locations or []]]))

@@ -57,7 +57,7 @@ def models_that_differ_are_an_error_on_every_rank() -> None:
     named = [(name, nn.Parameter(torch.ones(2))) for name in "abcd"]
     order = [0, 2, 1, 3] if dd.rank() == 1 else [0, 1, 2, 3]
     optimizer = torch.optim.SGD([named[number][1] for number in order], lr=0.1)
-    words = ("another order", "rank 1 has c (2,)", "at place 1 of 4", "root has b (2,)")
+    words = ("another order", "rank 1 has c (2,)", "at index 1 of 4", "root has b (2,)")
     raises(MismatchError, lambda: dd.wrap_optimizer(optimizer, named), *words)
 
 

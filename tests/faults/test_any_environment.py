@@ -21,13 +21,13 @@ from dualdist.backends.native import backend
 from dualdist.diagnostics import recording
 from dualdist.doctor import collect, diagnose, to_json
 from dualdist.errors import DualdistError
-from dualdist.rendezvous import saved_choice, store_rendezvous
+from dualdist.rendezvous import backend_selection, store_rendezvous
 
 RECORDS = json.loads((Path(__file__).parents[1] / "unit" / "launcher_env.json").read_text())
 TIMEOUT_S = 0.2
 HANGS_S = 30
 # Imported by init(), here once for all children.
-LOADED = (saved_choice, backend, recording, store_rendezvous)
+LOADED = (backend_selection, backend, recording, store_rendezvous)
 NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 # Of jobs whose other ranks are not there. Those in which MPI was started are MPI's own to refuse.
 BASES = [

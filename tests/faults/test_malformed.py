@@ -26,8 +26,8 @@ from dualdist.horovod_build.record import BuildRecord, from_json
 from dualdist.launch import control_channel, hosts
 from dualdist.launch.job_file import JobFile, Resources, loads
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.rendezvous import saved_choice
-from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+from dualdist.rendezvous import backend_selection
+from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 from dualdist.utils.network_interfaces import StoreAddress
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
@@ -240,12 +240,14 @@ def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effor
 
     def check(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
-        if not error_of(lambda: saved_choice.load(path), UsageError):
-            assert all(str(saved) for saved in saved_choice.load(path))
+        if not error_of(lambda: backend_selection.load_choices(path), UsageError):
+            assert all(str(saved) for saved in backend_selection.load_choices(path))
         path.write_bytes(text.encode(errors="surrogatepass")[:-1] + b"\xff")
-        error_of(lambda: saved_choice.load(path), UsageError)
+        error_of(lambda: backend_selection.load_choices(path), UsageError)
 
-    effort.fuzz("files of saved choices", altered({"schema": saved_choice.SCHEMA, "choices": [asdict(SAVED)]}), check)
+    effort.fuzz(
+        "files of saved choices", altered({"schema": backend_selection.SCHEMA, "choices": [asdict(SAVED)]}), check
+    )
 
 
 @pytest.mark.smoke

@@ -19,8 +19,8 @@ from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
 from launch.running import interrupted
 
-from dualdist.rendezvous import saved_choice
-from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+from dualdist.rendezvous import backend_selection
+from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
 # The README's lines that begin so; the options behind them make them short.
@@ -276,7 +276,7 @@ def choice(backend: str) -> SavedChoice:
 def config(launch: Launch) -> Iterator[dict[str, str]]:
     """The environment of a user who has saved a choice that auto would not make by itself."""
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    saved_choice.save(saved_choice.choices_path(env), [choice("horovod")])
+    backend_selection.save_choices(backend_selection.choices_path(env), [choice("horovod")])
     yield env
     assert "XDG_CONFIG_HOME" not in os.environ or os.environ["XDG_CONFIG_HOME"] != env["XDG_CONFIG_HOME"]
 
@@ -302,8 +302,8 @@ def test_auto_takes_the_saved_choice_and_logs_it_once(launch: Launch, config: di
 def test_a_saved_transport_that_does_not_open_is_logged_with_the_one_used(
     launch: Launch, config: dict[str, str]
 ) -> None:
-    saved_choice.save(
-        saved_choice.choices_path(config), [replace(choice("native"), transport="nccl")]
+    backend_selection.save_choices(
+        backend_selection.choices_path(config), [replace(choice("native"), transport="nccl")]
     )  # there is no GPU
     (launch.directory / "tell.py").write_text(TELL)
     outcome = launch(["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"], env=config)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dualdist.backends.native.store import TcpStore
 from dualdist.errors import RendezvousError
-from dualdist.rendezvous import elastic_generation
+from dualdist.rendezvous import store_rendezvous
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 
@@ -31,7 +31,7 @@ def rounds(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 2
     def attend(rank: int) -> object:
         time.sleep(random.uniform(0, 0.05))
         try:
-            return elastic_generation.agree_on_generation(found, place(rank, size), Deadline(timeout_s))
+            return store_rendezvous.agree_on_generation(found, place(rank, size), Deadline(timeout_s))
         except RendezvousError as error:
             return str(error)
 
@@ -71,5 +71,5 @@ def test_who_did_not_come_is_told() -> None:
 def test_a_job_that_cannot_have_rounds_asks_nothing(environ: dict[str, str], nodes: int, repeats: bool) -> None:
     size = 2 * nodes
     there = Topology(0, size, 0, 2, 0, nodes, "torchrun", "X", rendezvous="agent")
-    assert elastic_generation.may_restart(there, environ) is repeats
-    assert not elastic_generation.may_restart(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)
+    assert store_rendezvous.may_restart(there, environ) is repeats
+    assert not store_rendezvous.may_restart(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)

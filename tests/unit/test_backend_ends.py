@@ -14,11 +14,11 @@ from dualdist.backends.base import Backend
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.native.backend import NativeBackend
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import HostChannel, channel_bytes
+from dualdist.backends.shm.channel import HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
 from dualdist.backends.single import SingleBackend
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
-from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _session
+from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session
 from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
@@ -37,7 +37,7 @@ def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
     )
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
-        _session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])
+        _start_session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])
     assert not backend.is_open
 
 
@@ -56,10 +56,10 @@ def test_a_horovod_group_that_another_rank_does_not_leave_holds_nobody_up() -> N
     engine = SimpleNamespace(size=lambda: 3, add_process_set=tuple, remove_process_set=lambda found: may_end.wait())
     sets = ProcessSets(cast(ModuleType, engine), contextlib.nullcontext)
     for ranks in ((0, 1), (1, 2)):
-        assert sets.take(ranks) == ranks
+        assert sets.acquire(ranks) == ranks
     with pytest.raises(RankLostError, match=r"group of ranks \[0, 1\] within 0.05 s: another rank does not answer"):
-        sets.give_back((0, 1), 0.05)
-    sets.give_back((1, 2), 30.0)  # knows better than to wait
+        sets.release((0, 1), 0.05)
+    sets.release((1, 2), 30.0)  # knows better than to wait
     may_end.set()
 
 
@@ -76,7 +76,7 @@ def test_a_horovod_group_that_could_not_be_made_has_no_users() -> None:
     engine = SimpleNamespace(size=lambda: 3, add_process_set=add, remove_process_set=removed.append)
     sets = ProcessSets(cast(ModuleType, engine), contextlib.nullcontext)
     with pytest.raises(UnsupportedError, match="not dynamic"):
-        sets.take((0, 1))
-    sets.take((0, 1))
-    sets.give_back((0, 1), 5.0)
+        sets.acquire((0, 1))
+    sets.acquire((0, 1))
+    sets.release((0, 1), 5.0)
     assert removed == [(0, 1)], "its only user has left"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.backends.base import UNRESERVED, ReduceOp
-from dualdist.backends.single import CompletedWork, SingleBackend
+from dualdist.backends.base import UNRESERVED, CompletedWork, ReduceOp
+from dualdist.backends.single import SingleBackend
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 from dualdist.ddp.compression import CASTS, GradientCompressor

@@ -17,9 +17,8 @@ from dualdist.bench.compare.launches import Launch
 from dualdist.bench.compare.verdict import choices_to_save
 from dualdist.bench.statistics import min_launches
 from dualdist.errors import UsageError
-from dualdist.rendezvous import saved_choice as choices
-from dualdist.rendezvous.backend_selection import matching_choice
-from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+from dualdist.rendezvous import backend_selection as choices
+from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice, matching_choice
 from dualdist.topology import Topology
 
 HERE = ChoiceConditions.here("cpu", "torchrun", 2, threads=1, mpi=False)
@@ -103,12 +102,12 @@ def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None
 
 def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:
     path = tmp_path / "a" / "choices.json"
-    assert choices.load(path) == []
+    assert choices.load_choices(path) == []
     other = replace(SAVED, conditions=replace(HERE, ranks=4))
-    choices.save(path, [SAVED, other])
+    choices.save_choices(path, [SAVED, other])
     newer = replace(SAVED, backend="native", transport="shm")
-    choices.save(path, [newer])
-    assert choices.load(path) == [other, newer]
+    choices.save_choices(path, [newer])
+    assert choices.load_choices(path) == [other, newer]
     assert [each.name for each in path.parent.iterdir()] == ["choices.json"]
 
 
@@ -117,14 +116,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"choices\.json: these saved choices cannot be read .*: delete the file"):
-        choices.load(path)
+        choices.load_choices(path)
 
 
 def test_what_is_no_file_or_not_ours_to_read_holds_no_choice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "link")
     for name in ("pipe", "link", "none", "pipe/choices.json", "."):
-        assert choices.load(tmp_path / name) == []
+        assert choices.load_choices(tmp_path / name) == []
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -151,7 +150,7 @@ def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     here = replace(HERE, threads=torch.get_num_threads())
-    choices.save(choices.choices_path(environ), [replace(SAVED, conditions=here, backend=backend)])
+    choices.save_choices(choices.choices_path(environ), [replace(SAVED, conditions=here, backend=backend)])
     told: list[str] = []
     assert matching_choice(JOB, "", environ, told.append) is None
     (line,) = told
@@ -181,7 +180,7 @@ def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_
     here = replace(HERE, threads=torch.get_num_threads())
     other = replace(SAVED, conditions=replace(here, threads=here.threads + 2))
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    choices.save(choices.choices_path(environ), [other])
+    choices.save_choices(choices.choices_path(environ), [other])
     told: list[str] = []
     assert matching_choice(JOB, "", environ, told.append) is None
     (line,) = told
@@ -190,7 +189,7 @@ def test_a_choice_for_other_threads_alone_is_told_and_one_for_these_goes_before_
     assert matching_choice(replace(JOB, launcher="mpirun"), "", environ, told.append) is None
     assert len(told) == 1
     own = replace(SAVED, conditions=here, backend="native")
-    choices.save(choices.choices_path(environ), [own])
+    choices.save_choices(choices.choices_path(environ), [own])
     assert matching_choice(JOB, "", environ, told.append) == own
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualdist.backends.availability import Availability
+from dualdist.backends.registry import Availability
 from dualdist.bench.compare.matrix import (
     Cell,
     MatrixFacts,

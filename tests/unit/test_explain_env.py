@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from doctor_facts import HOROVOD, MPIRUN, RECORDS, VERSIONS, recorded
 
-from dualdist.backends.availability import available
+from dualdist.backends.registry import availability
 from dualdist.doctor.diagnosis import detect_topology
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.environments import detect
 from dualdist.environments.env_values import FIELDS
 
-BACKENDS = available(VERSIONS, HOROVOD)
+BACKENDS = availability(VERSIONS, HOROVOD)
 VALID = [name for name, rows in RECORDS.items() if "error" not in rows[0]["expect"]]
 
 
@@ -111,9 +111,9 @@ def test_the_rendezvous_is_the_one_in_the_variables() -> None:
         (recorded("torchrun") | {"DUALDIST_BACKEND": "auto"}, {}, "native", "torchrun"),
         (recorded("horovodrun_gloo_more"), {}, "horovod", "Horovod's launcher"),
         (MPIRUN, {}, "horovod", "built with MPI"),
-        (MPIRUN, {"backends": available(VERSIONS, replace(HOROVOD, mpi=False))}, "mpi", "mpi4py"),
-        (MPIRUN, {"backends": available({**VERSIONS, "mpi4py": None}, None)}, "native", "neither"),
-        (MPIRUN, {"backends": available(VERSIONS, None), "has_gpu": True}, "native", "NCCL"),
+        (MPIRUN, {"backends": availability(VERSIONS, replace(HOROVOD, mpi=False))}, "mpi", "mpi4py"),
+        (MPIRUN, {"backends": availability({**VERSIONS, "mpi4py": None}, None)}, "native", "neither"),
+        (MPIRUN, {"backends": availability(VERSIONS, None), "has_gpu": True}, "native", "NCCL"),
         (recorded("slurm_srun-none_N2x2"), {}, "native", "srun"),
     ],
 )  # fmt: skip

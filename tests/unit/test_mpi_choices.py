@@ -32,7 +32,7 @@ def test_a_program_waits_for_the_thread_unless_it_has_a_core(
 def test_pieces_are_countable_and_together_the_tensor(
     monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(backend, "MOST", 101)
+    monkeypatch.setattr(backend, "MAX_COUNT", 101)
     tensor = torch.arange(count).to(dtype).view(-1, 1)
     pieces = split_calls(tensor)
     assert all(0 < piece.nbytes <= 101 for piece in pieces)

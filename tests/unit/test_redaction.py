@@ -7,7 +7,7 @@ import json
 import pytest
 from doctor_facts import RECORDS, diagnosis
 
-from dualdist.backends.availability import available
+from dualdist.backends.registry import availability
 from dualdist.cli.doctor import Painter, format_diagnosis, format_explanation
 from dualdist.doctor import to_json
 from dualdist.doctor.diagnosis import detect_topology
@@ -103,9 +103,9 @@ def test_output_never_names_unrelated_variables() -> None:
     for rows in RECORDS.values():
         environ = rows[0]["env"] | SECRETS
         told = diagnosis(environ)
-        explanation = explain(environ, detect_topology(environ), available(told.versions, None), has_gpu=False)
+        explanation = explain(environ, detect_topology(environ), availability(told.versions, None), has_gpu=False)
         said = [json.dumps(to_json(told)), *format_diagnosis(told, paint), *format_explanation(explanation, paint)]
         assert "hush" not in "\n".join(said)
     environ = {"DUALDIST_RENDEZVOUS": "tcp://me:hush-1@n1:7", **RECORDS["torchrun"][0]["env"]}
-    explanation = explain(environ, detect_topology(environ), available(told.versions, None), has_gpu=False)
+    explanation = explain(environ, detect_topology(environ), availability(told.versions, None), has_gpu=False)
     assert "hush-1" not in "\n".join(map(make_redactor({}), format_explanation(explanation, paint)))

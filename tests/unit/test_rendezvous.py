@@ -100,7 +100,7 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
-    assert [met.places for met in found] == [[RankLocation(0, 0), RankLocation(0, 1), RankLocation(0, 2)]] * 3
+    assert [met.locations for met in found] == [[RankLocation(0, 0), RankLocation(0, 1), RankLocation(0, 2)]] * 3
     assert {met.interface for met in found} == {None}
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
-    assert [met.places for met in found] == [[RankLocation(0, 0), RankLocation(0, 1)]] * 2
+    assert [met.locations for met in found] == [[RankLocation(0, 0), RankLocation(0, 1)]] * 2
 
 
 @pytest.mark.parametrize(

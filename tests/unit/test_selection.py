@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from dualdist.backends.base import InitContext
+from dualdist.backends.horovod import select_controller
 from dualdist.errors import UnsupportedError, UsageError
-from dualdist.rendezvous.backend_selection import backend_under_mpi, check_choice, controller, select_backend
+from dualdist.rendezvous.backend_selection import backend_under_mpi, check_choice, select_backend
 from dualdist.topology import Topology
 
 
@@ -48,6 +51,10 @@ def test_mpirun_means_mpi_where_it_helps(horovod: bool, mpi4py: bool, gpu: bool,
 @pytest.mark.parametrize("asked", ["native", "horovod", "mpi"])
 def test_what_is_asked_for_is_taken(launcher: str, asked: str) -> None:
     assert select_backend(asked, topology(launcher)) == asked
+
+
+def controller(transport: str, job: Topology, environ: dict[str, str]) -> str:
+    return select_controller(InitContext(job, environ, transport, torch.device("cpu"), 5.0, "key"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dualdist.backends.base import Epilogue
 from dualdist.backends.native.store import TcpStore
-from dualdist.backends.shm.backend import STAGE_BYTES, HostChannel, channel_bytes
+from dualdist.backends.shm.channel import STAGE_BYTES, HostChannel, channel_bytes
 from dualdist.backends.shm.exchange import ShmMessage, open_exchange
 from dualdist.backends.shm.segment import SegmentPeers, open_segment, unavailable_reason
 from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
@@ -214,7 +214,7 @@ def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
     used = os.fstat(segment._memory).st_blocks
     kept = buffers[0].values
     for start in places:
-        line.drop(start)
+        line.release(start)
     del buffers, buffer, works, work
     for _ in range(2):  # all say that nobody looks at theirs, then it is given back
         line.reserve(4096)

@@ -1,4 +1,4 @@
-"""The backend over Horovod, whose own controller runs on MPI or on Gloo."""
+"""Operations and process sets of Horovod as a backend."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import ReduceOp
-from dualdist.backends.buffers import PlainBuffers
+from dualdist.backends.base import PrivateBuffers, ReduceOp
 from dualdist.errors import (
+    CLOSED,
     BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
@@ -34,44 +34,44 @@ Controller = Literal["gloo", "mpi"]
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 Variables = dict[str, "str | None"]  # None: unset
 
-# Without its own mpirun, Open MPI is a job of one, which would look for its daemon and abort where a relocated
-# installation does not find it. So it starts, and under another MPI's mpirun the session sees the wrong size.
+# Open MPI without its own mpirun is a job of one rank, which aborts if a relocated installation does not find the
+# daemon. With this it starts, and the session detects the wrong size under another MPI's mpirun.
 SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
 
 
-def slot_variables(places: Sequence[RankLocation]) -> list[Variables]:
-    """Horovod's variables for every rank. Its cross rank counts the nodes that have this local rank."""
-    local_sizes = Counter(place.node_rank for place in places)
+def slot_variables(locations: Sequence[RankLocation]) -> list[Variables]:
+    """Return Horovod's variables of every rank. Its cross rank counts the nodes that have the same local rank."""
+    local_sizes = Counter(location.node_rank for location in locations)
     columns: dict[int, list[int]] = defaultdict(list)
-    for place in sorted(places, key=lambda place: place.node_rank):
-        columns[place.local_rank].append(place.node_rank)
+    for location in sorted(locations, key=lambda location: location.node_rank):
+        columns[location.local_rank].append(location.node_rank)
     cross_ranks = {(node, local): index for local, nodes in columns.items() for index, node in enumerate(nodes)}
     return [
         {
-            "HOROVOD_HOSTNAME": f"node{place.node_rank}",
+            "HOROVOD_HOSTNAME": f"node{location.node_rank}",
             "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(len(places)),
-            "HOROVOD_LOCAL_RANK": str(place.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(local_sizes[place.node_rank]),
-            "HOROVOD_CROSS_RANK": str(cross_ranks[place.node_rank, place.local_rank]),
-            "HOROVOD_CROSS_SIZE": str(len(columns[place.local_rank])),
+            "HOROVOD_SIZE": str(len(locations)),
+            "HOROVOD_LOCAL_RANK": str(location.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(local_sizes[location.node_rank]),
+            "HOROVOD_CROSS_RANK": str(cross_ranks[location.node_rank, location.local_rank]),
+            "HOROVOD_CROSS_SIZE": str(len(columns[location.local_rank])),
         }
-        for rank, place in enumerate(places)
+        for rank, location in enumerate(locations)
     ]
 
 
-def engine_variables(controller: Controller, timeout_s: float, *, makes_sets: bool) -> Variables:
-    """Variables by which Horovod takes the controller, and reports a rank that does not come before our wait ends.
+def engine_variables(controller: Controller, timeout_s: float, *, dynamic_sets: bool) -> Variables:
+    """Return variables that set Horovod's controller and timeouts.
 
-    Horovod's own end of a stalled job stays off: ours names the ranks, and knows of those that have joined. With
-    `makes_sets` the engine adds process sets while it runs.
+    Horovod warns of a stalled rank before our wait ends. Its own shutdown of stalled jobs stays off: our timeout names
+    the ranks and accounts for joined ones. With `dynamic_sets` the engine adds process sets while it runs.
     """
     return {
         "HOROVOD_CONTROLLER": controller,
         "HOROVOD_CPU_OPERATIONS": controller,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
-        **({DYNAMIC_SETS: "1"} if makes_sets else {}),
+        **({DYNAMIC_SETS: "1"} if dynamic_sets else {}),
     }
 
 
@@ -80,19 +80,19 @@ def _seconds(value: float) -> str:
 
 
 INSTALL = "dualdist install-horovod"
-# What Horovod and its transports write, in lower case.
+# In lower-case errors of Horovod and its transports.
 PEER_LOST = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
 TIMED_OUT = ("timed out", "timeout")
 MISMATCH = ("mismatched",)
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
-# Seconds between looks at a handle: Horovod's own wait looks once a millisecond.
+# Seconds between polls of a handle; Horovod's own wait polls once a millisecond.
 POLL_S = 0.0001
 
 
 @real_horovod()
 def import_horovod() -> ModuleType:
-    """`horovod.torch`; BackendUnavailableError where it is missing, or built for another torch."""
+    """Import horovod.torch; raise BackendUnavailableError if it is missing or built for another torch."""
     if importlib.util.find_spec("horovod") is None:
         raise BackendUnavailableError(f"Horovod is not installed: run `{INSTALL}`, or use --backend native")
     record = read_record()
@@ -111,7 +111,7 @@ def import_horovod() -> ModuleType:
 
 @real_horovod()
 def is_built_with_mpi() -> bool:
-    """Whether a Horovod with MPI is installed; False where none is."""
+    """Return True if a Horovod with MPI is installed."""
     if importlib.util.find_spec("horovod") is None:
         return False
     record = read_record()
@@ -119,7 +119,7 @@ def is_built_with_mpi() -> bool:
 
 
 class HorovodWork:
-    """One asynchronous operation of Horovod."""
+    """An asynchronous operation of Horovod."""
 
     def __init__(self, hvd: ModuleType, handle: int, timeout_s: float) -> None:
         self._hvd = hvd
@@ -128,12 +128,12 @@ class HorovodWork:
         self._result: torch.Tensor | None = None
 
     def done(self) -> bool:
-        return self._result is not None or self._is_over()
+        return self._result is not None or self._is_finished()
 
     def wait(self) -> torch.Tensor:
         if self._result is None:
             deadline = Deadline(self._timeout_s)
-            while not self._is_over():
+            while not self._is_finished():
                 if deadline.passed():
                     raise CollectiveTimeoutError(f"not all ranks arrived within {self._timeout_s:g} s")
                 time.sleep(POLL_S)
@@ -141,52 +141,49 @@ class HorovodWork:
                 result = self._hvd.synchronize(self._handle)
             except RuntimeError as error:
                 raise translate_error(error, self._timeout_s) from error
-            self._result = result[0] if isinstance(result, tuple) else result  # alltoall adds what it received
+            self._result = result[0] if isinstance(result, tuple) else result  # of an alltoall with splits
         return self._result
 
-    def _is_over(self) -> bool:
+    def _is_finished(self) -> bool:
         try:
             return bool(self._hvd.poll(self._handle))
-        except ValueError as error:  # a shutdown forgets all handles
+        except ValueError as error:  # a shutdown drops all handles
             raise CollectiveError("Horovod was shut down before all ranks were ready") from error
 
 
 class ProcessSets:
-    """Horovod's process sets by their ranks: it has one for the same ranks only, and we may be asked for several.
+    """Reference-counted process sets of Horovod, which allows one for the same ranks.
 
-    `as_started` sets the variables with which the engine was started: it reads them again for every new set.
+    `engine_environment` sets the variables that the engine was started with: it reads them for every new set.
     """
 
-    def __init__(self, hvd: ModuleType, as_started: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, hvd: ModuleType, engine_environment: Callable[[], AbstractContextManager[None]]) -> None:
         self._hvd = hvd
-        self._as_started = as_started
+        self._engine_environment = engine_environment
         self._sets: dict[tuple[int, ...], Any] = {}
         self._users: Counter[tuple[int, ...]] = Counter()
-        self._is_alone = False  # another rank has not answered, and will not for the next set either
+        self._is_alone = False  # another rank did not answer
 
-    def take(self, ranks: tuple[int, ...]) -> Any:
-        """The set of these ranks; every rank of the job calls this."""
+    def acquire(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process set of these ranks; every rank of the job calls this."""
         if ranks not in self._sets:
-            everybody = len(ranks) == int(self._hvd.size())
-            self._sets[ranks] = self._hvd.global_process_set if everybody else self._add(ranks)
+            is_global = len(ranks) == int(self._hvd.size())
+            self._sets[ranks] = self._hvd.global_process_set if is_global else self._add(ranks)
         self._users[ranks] += 1
         return self._sets[ranks]
 
     def _add(self, ranks: tuple[int, ...]) -> Any:
         try:
-            with self._as_started():
+            with self._engine_environment():
                 return self._hvd.add_process_set(list(ranks))
         except ValueError as error:
             raise UnsupportedError(
-                f"this Horovod adds no group while it runs ({error}): `{INSTALL} --force` builds one that does, or set "
+                f"this Horovod adds no group while running ({error}): `{INSTALL} --force` builds one that can, or set "
                 f"{DYNAMIC_SETS}=1 on every rank, with which a rank that stops can hold up the others"
             ) from error
 
-    def give_back(self, ranks: tuple[int, ...], timeout_s: float) -> None:
-        """One user less; every rank of the job calls this, and RankLostError says that some rank does not.
-
-        The engine then knows of the set until it ends.
-        """
+    def release(self, ranks: tuple[int, ...], timeout_s: float) -> None:
+        """Remove the process set after its last user; every rank of the job must call this."""
         self._users[ranks] -= 1
         if self._users[ranks] or self._is_alone:
             return
@@ -202,8 +199,8 @@ class ProcessSets:
         call_within(timeout_s, lambda: self._hvd.remove_process_set(process_set), late)
 
 
-class HorovodBackend(PlainBuffers):
-    """Moves tensors through Horovod's engine, between the ranks of a process set; close() ends it by `leave`."""
+class HorovodBackend(PrivateBuffers):
+    """Moves tensors through Horovod's engine, between the ranks of a process set; close() calls `leave`."""
 
     name = "horovod"
     supported_reduce_dtypes = REDUCE_DTYPES
@@ -251,16 +248,16 @@ class HorovodBackend(PlainBuffers):
         )
 
     def channel(self, key: str) -> HorovodBackend:
-        return self  # Horovod tells operations apart by their names
+        return self  # Horovod matches operations by name
 
     def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
         members = tuple(ranks)
-        process_set = self._sets.take(members)
+        process_set = self._sets.acquire(members)
 
         timeout_s = self.timeout_s
 
         def leave() -> None:
-            self._sets.give_back(members, timeout_s)
+            self._sets.release(members, timeout_s)
 
         return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, timeout_s, leave)
 
@@ -274,7 +271,7 @@ class HorovodBackend(PlainBuffers):
 
     def _start(self, start: Callable[[], int]) -> HorovodWork:
         if not self.is_open:
-            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+            raise NotInitializedError(CLOSED)
         try:
             return HorovodWork(self._hvd, start(), self.timeout_s)
         except (RuntimeError, ValueError) as error:
@@ -282,7 +279,7 @@ class HorovodBackend(PlainBuffers):
 
 
 def translate_error(error: Exception, timeout_s: float) -> Exception:
-    """Our error for one that Horovod raised."""
+    """Return the dualdist exception for one of Horovod."""
     text = " ".join(str(error).split()).split(". ")[0]
     lowered = text.lower()
     if any(word in lowered for word in TIMED_OUT):

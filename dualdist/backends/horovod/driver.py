@@ -1,4 +1,4 @@
-"""horovodrun's elastic driver, as ranks see it: it keeps those that are left, starts others, and numbers all anew."""
+"""Client of horovodrun's elastic driver, which keeps the ranks that are left, starts others, and renumbers all."""
 
 from __future__ import annotations
 
@@ -12,55 +12,57 @@ from dualdist.utils.horovod_names import real_horovod
 HOSTNAME = "HOROVOD_HOSTNAME"
 LOCAL_RANK = "HOROVOD_LOCAL_RANK"
 INTERFACE = "HOROVOD_GLOO_IFACE"
-# The order in which the driver tells a place.
+# The order of the numbers in the driver's answer.
 FIELDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
 class RemovedError(SystemExit):
-    """The driver has no place for this rank any more: the program ends, and the others go on without it."""
+    """Raised if the driver has no slot for this rank: the program exits with status 0, and the others continue."""
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(0)
-        self.words = words
+        self.message = message
 
     def __str__(self) -> str:
-        return self.words
+        return self.message
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether horovodrun's elastic driver started this rank, which may go on when another one is lost."""
+    """Return True if horovodrun's elastic driver started this rank, which may continue when another one is lost."""
     return environ.get(ELASTIC) == "1" and bool(environ.get(STORE_ADDRESS))
 
 
 def next_slot(environ: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-    """The variables of this rank's place in the next round; every rank that is left asks once, and waits for all.
+    """Return the variables of this rank's slot in the next generation; every remaining rank calls this once.
 
-    RemovedError where there is no place; RendezvousError where the driver does not answer.
+    Raises:
+        RemovedError: the driver has no slot for this rank.
+        RendezvousError: the driver does not answer.
     """
     address, port = environ[STORE_ADDRESS], int(environ[STORE_PORT])
     slot = f"{environ[HOSTNAME]}:{environ[LOCAL_RANK]}"
     connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
     try:
-        # Only once: the driver would count a second request as another rank.
+        # One request only: the driver would count a second one as another rank.
         connection.request("GET", f"/rank_and_size/{slot}")
         numbers = connection.getresponse().read().decode().split(",")
         found = {f"HOROVOD_{name}": str(int(number)) for name, number in zip(FIELDS, numbers, strict=True)}
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise RendezvousError(
-            f"horovodrun's driver at {address}:{port} did not say within {timeout_s:g} s where {slot} is to go on "
+            f"horovodrun's driver at {address}:{port} assigned no slot to {slot} within {timeout_s:g} s "
             f"({error or type(error).__name__}): too few hosts are left, or horovodrun has ended"
         ) from error
     finally:
         connection.close()
     if int(found["HOROVOD_RANK"]) < 0:
-        raise RemovedError(f"horovodrun's driver has no place for {slot} any more")
+        raise RemovedError(f"horovodrun's driver has no slot for {slot} any more")
     assert set(found) == set(RANK_VARIABLES)
     return found
 
 
 @real_horovod()
 def watch_hosts(environ: Mapping[str, str], changed: Callable[[float, int], None]) -> Callable[[], None]:
-    """changed(timestamp, how) is called in a thread when hosts come or go; calling the result ends that.
+    """Call changed(timestamp, how) in a thread when hosts come or go; return a function that ends this.
 
     The driver tells the first rank alone.
     """
@@ -75,7 +77,7 @@ def watch_hosts(environ: Mapping[str, str], changed: Callable[[float, int], None
 
     key = secret.make_secret_key()
     service = WorkerNotificationService(key, environ.get(INTERFACE), Manager())
-    service._thread.name = "dualdist-hosts"  # no thread of the program's
+    service._thread.name = "dualdist-hosts"  # a daemon thread of ours, not of the program
     slot = f"{environ[HOSTNAME]}:{environ[LOCAL_RANK]}"
     put_data_into_kvstore(
         environ[STORE_ADDRESS], int(environ[STORE_PORT]), PUT_WORKER_ADDRESSES, slot, (service.addresses(), key)

@@ -1,4 +1,4 @@
-"""How Horovod's engine is started, on MPI or on Gloo, under any launcher."""
+"""Start of Horovod's engine on MPI or on Gloo, under any launcher."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ from dualdist.backends.horovod.backend import (
     import_horovod,
     slot_variables,
 )
+from dualdist.backends.mpi import world as mpi_world
 from dualdist.environments.horovodrun import ELASTIC
-from dualdist.errors import BackendUnavailableError, DualdistError, RankLostError, RendezvousError, UnsupportedError
+from dualdist.errors import (
+    BackendUnavailableError,
+    DualdistError,
+    RankLostError,
+    RendezvousError,
+    TopologyError,
+    UnsupportedError,
+)
 from dualdist.horovod_build.record import read_record
 from dualdist.topology import Topology
 from dualdist.utils import network_interfaces
@@ -35,14 +43,15 @@ from dualdist.utils.network_interfaces import StoreAddress
 from dualdist.utils.temporary_env import temporary_variables
 
 GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
-# Seconds that a call to this process' own server may take.
+# Timeout of a connection to this process's own server.
 CALL_S = 1.0
-SETS_PATCHED = "process_set.cc"  # in the record of a Horovod that dualdist built
+SETS_PATCHED = "process_set.cc"  # a patch that install-horovod records
 
 
-def _makes_sets_safely() -> bool:
-    """Whether adding process sets while the engine runs holds up nobody: in Horovod as released, the engine keeps its
-    table of them locked while it asks the other ranks, and beginning any operation waits for that lock.
+def _has_safe_dynamic_sets() -> bool:
+    """Return True if adding process sets blocks no other operation.
+
+    A released Horovod holds the lock of its table while it communicates, and every new operation takes that lock.
     """
     record = read_record()
     return record is not None and any(SETS_PATCHED in patch for patch in record.patches or ())
@@ -53,39 +62,48 @@ def _over_all(
     transport: str,
     timeout_s: float,
     leave: Callable[[], None],
-    as_started: Callable[[], AbstractContextManager[None]],
+    engine_environment: Callable[[], AbstractContextManager[None]],
 ) -> HorovodBackend:
-    """The backend over all ranks of a running engine."""
-    sets = ProcessSets(hvd, as_started)
+    """Return the backend of all ranks over a running engine."""
+    sets = ProcessSets(hvd, engine_environment)
     return HorovodBackend(hvd, transport, range(int(hvd.size())), hvd.global_process_set, sets, timeout_s, leave)
 
 
-def start_on_mpi(
-    topology: Topology, environ: MutableMapping[str, str], device: torch.device, timeout_s: float
-) -> HorovodBackend:
-    """Start Horovod on the MPI that the launcher started, or on an MPI of one rank."""
-    hvd = import_horovod()
+def start_on_mpi(context: InitContext) -> HorovodBackend:
+    """Start Horovod on the MPI that the launcher started, or on an MPI of one rank.
+
+    The engine is not shut down with the session: it would finish MPI, which cannot start again. It ends at exit.
+    """
+    if mpi_world.has_ended():
+        raise UnsupportedError(
+            "MPI was finished in this process, by a session on another backend, and cannot start again: "
+            "start a new job, or set DUALDIST_TRANSPORT=gloo"
+        )
+    hvd, topology = import_horovod(), context.topology
     if not hvd.mpi_built():
         raise BackendUnavailableError(
             f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
             "DUALDIST_TRANSPORT=gloo"
         )
     if not hvd.is_initialized():
-        with temporary_variables(
-            environ, {**engine_variables("mpi", timeout_s, makes_sets=_makes_sets_safely()), **SINGLETON_VARIABLES}
-        ):
-            _init(hvd, topology, timeout_s)
-    # Horovod's shutdown finishes MPI, which cannot start again: the engine stays for a next session, and ends with the
-    # process.
-    return _over_all(hvd, _transport(hvd, "mpi", device), timeout_s, _nothing, nullcontext)
+        variables = engine_variables("mpi", context.timeout_s, dynamic_sets=_has_safe_dynamic_sets())
+        with temporary_variables(context.environ, {**variables, **SINGLETON_VARIABLES}):
+            _init(hvd, topology, context.timeout_s)
+    if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says "
+            f"rank {hvd.rank()} of {hvd.size()}: this Horovod was built with another MPI than the mpirun that "
+            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
+            "or set DUALDIST_TRANSPORT=gloo"
+        )
+    return _over_all(hvd, _transport(hvd, "mpi", context.device), context.timeout_s, _no_server, nullcontext)
 
 
-def start_on_gloo(world: InitContext) -> HorovodBackend:
-    """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and says so in our store.
+def start_on_gloo(context: InitContext) -> HorovodBackend:
+    """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and sets its address in the store.
 
-    A new server for every start, also where horovodrun runs one: Horovod's server forgets how many ranks have left each
-    scope whenever one scope is complete (RendezvousHandler.do_DELETE clears them all), so that a second init in the
-    same processes can lose its keys.
+    Every start has a new server, also under horovodrun: whenever one scope is complete, Horovod's server forgets how
+    many ranks have left each scope (RendezvousHandler.do_DELETE clears all), and a second init could lose its keys.
     """
     hvd = import_horovod()
     if not hvd.gloo_built():
@@ -95,19 +113,22 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
             "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
             "DUALDIST_TRANSPORT=gloo"
         )
-    topology, environ = world.topology, world.environ
-    deadline = Deadline(world.timeout_s)
-    slots = slot_variables(world.places)
-    settings = {**engine_variables("gloo", world.timeout_s, makes_sets=_makes_sets_safely()), **slots[topology.rank]}
-    settings[ELASTIC] = None  # the engine would ask this server for what horovodrun's has told us already
-    stop_server: Callable[[], None] = _nothing
-    if world.store is None:
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset, Horovod makes a world of one
+    topology, environ = context.topology, context.environ
+    deadline = Deadline(context.timeout_s)
+    slots = slot_variables(context.locations)
+    settings = {
+        **engine_variables("gloo", context.timeout_s, dynamic_sets=_has_safe_dynamic_sets()),
+        **slots[topology.rank],
+    }
+    settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
+    stop_server: Callable[[], None] = _no_server
+    if context.store is None:
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset: a Horovod of one rank
     else:
-        address, port, stop_server = _serve_or_find(topology, slots, world.store, world.key, environ, deadline)
+        address, port, stop_server = _serve_or_find(topology, slots, context.store, context.key, environ, deadline)
         settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
         settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
-        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or world.interface or "lo"
+        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or context.interface or "lo"
     try:
         with temporary_variables(environ, settings):
             _init(hvd, topology, deadline.left_s())
@@ -117,16 +138,16 @@ def start_on_gloo(world: InitContext) -> HorovodBackend:
 
     def leave() -> None:
         try:
-            _shut_down(hvd, world.timeout_s)
+            _shut_down(hvd, context.timeout_s)
         finally:
             stop_server()
 
-    transport = _transport(hvd, "gloo", world.device)
-    return _over_all(hvd, transport, world.timeout_s, leave, lambda: temporary_variables(environ, settings))
+    transport = _transport(hvd, "gloo", context.device)
+    return _over_all(hvd, transport, context.timeout_s, leave, lambda: temporary_variables(environ, settings))
 
 
-def _nothing() -> None:
-    """What there is to stop where nothing was started."""
+def _no_server() -> None:
+    """Stop nothing."""
 
 
 def _serve_or_find(
@@ -137,7 +158,7 @@ def _serve_or_find(
     environ: MutableMapping[str, str],
     deadline: Deadline,
 ) -> tuple[str, int, Callable[[], None]]:
-    """Address and port of Horovod's rendezvous, and what stops it: served by rank 0, found by the others."""
+    """Return the address and port of Horovod's rendezvous, which rank 0 serves, and a function that stops it."""
     host = network_interfaces.host_identity(environ)
     if topology.rank == 0:
         port, stop = _serve(slots)
@@ -150,13 +171,13 @@ def _serve_or_find(
             stop,
         )
     try:
-        invitation = StoreAddress.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
+        published = StoreAddress.loads(store.get(f"{key}/rendezvous", deadline.left_s()))
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
             "see what rank 0 printed last"
         ) from error
-    return invitation.reachable_address(host, deadline), invitation.port, _nothing
+    return published.reachable_address(host, deadline), published.port, _no_server
 
 
 @real_horovod()
@@ -166,8 +187,8 @@ def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
 
     server = RendezvousServer()
     port = int(server.start())
-    server._listen_thread.name = "dualdist-rendezvous"  # no thread of the program's
-    # Whoever connects and says nothing must not hold the end of the session, nor that of the process.
+    server._listen_thread.name = "dualdist-rendezvous"  # a daemon thread of ours, not of the program
+    # An idle connection must not delay the end of the session or of the process.
     server._httpd.daemon_threads, server._httpd.block_on_close = True, False
     server.init(
         [
@@ -185,11 +206,11 @@ def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
     def stop() -> None:
         ending = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
         ending.start()
-        # The server looks twice a second whether it shall end, and whenever somebody calls.
+        # The server checks for its end twice a second, and at every connection.
         with contextlib.suppress(OSError):
             socket.create_connection((network_interfaces.LOOPBACK, port), CALL_S).close()
         ending.join()
-        server._httpd.server_close()  # stop() leaves the socket open
+        server._httpd.server_close()  # stop() does not close the socket
 
     return port, stop
 
@@ -206,13 +227,13 @@ def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
         atexit.register(stop_at_exit, hvd.shutdown)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"Horovod could not connect rank {topology.rank} to the others ({error}); its own messages stand above. "
+            f"Horovod could not connect rank {topology.rank} to the others ({error}); see its messages above. "
             f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
         ) from error
 
 
 def _shut_down(hvd: ModuleType, timeout_s: float) -> None:
-    """Stop the engine, which asks the other ranks' engines to stop too, but not their programs."""
+    """Shut down the engine, with those of the other ranks; their programs continue."""
 
     def late() -> DualdistError:
         return RankLostError(f"Horovod could not shut down within {timeout_s:g} s: another rank does not answer")

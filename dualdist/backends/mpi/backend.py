@@ -1,17 +1,17 @@
-"""The backend over MPI, by mpi4py: for machines whose MPI knows their network, under launchers that start MPI.
+"""Backend over MPI by mpi4py, for machines whose MPI is configured for their network.
 
-Note [two ways to reduce]: MPI's blocking allreduce of large tensors is quicker than its nonblocking one, but knows no
-time limit: a thread makes that call. Small tensors do not repay the way to the thread and back; they begin without
-blocking, and MPI is asked until they are done. MPI matches operations on a communicator by their order, which the
-thread does not keep with other calls, so it has a communicator of its own. Best of 20, 2 ranks on 2 cores, 8 bytes and
-25 MiB: Open MPI 4.1.8 1.2 us and 6.1 ms blocking, 1.9 us and 15.7 ms nonblocking, by the thread 4.9 us; Open MPI 5.0.11
-1.0 us and 5.9 ms, 1.9 us and 15.0 ms; MPICH 4.3.2 1.4 us and 8.3 ms, 2.0 us and 9.5 ms.
+Note [two ways to reduce]: MPI's blocking allreduce of large tensors is faster than its nonblocking one, but has no
+timeout, so a thread calls it. Small tensors do not repay the switch to the thread: they use nonblocking calls, which
+are polled. MPI matches operations on a communicator by their order, which the thread does not keep relative to other
+calls, so the thread has its own communicator. Best of 20, 2 ranks on 2 cores, 8 bytes and 25 MiB: Open MPI 4.1.8 1.2 us
+and 6.1 ms blocking, 1.9 us and 15.7 ms nonblocking, 4.9 us for 8 bytes by the thread; Open MPI 5.0.11 1.0 us and
+5.9 ms, 1.9 us and 15.0 ms; MPICH 4.3.2 1.4 us and 8.3 ms, 2.0 us and 9.5 ms.
 
-Note [patience]: a thread inside MPI's call spins. Where it has no core of its own, it takes the time from the program
-and, as the other rank spins too, waits for it longer: then the program waits a while before it goes on computing. It
-must not wait for ever, for another rank may need it elsewhere first (in SyncBatchNorm, with a bucket not full yet).
-Step of ResNet-18 over that of DDP, 2 ranks on 2 cores, medians of two jobs: nonblocking 1.05, thread alone 0.93 and
-0.96, thread when backward has ended 0.88 and 0.87, with patience 0.86 and 0.85, waiting for ever 0.86 and 0.86.
+Note [wait budget]: a thread inside an MPI call spins. Without a core for it, it takes time from the program and, as
+the other rank spins too, from that rank: then the program waits for a while before it continues computing. It must not
+wait without limit, since another rank may need it elsewhere first (in SyncBatchNorm, with a bucket that is not full).
+Step of ResNet-18 relative to DDP, 2 ranks on 2 cores, medians of two jobs: nonblocking 1.05, thread alone 0.93 and
+0.96, thread after backward 0.88 and 0.87, with a wait budget 0.86 and 0.85, waiting without limit 0.86 and 0.86.
 """
 
 from __future__ import annotations
@@ -20,49 +20,46 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from dualdist.backends.base import ReduceOp, Work
-from dualdist.backends.buffers import PlainBuffers
+from dualdist.backends.base import ALL_DTYPES, CompletedWork, InitContext, PrivateBuffers, ReduceOp, Work
 from dualdist.backends.mpi import world as mpi_world
 from dualdist.backends.mpi.work import (
     BYTES_PER_S,
-    CLOSED,
     DATATYPES,
     HostStagedWork,
     MpiBlockingCall,
     MpiCalls,
     MpiRequest,
 )
-from dualdist.backends.single import EVERY_DTYPE, CompletedWork
 from dualdist.errors import (
+    CLOSED,
     CollectiveTimeoutError,
     DualdistError,
     NotInitializedError,
     RendezvousError,
     UnsupportedError,
 )
-from dualdist.topology import Topology
 from dualdist.utils.deadline import call_within
 from dualdist.utils.machine import machine_cores, usable_cores
 
 T = TypeVar("T")
 
-# From so many bytes on the thread makes the call: Note [two ways to reduce].
+# The thread reduces tensors of at least this size: Note [two ways to reduce].
 LARGE_BYTES = 128 << 10
-# Elements, or bytes, of one call: before version 4, MPI counts in 32 bits.
+# Elements or bytes of one call: MPI before version 4 counts in 32 bits.
 MAX_COUNT = (1 << 31) - 1
-# How long a program waits for the thread: Note [patience].
+# How long a program waits for the thread: Note [wait budget].
 WAIT_BUDGET_S = 0.02
 
 
-class MpiBackend(PlainBuffers):
-    """Moves tensors over two communicators of the same ranks: Note [two ways to reduce].
+class MpiBackend(PrivateBuffers):
+    """Moves tensors over a nonblocking and a blocking communicator: Note [two ways to reduce].
 
-    There are none where there is nobody to talk to, or this process is no member.
+    A backend of one rank, or without this process, has no communicators.
     """
 
     name = "mpi"
@@ -78,38 +75,42 @@ class MpiBackend(PlainBuffers):
         self.rank = rank
         self.size = len(self.ranks)
         self.timeout_s = timeout_s
-        self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else EVERY_DTYPE
+        self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else ALL_DTYPES
         self.is_open = True
-        self.under_way: set[MpiRequest | MpiBlockingCall] = set()
+        self.running: set[MpiRequest | MpiBlockingCall] = set()
         self._comms = comms
         self._calls: queue.SimpleQueue[MpiBlockingCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._children: list[MpiBackend] = []
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
-        return self._moved(buffer, lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True)
+        return self._start(buffer, lambda given: self._allreduce(given, self.mpi.ops[op]), in_place=True)
 
     def _allreduce(self, buffer: torch.Tensor, op: Any) -> Work:
-        mpi, pieces, (asked, called) = self.mpi, split_calls(buffer), self._comms
+        mpi, pieces, (nonblocking, blocking) = self.mpi, split_calls(buffer), self._comms
         if mpi.is_concurrent and (buffer.nbytes >= LARGE_BYTES or buffer.is_cuda):
-            return self._call(
-                lambda: [called.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer
+            return self._call_in_thread(
+                lambda: [blocking.Allreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer
             )
-        return self._ask(
-            lambda: [asked.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces], buffer, buffer
+        return self._start_requests(
+            lambda: [nonblocking.Iallreduce(mpi.api.IN_PLACE, mpi.elements(piece), op) for piece in pieces],
+            buffer,
+            buffer,
         )
 
     def allgather(self, tensor: torch.Tensor, name: str) -> Work:
-        return self._moved(tensor, self._allgather)
+        return self._start(tensor, self._allgather)
 
     def _allgather(self, tensor: torch.Tensor) -> Work:
         mpi, comm = self.mpi, self._comms[0]
         output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         if tensor.nbytes <= MAX_COUNT:
-            return self._ask(lambda: [comm.Iallgather(mpi.bytes(tensor), mpi.blocks(output))], output, tensor)
+            return self._start_requests(
+                lambda: [comm.Iallgather(mpi.bytes(tensor), mpi.blocks(output))], output, tensor
+            )
         blocks = output.chunk(self.size)
         blocks[self.rank].copy_(tensor)
-        return self._ask(
+        return self._start_requests(
             lambda: [
                 comm.Ibcast(mpi.bytes(piece), root) for root, block in enumerate(blocks) for piece in split_calls(block)
             ],
@@ -118,22 +119,24 @@ class MpiBackend(PlainBuffers):
         )
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        return self._moved(buffer, lambda given: self._broadcast(given, root), in_place=True)
+        return self._start(buffer, lambda given: self._broadcast(given, root), in_place=True)
 
     def _broadcast(self, buffer: torch.Tensor, root: int) -> Work:
         mpi, comm = self.mpi, self._comms[0]
-        return self._ask(lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(buffer)], buffer, buffer)
+        return self._start_requests(
+            lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(buffer)], buffer, buffer
+        )
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
-        return self._moved(tensor, lambda given: self._alltoall(given, sent, received), is_alike=False)
+        return self._start(tensor, lambda given: self._alltoall(given, sent, received), same_count=False)
 
     def _alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
-        """MPI's own counts distances in 32 bits, which one rank may exceed alone: messages between pairs do not."""
+        """Exchange messages between pairs: MPI's alltoall has 32-bit displacements, which a single rank may exceed."""
         mpi, comm = self.mpi, self._comms[0]
         output = tensor.new_empty(sum(received))
         given, taken = tensor.split(list(sent)), output.split(list(received))
         taken[self.rank].copy_(given[self.rank])
-        others = [place for place in range(self.size) if place != self.rank]
+        others = [other for other in range(self.size) if other != self.rank]
 
         def begin() -> list[Any]:
             return [
@@ -141,22 +144,22 @@ class MpiBackend(PlainBuffers):
                 *(comm.Isend(mpi.bytes(piece), other) for other in others for piece in split_calls(given[other])),
             ]
 
-        return self._ask(begin, output, tensor)
+        return self._start_requests(begin, output, tensor)
 
     def channel(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())
 
     def subgroup(self, ranks: Sequence[int], key: str) -> MpiBackend:
-        mine = self.ranks[self.rank]
-        if mine not in ranks:
+        own_rank = self.ranks[self.rank]
+        if own_rank not in ranks:
             return MpiBackend(None, (), ranks, -1, self.timeout_s)
-        places = [self.ranks.index(rank) for rank in ranks]
+        indices = [self.ranks.index(rank) for rank in ranks]
 
         def create(comm: Any) -> Any:
-            with freeing(comm.Get_group()) as everybody, freeing(everybody.Incl(places)) as members:
+            with freeing(comm.Get_group()) as parent, freeing(parent.Incl(indices)) as members:
                 return comm.Create_group(members)
 
-        return self._child(ranks, list(ranks).index(mine), create)
+        return self._child(ranks, list(ranks).index(own_rank), create)
 
     def built_with(self) -> dict[str, int]:
         return {"gloo": 0, "mpi": 1, "nccl": 0}
@@ -168,56 +171,60 @@ class MpiBackend(PlainBuffers):
             child.close()
         self._children.clear()
         self._calls.put(None)
-        if self._comms and not self.under_way:  # else MPI still needs them
+        if self._comms and not self.running:  # or MPI still uses them
             comms = self._comms
-            self._within(lambda: [comm.Free() for comm in comms], "could not leave a communicator")
+            self._within(lambda: [comm.Free() for comm in comms], "could not free a communicator")
         self._comms = ()
 
     def at_exit(self) -> None:
-        """A process that ends without close() waits for the others no longer than in an operation."""
+        """Limit the wait for other ranks in a process that exits without close()."""
         mpi_world.end_within(self.timeout_s, self.mpi.api)
 
     def _child(self, ranks: Sequence[int], rank: int, create: Callable[[Any], Any]) -> MpiBackend:
-        comms = self._within(lambda: self._created(create), "could not make a communicator") if self._comms else ()
+        comms = (
+            self._within(lambda: self._create_comms(create), "could not create a communicator") if self._comms else ()
+        )
         child = MpiBackend(self.mpi, comms, ranks, rank, self.timeout_s)
         self._children.append(child)
         return child
 
-    def open(self, world: Any) -> None:
-        """Make communicators of the program's, which stays as it is."""
-        self._comms = (world, world)
-        self._comms = self._within(lambda: self._created(lambda comm: comm.Dup()), "could not make a communicator")
+    def open(self, comm: Any) -> None:
+        """Duplicate the program's communicator, which is left unchanged."""
+        self._comms = (comm, comm)
+        self._comms = self._within(
+            lambda: self._create_comms(lambda comm: comm.Dup()), "could not create a communicator"
+        )
 
-    def _created(self, create: Callable[[Any], Any]) -> tuple[Any, ...]:
+    def _create_comms(self, create: Callable[[Any], Any]) -> tuple[Any, ...]:
         comms = tuple(create(comm) for comm in self._comms)
         for comm in comms:
             comm.Set_errhandler(self.mpi.api.ERRORS_RETURN)
         return comms
 
-    def _within(self, call: Callable[[], T], what: str) -> T:
-        """call(), which may block in MPI, within the time limit."""
+    def _within(self, call: Callable[[], T], problem: str) -> T:
+        """Return call(), which may block in MPI, or raise CollectiveTimeoutError."""
 
         def locked() -> T:
             with self.mpi.calls():
                 return call()
 
         def error() -> DualdistError:
-            return CollectiveTimeoutError(f"{what} within {self.timeout_s:g} s: another rank does not answer")
+            return CollectiveTimeoutError(f"{problem} within {self.timeout_s:g} s: another rank does not answer")
 
         return call_within(self.timeout_s, locked, error)
 
-    def _moved(
+    def _start(
         self,
         tensor: torch.Tensor,
         start: Callable[[torch.Tensor], Work],
         *,
         in_place: bool = False,
-        is_alike: bool = True,
+        same_count: bool = True,
     ) -> Work:
-        """start() with a tensor that MPI can reach; what moves nothing on any rank is done already."""
+        """Return start() of a tensor that MPI can access; an operation without data on any rank is complete at once."""
         if not self.is_open:
             raise NotInitializedError(CLOSED)
-        if self.size == 1 or (is_alike and tensor.numel() == 0):
+        if self.size == 1 or (same_count and tensor.numel() == 0):
             return CompletedWork(tensor if in_place else torch.cat([tensor] * self.size))
         if not tensor.is_cuda:
             return start(tensor)
@@ -227,30 +234,28 @@ class MpiBackend(PlainBuffers):
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         return HostStagedWork(start(copy), tensor, in_place=in_place)
 
-    def _ask(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
+    def _start_requests(self, begin: Callable[[], list[Any]], result: torch.Tensor, given: torch.Tensor) -> Work:
         with self.mpi.calls():
             requests = begin()
-            return (
-                MpiRequest(self, requests, result, given) if requests else CompletedWork(result)
-            )  # as far as this rank goes
+            return MpiRequest(self, requests, result, given) if requests else CompletedWork(result)
 
-    def _call(self, call: Callable[[], object], result: torch.Tensor) -> MpiBlockingCall:
+    def _call_in_thread(self, call: Callable[[], object], result: torch.Tensor) -> MpiBlockingCall:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._make_calls, name="dualdist-mpi", daemon=True)
+            self._thread = threading.Thread(target=self._run_calls, name="dualdist-mpi", daemon=True)
             self._thread.start()
         work = MpiBlockingCall(self, call, result)
         self._calls.put(work)
-        if self.mpi.patience_s:
-            work.is_over_within(min(self.mpi.patience_s + result.nbytes / BYTES_PER_S, self.timeout_s))
+        if self.mpi.wait_budget_s:
+            work.wait_within(min(self.mpi.wait_budget_s + result.nbytes / BYTES_PER_S, self.timeout_s))
         return work
 
-    def _make_calls(self) -> None:
+    def _run_calls(self) -> None:
         while (work := self._calls.get()) is not None:
-            work.make()
+            work.run()
 
 
 def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensor in pieces that MPI can count the bytes of; none where there is nothing."""
+    """Split a tensor into pieces whose bytes MPI can count; none if it is empty."""
     if 0 < tensor.nbytes <= MAX_COUNT:
         return (tensor,)
     return tensor.view(-1).split(MAX_COUNT // tensor.element_size()) if tensor.nbytes else ()
@@ -258,7 +263,7 @@ def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @contextlib.contextmanager
 def freeing(group: Any) -> Iterator[Any]:
-    """One of MPI's groups of processes, for the block."""
+    """Free an MPI group after the block."""
     try:
         yield group
     finally:
@@ -266,20 +271,21 @@ def freeing(group: Any) -> Iterator[Any]:
 
 
 def wait_budget_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
-    """How long a program waits for the thread, not at all where each rank has a core for it: Note [patience].
+    """Return how long a program waits for the thread, 0 if each rank has a core for it: Note [wait budget].
 
     Ranks that may use all cores of the machine share them.
     """
-    own = cores // local_size if cores == cores_of_machine else cores
-    return 0.0 if own > threads else WAIT_BUDGET_S
+    per_rank = cores // local_size if cores == cores_of_machine else cores
+    return 0.0 if per_rank > threads else WAIT_BUDGET_S
 
 
-def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: float) -> MpiBackend:
-    """Start MPI, unless it runs already; one rank needs none where its launcher has none. MPI ends with the process."""
+def start(context: InitContext) -> MpiBackend:
+    """Start MPI unless it runs already; a job of one rank needs none if its launcher has none. MPI ends at exit."""
+    topology, timeout_s = context.topology, context.timeout_s
     if not topology.mpi:
         if topology.size > 1:
             raise UnsupportedError(
-                f"the backend mpi was asked for, but MPI was not started by {topology.launcher}: use mpirun, mpiexec, "
+                f"the backend mpi was requested, but MPI was not started by {topology.launcher}: use mpirun, mpiexec, "
                 "horovodrun --mpi or srun --mpi=pmix, or choose another backend"
             )
         return MpiBackend(None, (), [0], 0, timeout_s)
@@ -290,7 +296,7 @@ def start(topology: Topology, environ: MutableMapping[str, str], timeout_s: floa
             "did one of them end, or never call dd.init()?"
         )
 
-    api = call_within(timeout_s, lambda: mpi_world.start(topology, environ), error)
+    api = call_within(timeout_s, lambda: mpi_world.start(topology, context.environ), error)
     cores = usable_cores(), machine_cores()
     mpi = MpiCalls(api, wait_budget_s(*cores, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)

@@ -1,4 +1,4 @@
-"""MPI as a backend sees it: how tensors are handed over, and how operations under way are waited for."""
+"""Calls of MPI on tensors, and the running operations of the MPI backend."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from dualdist.backends.base import Work
 from dualdist.errors import (
+    CLOSED,
     CollectiveError,
     CollectiveTimeoutError,
     DualdistError,
@@ -23,7 +24,7 @@ from dualdist.errors import (
 )
 from dualdist.utils.deadline import Deadline
 
-# MPI's names of the dtypes that every MPI reduces by every operation.
+# MPI's names of the dtypes that every MPI reduces, by every operation.
 DATATYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
@@ -37,9 +38,8 @@ DATATYPES = {
     torch.uint64: "UINT64_T",
 }
 OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
-CLOSED = "this group has been closed: by dd.shutdown(), or by dd.remove_group()"
-# How a rank waits: it asks, then lets others have the core in between, then sleeps. MPI moves on only when it is asked:
-# nobody sleeps while the operation's bytes may still be moving, if at no more than this rate.
+# A rank waits by polling, then yielding its core between polls, then sleeping between them. MPI progresses only when
+# polled, so a rank sleeps only after the time that the operation's bytes take at BYTES_PER_S.
 POLLS = 20
 BUSY_S = 0.005
 BYTES_PER_S = 500e6
@@ -48,11 +48,11 @@ CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
 
 
 class MpiCalls:
-    """MPI as it runs in this process. Calls are kept apart where it was not built to take several at once."""
+    """The running MPI of this process. Calls are serialised unless it allows several threads."""
 
-    def __init__(self, api: Any, patience_s: float) -> None:
+    def __init__(self, api: Any, wait_budget_s: float) -> None:
         self.api = api
-        self.patience_s = patience_s
+        self.wait_budget_s = wait_budget_s
         self.is_concurrent = api.Query_thread() == api.THREAD_MULTIPLE
         self.takes_cuda = self.is_concurrent and torch.cuda.is_available() and takes_cuda(api.__file__)
         self.datatypes = {dtype: getattr(api, name) for dtype, name in DATATYPES.items()}
@@ -61,30 +61,30 @@ class MpiCalls:
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
-        """In the block MPI is called, whose errors become ours."""
+        """Serialise MPI calls in the block and translate their errors."""
         try:
             with self._lock:
                 yield
         except self.api.Exception as error:
-            raise self.translated(error) from error
+            raise self.translate_error(error) from error
 
     def elements(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor whose dtype MPI knows, as mpi4py takes it."""
+        """Return mpi4py's buffer for a contiguous tensor of a dtype that MPI has."""
         return [self._memory(tensor), tensor.numel(), self.datatypes[tensor.dtype]]
 
     def bytes(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor of any dtype, as mpi4py takes it."""
+        """Return mpi4py's buffer for a contiguous tensor of any dtype, as bytes."""
         return [self._memory(tensor), tensor.nbytes, self.api.BYTE]
 
     def blocks(self, tensor: torch.Tensor) -> list[Any]:
-        """A contiguous tensor of any dtype, of which every rank has an equal part."""
+        """Return mpi4py's buffer for a contiguous tensor of equal blocks, one per rank, as bytes."""
         return [self._memory(tensor), self.api.BYTE]
 
     def _memory(self, tensor: torch.Tensor) -> Any:
         return self.api.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
-    def translated(self, error: Exception) -> DualdistError:
-        """Our error for one that MPI raised."""
+    def translate_error(self, error: Exception) -> DualdistError:
+        """Return the dualdist exception for one of MPI."""
         api, text = self.api, " ".join(str(error).split())
         kind = error.Get_error_class() if isinstance(error, api.Exception) else None
         if kind == getattr(api, "ERR_PROC_FAILED", None):
@@ -95,44 +95,44 @@ class MpiCalls:
 
 
 class MpiChannel(Protocol):
-    """What operations need to know of the line that they travel on."""
+    """Attributes of the backend that an operation runs on."""
 
     mpi: MpiCalls
     timeout_s: float
     is_open: bool
-    under_way: set[Any]  # kept until MPI is done with their memory, whatever became of whoever waited
+    running: set[Any]  # holds operations until MPI no longer uses their memory, even if their caller gave up
 
 
 class MpiRequest:
-    """Operations that were begun without blocking, and are over when MPI says so."""
+    """An operation of one or more nonblocking MPI requests."""
 
-    def __init__(self, line: MpiChannel, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
-        self._line = line
+    def __init__(self, backend: MpiChannel, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
+        self._backend = backend
         self._requests = requests
         self._result = result
         self._given = given
-        self._timeout_s = line.timeout_s
-        line.under_way.add(self)  # MPI may write to this memory even after the program has given up waiting
-        self._test = requests[0].Test if len(requests) == 1 else lambda: line.mpi.api.Request.Testall(requests)
+        self._timeout_s = backend.timeout_s
+        backend.running.add(self)  # MPI may write to its memory after a timeout
+        self._test = requests[0].Test if len(requests) == 1 else lambda: backend.mpi.api.Request.Testall(requests)
 
     def done(self) -> bool:
         if not self._requests:
             return True
-        if self._line.mpi.is_concurrent:
-            is_over = self._asked()
+        if self._backend.mpi.is_concurrent:
+            is_finished = self._poll()
         else:
-            with self._line.mpi.calls():
-                is_over = self._asked()
-        if is_over:
+            with self._backend.mpi.calls():
+                is_finished = self._poll()
+        if is_finished:
             self._requests = []
-            self._line.under_way.discard(self)
-        return is_over
+            self._backend.running.discard(self)
+        return is_finished
 
-    def _asked(self) -> bool:
+    def _poll(self) -> bool:
         try:
             return bool(self._test())
-        except self._line.mpi.api.Exception as error:
-            raise self._line.mpi.translated(error) from error
+        except self._backend.mpi.api.Exception as error:
+            raise self._backend.mpi.translate_error(error) from error
 
     def wait(self) -> torch.Tensor:
         for _ in range(POLLS):
@@ -143,7 +143,7 @@ class MpiRequest:
         while not self.done():
             if time.monotonic() < busy_until:
                 os.sched_yield()
-            elif not self._line.is_open:
+            elif not self._backend.is_open:
                 raise NotInitializedError(CLOSED)
             elif deadline.passed():
                 raise timeout_error(self._timeout_s)
@@ -153,41 +153,41 @@ class MpiRequest:
 
 
 class MpiBlockingCall:
-    """An operation that a line's thread makes by a call that blocks."""
+    """An operation that the backend's thread runs by a blocking MPI call."""
 
-    def __init__(self, line: MpiChannel, call: Callable[[], object], result: torch.Tensor) -> None:
-        self._line = line
+    def __init__(self, backend: MpiChannel, call: Callable[[], object], result: torch.Tensor) -> None:
+        self._backend = backend
         self._call = call
         self._result = result
-        self._timeout_s = line.timeout_s
+        self._timeout_s = backend.timeout_s
         self._error: DualdistError | None = None
-        self._is_under_way = threading.Lock()
-        self._is_under_way.acquire()
-        line.under_way.add(self)
+        self._running = threading.Lock()
+        self._running.acquire()
+        backend.running.add(self)
 
-    def make(self) -> None:
-        """Make the call; the thread does this."""
+    def run(self) -> None:
+        """Run the call, in the backend's thread."""
         try:
             with torch.cuda.device_of(self._result):
                 self._call()
-        except Exception as error:  # whatever it is, whoever waits shall see it
-            self._error = self._line.mpi.translated(error)
+        except Exception as error:  # re-raised by wait()
+            self._error = self._backend.mpi.translate_error(error)
             self._error.__cause__ = error
-        self._line.under_way.discard(self)
-        self._is_under_way.release()
+        self._backend.running.discard(self)
+        self._running.release()
 
-    def is_over_within(self, seconds: float) -> bool:
-        """Whether the call returns in this time."""
-        if not self._is_under_way.acquire(timeout=seconds):
+    def wait_within(self, seconds: float) -> bool:
+        """Return True once the call has returned, False after `seconds`."""
+        if not self._running.acquire(timeout=seconds):
             return False
-        self._is_under_way.release()
+        self._running.release()
         return True
 
     def done(self) -> bool:
-        return not self._is_under_way.locked()
+        return not self._running.locked()
 
     def wait(self) -> torch.Tensor:
-        if not self.is_over_within(self._timeout_s):
+        if not self.wait_within(self._timeout_s):
             raise timeout_error(self._timeout_s)
         if self._error is not None:
             raise self._error
@@ -195,24 +195,24 @@ class MpiBlockingCall:
 
 
 class HostStagedWork:
-    """Work on a copy in the host's memory; the result goes back to the GPU."""
+    """An operation on a copy in host memory; wait() copies the result back to the GPU."""
 
     def __init__(self, work: Work, target: torch.Tensor, *, in_place: bool) -> None:
         self._work = work
         self._target = target
         self._in_place = in_place
-        self._is_back = False
+        self._is_copied = False
 
     def done(self) -> bool:
         return self._work.done()
 
     def wait(self) -> torch.Tensor:
-        if not self._is_back:
+        if not self._is_copied:
             result = self._work.wait()
             if not self._in_place:
                 self._target = self._target.new_empty(result.shape)
             self._target.copy_(result, non_blocking=True)
-            self._is_back = True
+            self._is_copied = True
         return self._target
 
 
@@ -221,7 +221,7 @@ def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
 
 
 def takes_cuda(library: str) -> bool:
-    """Whether the MPI that this library is linked to says that it takes addresses in a GPU's memory."""
+    """Return True if the MPI that `library` is linked to accepts addresses of GPU memory."""
     symbols = ctypes.CDLL(library)
     if hasattr(symbols, "MPIX_Query_cuda_support"):  # Open MPI, and MPICH since version 4
         return bool(symbols.MPIX_Query_cuda_support())

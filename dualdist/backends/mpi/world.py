@@ -1,6 +1,6 @@
-"""The one place that imports mpi4py, starts MPI and ends it: used only where a launcher has started it.
+"""Start and end of MPI in this process by mpi4py, which no other module imports.
 
-MPI lives once in a process. Started for one broadcast it ends right after it; started for a backend, with the process.
+MPI can start once in a process. Started for one broadcast it ends right after it; started for a backend, at exit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dualdist.utils.temporary_env import temporary_variables
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# Under another MPI's mpirun, Open MPI is a job of one: it shall show so, not look for its daemon and abort.
+# Open MPI under another MPI's mpirun is a job of one rank; without this it looks for its daemon and aborts.
 SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
-# For one broadcast. With its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
+# For one broadcast: with its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
 BROADCAST_VARIABLES = {"OMPI_MCA_btl": "^ofi", **SINGLETON_VARIABLES}
-# What follows it in /proc/self/maps is "(deleted)", where the name is gone.
+# In /proc/self/maps "(deleted)" follows if the name is removed.
 MPICH_MEMORY = re.compile(r"/dev/shm/mpich_shm_\w+$", re.MULTILINE)
 
-WITHOUT_MPI = "or let the ranks meet without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
+WITHOUT_MPI = "or choose a rendezvous without MPI: set MASTER_ADDR and MASTER_PORT, or DUALDIST_RENDEZVOUS=file:///a/shared/folder/name"
 
 
 def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> str:
-    """Rank 0's text, on every rank; all ranks of MPI_COMM_WORLD call it.
+    """Return rank 0's text on every rank of MPI_COMM_WORLD; all of them call this.
 
-    TopologyError where MPI counts other ranks than the launcher's variables do. MPI is left as it was found: started
-    here, it is also finished here, so that a rank that dies later cannot leave the others in MPI_Finalize.
+    Raises TopologyError if MPI's ranks are not those of the launcher's variables. MPI is finished here if it is started
+    here, so that a rank that is lost later cannot leave the others in MPI_Finalize.
     """
 
     def broadcast() -> str:
@@ -57,7 +57,7 @@ def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping
 
 
 def check_world(rank: int, size: int, topology: Topology) -> None:
-    """TopologyError where MPI's rank and size are not the launcher's."""
+    """Raise TopologyError if MPI's rank and size are not the launcher's."""
     if (rank, size) != (topology.rank, topology.size):
         raise TopologyError(
             f"the launcher says rank {topology.rank} of {topology.size} ({topology.source}), "
@@ -68,7 +68,7 @@ def check_world(rank: int, size: int, topology: Topology) -> None:
 
 
 def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
-    """mpi4py.MPI, with MPI running until the process ends, by whoever started it first."""
+    """Return mpi4py.MPI, after starting MPI for the rest of the process unless it runs."""
     api = _load(f"the backend mpi needs mpi4py ({{}}): pip install mpi4py, where {topology.launcher}'s MPI is on PATH")
     if api.Is_finalized():
         raise UnsupportedError(
@@ -78,22 +78,22 @@ def start(topology: Topology, environ: MutableMapping[str, str]) -> Any:
         _init(api, environ, SINGLETON_VARIABLES)
         atexit.register(_end, api)
         if "MPICH" in api.Get_library_version():
-            _forget_memory(api.COMM_WORLD)
+            _unlink_shared_memory(api.COMM_WORLD)
     check_world(api.COMM_WORLD.Get_rank(), api.COMM_WORLD.Get_size(), topology)
     return api
 
 
-def _forget_memory(world: Intracomm) -> None:
-    """MPICH 5 names its shared memory until MPI_Finalize: without a name it goes with the ranks, even if killed."""
-    world.Barrier()  # which maps it
-    world.Barrier()  # so that all ranks have
+def _unlink_shared_memory(world: Intracomm) -> None:
+    """Unlink MPICH 5's shared memory, which is named until MPI_Finalize, so that killed ranks leave none behind."""
+    world.Barrier()  # maps it
+    world.Barrier()  # all ranks have mapped it
     for name in set(MPICH_MEMORY.findall(Path("/proc/self/maps").read_text())):
         with contextlib.suppress(OSError):  # another rank of this host was first
             os.unlink(name)
 
 
 def end_within(timeout_s: float, api: Any) -> None:
-    """For atexit, in a process that has left nothing in order: it ends in this time, whatever the others do."""
+    """Exit after `timeout_s` at the latest, in a process that exits without closing its session; for atexit."""
     _abort_if_failed(api)
 
     def give_up() -> None:
@@ -105,24 +105,24 @@ def end_within(timeout_s: float, api: Any) -> None:
 
 
 def _end(api: Any) -> None:
-    """MPI waits here until every rank has come so far: mpirun ends the job where one cannot."""
+    """Finish MPI, which waits for all ranks; mpirun ends the job if one is lost."""
     if not api.Is_finalized():
         _abort_if_failed(api)
         api.Finalize()
 
 
 def _abort_if_failed(api: Any) -> None:
-    """End the job where an error ends this process, for the others may wait for it, and it for them in MPI_Finalize."""
+    """Abort the job if an exception ends this process, which would wait for the others in MPI_Finalize."""
     if getattr(sys, "last_value", None) is not None and not api.Is_finalized():
         sys.stdout.flush()
         sys.stderr.flush()
-        wait_until_read(STDERR)  # MPICH's MPI_Abort kills it, too
+        wait_until_read(STDERR)  # MPICH's MPI_Abort kills the reader as well
         api.COMM_WORLD.Abort(1)
 
 
 @contextlib.contextmanager
 def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[Intracomm]:
-    """MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
+    """Yield MPI_COMM_WORLD; MPI is started and finished around the block unless it runs already."""
     api = _load(
         f"{topology.launcher} started the ranks, and they meet through MPI, for which mpi4py is needed ({{}}): "
         f"pip install mpi4py, {WITHOUT_MPI}"
@@ -140,11 +140,11 @@ def _world(topology: Topology, environ: MutableMapping[str, str]) -> Iterator[In
 
 
 def _load(message: str) -> Any:
-    """mpi4py.MPI, without starting MPI; BackendUnavailableError with the message, in which the reason stands for {}."""
+    """Import mpi4py.MPI without starting MPI; raise BackendUnavailableError(message.format(reason)) if impossible."""
     try:
         import mpi4py
 
-        with _started_by_hand(mpi4py.rc):
+        with _without_auto_start(mpi4py.rc):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(message.format(error)) from error
@@ -152,14 +152,14 @@ def _load(message: str) -> Any:
 
 
 def _init(api: Any, environ: MutableMapping[str, str], settings: Mapping[str, str]) -> None:
-    """Start MPI, and ask it to take calls from several threads at once; what the user has set stays."""
+    """Start MPI with multiple-thread support; variables that the user has set are kept."""
     with temporary_variables(environ, {name: value for name, value in settings.items() if name not in environ}):
         api.Init_thread(api.THREAD_MULTIPLE)
 
 
 @contextlib.contextmanager
-def _started_by_hand(rc: Any) -> Iterator[None]:
-    """While mpi4py is imported here, importing it does not start MPI."""
+def _without_auto_start(rc: Any) -> Iterator[None]:
+    """Keep mpi4py from starting MPI while it is imported in the block."""
     before = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False
     try:
@@ -169,7 +169,7 @@ def _started_by_hand(rc: Any) -> Iterator[None]:
 
 
 def ranks_in_world(comm: Any) -> list[int]:
-    """The ranks in MPI_COMM_WORLD of an mpi4py communicator's processes, in its order."""
+    """Return the ranks in MPI_COMM_WORLD of an mpi4py communicator's processes, in its order."""
     from mpi4py import MPI
 
     group = comm.Get_group()
@@ -177,6 +177,6 @@ def ranks_in_world(comm: Any) -> list[int]:
 
 
 def has_ended() -> bool:
-    """Whether MPI ran in this process and was finished, so that it cannot start again."""
+    """Return True if MPI was finished in this process, so that it cannot start again."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and bool(module.Is_finalized())

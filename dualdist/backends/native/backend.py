@@ -1,7 +1,7 @@
-"""The backend over torch.distributed: NCCL for CUDA tensors; for CPU tensors Gloo, and shared memory within a host.
+"""Backend over torch.distributed: NCCL for CUDA tensors, Gloo and shared memory for CPU tensors.
 
-Gloo connects every pair of ranks. Where all ranks share a host it only does so when something must travel that shared
-memory does not carry (an alltoall, or what finds no room).
+Gloo connects every pair of ranks. If all ranks share a host, that happens only when shared memory cannot carry an
+operation: an alltoall, or where /dev/shm is full.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import UNRESERVED, Buffer, ReduceOp, Work
-from dualdist.backends.buffers import PlainBuffer
+from dualdist.backends.base import UNRESERVED, Buffer, PrivateBuffer, ReduceOp, Work
 from dualdist.backends.native.store import TIMED_OUT, TcpStore, first_line
-from dualdist.backends.shm.backend import ONE_PHASE_BYTES, HostChannel, channel_bytes
+from dualdist.backends.shm.channel import ONE_PHASE_BYTES, HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
 from dualdist.errors import (
+    CLOSED,
     BackendUnavailableError,
     CollectiveError,
     CollectiveTimeoutError,
@@ -33,8 +33,9 @@ from dualdist.errors import (
 from dualdist.utils.deadline import Deadline, stop_at_exit
 from dualdist.utils.machine import SHM_BYTES_PER_RANK
 
-ProcessGroup = Any  # torch's class of that name, or a bare ProcessGroupGloo or -NCCL, which have the same methods
-Network = Callable[[], contextlib.AbstractContextManager[None]]  # inside it, torch finds its network interface
+ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
+# Sets the variables of torch's network interface in a block.
+Network = Callable[[], contextlib.AbstractContextManager[None]]
 Options = TypeVar("Options")
 
 OPS = {
@@ -43,7 +44,7 @@ OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-# What Gloo and NCCL both reduce by every operation.
+# Reduced by both Gloo and NCCL, by every operation.
 REDUCE_DTYPES = frozenset(
     (
         torch.float16,
@@ -58,7 +59,7 @@ REDUCE_DTYPES = frozenset(
 )
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
 BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-# What Gloo and NCCL write, in lower case, when a rank is gone.
+# In lower-case errors of Gloo and NCCL when a rank has ended.
 PEER_LOST = (
     "connection closed",
     "connection reset",
@@ -70,7 +71,7 @@ PEER_LOST = (
 
 
 class NativeWork:
-    """One asynchronous operation of torch.distributed."""
+    """An asynchronous operation of torch.distributed."""
 
     def __init__(self, work: dist.Work, result: torch.Tensor, timeout_s: float) -> None:
         self._work = work
@@ -91,8 +92,8 @@ class NativeWork:
 class NativeBackend:
     """Moves tensors over process groups, and on one host through shared memory.
 
-    `connect` makes the process groups, by the type of the tensors' device, when they are first needed; `owned` says
-    that they end with close(). `hosts` gives the host of each of the job's ranks where they shall share memory.
+    `connect` creates the process groups, by device type, when they are first needed; close() ends them if `owned`.
+    `hosts` is the host of each of the job's ranks, or empty if they share no memory.
     """
 
     name = "native"
@@ -124,12 +125,12 @@ class NativeBackend:
         self._store = store
         self._network = network
         self._owned = owned
-        self.unhook: Callable[[], None] = lambda: None  # undoes what the default group's start did to the process
+        self.restore_excepthook: Callable[[], None] = lambda: None
         self._on_gpu = on_gpu
         self._hosts = hosts
         self._host: HostChannel | None = None
-        self._is_full = False  # shared memory had no room
-        self._said: set[str] = set()  # once, by all lines together
+        self._is_full = False  # the last reservation failed
+        self._printed: set[str] = set()  # messages, shared by all channels
         self._children: list[NativeBackend] = []
 
     @property
@@ -147,12 +148,12 @@ class NativeBackend:
         if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > ONE_PHASE_BYTES):
             self._require_open()
             return host.allreduce_(buffer, op, name)
-        return self._allreduce_between_all_(buffer, op, name)
+        return self._allreduce_by_group_(buffer, op, name)
 
-    def _allreduce_between_all_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
-        options = self._timed(dist.AllreduceOptions())
+    def _allreduce_by_group_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> NativeWork:
+        options = self._with_timeout(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(OPS[op])
-        return self._start(buffer, lambda: self._of(buffer).allreduce([buffer], options))
+        return self._start(buffer, lambda: self._group_for(buffer).allreduce([buffer], options))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> Work:
         host = self._host
@@ -160,48 +161,48 @@ class NativeBackend:
             self._require_open()
             return host.allgather(tensor)
         output = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        options = self._timed(AllgatherOptions())
-        return self._start(output, lambda: self._of(tensor)._allgather_base(output, tensor, options))
+        options = self._with_timeout(AllgatherOptions())
+        return self._start(output, lambda: self._group_for(tensor)._allgather_base(output, tensor, options))
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         host = self._host
         if host is not None and host.is_only_host and buffer.device.type == "cpu":
             self._require_open()
             return host.broadcast_(buffer, root)
-        options = self._timed(dist.BroadcastOptions())
+        options = self._with_timeout(dist.BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        return self._start(buffer, lambda: self._of(buffer).broadcast([buffer], options))
+        return self._start(buffer, lambda: self._group_for(buffer).broadcast([buffer], options))
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> NativeWork:
         output = tensor.new_empty(sum(received))
-        options = self._timed(dist.AllToAllOptions())
+        options = self._with_timeout(dist.AllToAllOptions())
         return self._start(
-            output, lambda: self._of(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
+            output, lambda: self._group_for(tensor).alltoall_base(output, tensor, list(received), list(sent), options)
         )
 
     def reserve(self, nbytes: int, device: torch.device) -> int:
         if self._host is None or device.type != "cpu":
             return UNRESERVED
-        place, reason = self._host.reserve(nbytes)
+        region, reason = self._host.reserve(nbytes)
         if reason and not self._is_full and self.rank == 0:
             print(f"{USES_GLOO} for some of the gradients: {reason}", file=sys.stderr)
         self._is_full = bool(reason)
-        return UNRESERVED if reason else place
+        return UNRESERVED if reason else region
 
-    def buffer(self, place: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
-        if self._host is None or place == UNRESERVED:
-            return PlainBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_between_all_)
-        return self._host.buffer(place, number, count, dtype)
+    def buffer(self, region: int, number: int, count: int, dtype: torch.dtype, device: torch.device) -> Buffer | None:
+        if self._host is None or region == UNRESERVED:
+            return PrivateBuffer(torch.empty(count, dtype=dtype, device=device), self._allreduce_by_group_)
+        return self._host.buffer(region, number, count, dtype)
 
-    def drop(self, place: int) -> None:
-        if self._host is not None and place != UNRESERVED:
-            self._host.drop(place)
+    def release(self, region: int) -> None:
+        if self._host is not None and region != UNRESERVED:
+            self._host.release(region)
 
     def channel(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
         if child._host is None:
-            self._hosts = ()  # later lines between the same ranks would not find room either
+            self._hosts = ()  # later channels of the same ranks would find no room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
@@ -229,17 +230,17 @@ class NativeBackend:
             return
         if any(group is dist.group.WORLD for group in groups):
             dist.destroy_process_group()
-            self.unhook()
+            self.restore_excepthook()
         else:
             for group in groups:
                 group.abort()
 
     def at_exit(self) -> None:
-        """Gloo's threads must end before the interpreter, or they abort the process (pytorch pull request 179291)."""
+        """Close before the interpreter ends, or Gloo's threads abort the process (pytorch pull request 179291)."""
         stop_at_exit(self.close)
 
     def _child(self, ranks: Sequence[int], key: str, *, shares: bool) -> NativeBackend:
-        """A backend of its own connections between the ranks, who find each other in the store under the key."""
+        """Return a backend with new connections between the ranks, which meet in the store under `key`."""
         rank = list(ranks).index(self.ranks[self.rank])
         store = dist.PrefixStore(key, self._store)
 
@@ -258,48 +259,49 @@ class NativeBackend:
             hosts=self._hosts if shares else (),
         )
         self._children.append(child)
-        child._said = self._said
+        child._printed = self._printed
         child._share_memory()
         if child._host is None or not child._host.is_only_host or self._on_gpu:
             child._groups()
         return child
 
     def share_memory(self, hosts: Sequence[int]) -> None:
-        """Lines and subgroups that are made from now on share memory where their ranks share a host."""
+        """Let channels and subgroups that are created from now on use memory that the ranks of a host share."""
         self._hosts = hosts
 
     def _share_memory(self) -> None:
-        """Open a line between the ranks of this host, if all hosts can; the first ranks of the hosts have one too."""
+        """Open a channel between the ranks of this host if every host can, and one between the hosts' first ranks."""
         if not self._hosts:
             return
         members: dict[int, list[int]] = {}
         for rank in self.ranks:
             members.setdefault(self._hosts[rank], []).append(rank)
-        me = self.ranks[self.rank]
-        mine = members[self._hosts[me]]
-        is_only_host, place = len(members) == 1, mine.index(me)
+        own_rank = self.ranks[self.rank]
+        host_ranks = members[self._hosts[own_rank]]
+        is_only_host, index = len(members) == 1, host_ranks.index(own_rank)
         if len(members) == self.size:
             return
+        size, deadline = len(host_ranks), Deadline(self.timeout_s)
         store = TcpStore(self._store, "", "the job's store")
-        deadline, room = Deadline(self.timeout_s), len(mine) * SHM_BYTES_PER_RANK
         segment, reason = None, ""
         try:
-            segment = open_segment(store, f"host/{mine[0]}", place, len(mine), channel_bytes(len(mine)), deadline, room)
+            key = f"host/{host_ranks[0]}"
+            segment = open_segment(store, key, index, size, channel_bytes(size), deadline, size * SHM_BYTES_PER_RANK)
         except BackendUnavailableError as error:
             reason = str(error)
-            if place == 0 and USES_GLOO not in self._said:
+            if index == 0 and USES_GLOO not in self._printed:
                 print(f"{USES_GLOO}: {reason}", file=sys.stderr)
-            self._said.add(USES_GLOO)
+            self._printed.add(USES_GLOO)
         if not is_only_host:
             fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
-            self._allreduce_between_all_(fails, "max", "share").wait()
+            self._allreduce_by_group_(fails, "max", "share").wait()
             segment = None if fails.item() else segment
         if segment is None:
             return
         leaders = None
-        if not is_only_host and place == 0:
+        if not is_only_host and index == 0:
             leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
-        self._host = HostChannel(segment, mine, leaders, self.timeout_s, is_only_host=is_only_host)
+        self._host = HostChannel(segment, host_ranks, leaders, self.timeout_s, is_only_host=is_only_host)
         self.done_means_all_started = is_only_host
         if not self._on_gpu:
             self.transport = "shm"
@@ -323,16 +325,16 @@ class NativeBackend:
             self._connected = self._connect()
         return self._connected
 
-    def _of(self, tensor: torch.Tensor) -> ProcessGroup:
+    def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups().get(tensor.device.type) or self._groups()["cpu"]
 
-    def _timed(self, options: Options) -> Options:
+    def _with_timeout(self, options: Options) -> Options:
         options.timeout = timedelta(seconds=self.timeout_s)  # type: ignore[attr-defined]
         return options
 
     def _require_open(self) -> None:
         if not self.is_open:
-            raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
+            raise NotInitializedError(CLOSED)
 
     def _start(self, result: torch.Tensor, start: Callable[[], dist.Work]) -> NativeWork:
         self._require_open()
@@ -343,16 +345,16 @@ class NativeBackend:
 
 
 def built_with() -> dict[str, int]:
-    """What this torch's distributed part has: see Backend.built_with."""
+    """Return the libraries that this torch was built with; see Backend.built_with."""
     version = 0
     if dist.is_available() and dist.is_nccl_available():
         major, minor, patch = torch.cuda.nccl.version()
-        version = 10000 * major + 100 * minor + patch  # as NCCL itself counts since 2.9
+        version = 10000 * major + 100 * minor + patch  # as NCCL numbers its versions since 2.9
     return {"gloo": int(dist.is_available() and dist.is_gloo_available()), "mpi": 0, "nccl": version}
 
 
 def translate_error(error: Exception, timeout_s: float) -> Exception:
-    """Our error for one that torch.distributed raised."""
+    """Return the dualdist exception for one of torch.distributed."""
     text = str(error).lower()
     if any(word in text for word in PEER_LOST):
         return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")

@@ -1,4 +1,4 @@
-"""torch's key-value store, at which ranks meet, with our errors."""
+"""Key-value store of torch, through which the ranks of a job meet."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch.distributed as dist
 from dualdist.errors import RendezvousError
 from dualdist.utils.deadline import Deadline, call_within
 
-# What the store, Gloo and NCCL write, in lower case, when a rank is late.
+# In lower-case errors of the store, Gloo and NCCL when a wait times out.
 TIMED_OUT = ("timed out", "timeout")
-# On Linux, the open files of this process, and with them its sockets.
+# On Linux, the open files of this process, sockets included.
 SOCKETS = "/proc/self/fd"
 
 
 class TcpStore:
-    """torch's TCPStore with our errors."""
+    """A Store over one of torch's, mostly a TCPStore."""
 
-    def __init__(self, store: dist.Store, address: str, where: str) -> None:
+    def __init__(self, store: dist.Store, address: str, endpoint: str) -> None:
         self.store = store
         self.address = address
-        self.where = where
+        self.endpoint = endpoint
 
     def set(self, key: str, value: str) -> None:
-        with self._ours():
+        with self._translated_errors():
             self.store.set(key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        with self._ours():
+        with self._translated_errors():
             if timeout_s <= 0 and not self.store.check([key]):
                 raise TimeoutError(key)
             self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
@@ -40,15 +40,15 @@ class TcpStore:
             return value.decode()
 
     def add(self, key: str, amount: int) -> int:
-        with self._ours():
+        with self._translated_errors():
             return int(self.store.add(key, amount))
 
     def has(self, key: str) -> bool:
-        with self._ours():
+        with self._translated_errors():
             return bool(self.store.check([key]))
 
     def disconnect(self) -> None:
-        """Where it is a TCPStore: its calls know no timeout while they wait for an answer."""
+        """Shut down the connections of a TCPStore, whose calls have no timeout while they wait for an answer."""
         store = self.store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
@@ -56,15 +56,15 @@ class TcpStore:
             for fd in os.listdir(SOCKETS):
                 _shut_down(int(fd), store.port)
 
-    def _ours(self) -> _StoreErrors:
-        return _StoreErrors(self.where)
+    def _translated_errors(self) -> _StoreErrors:
+        return _StoreErrors(self.endpoint)
 
 
 class _StoreErrors:
-    """Turns torch's errors of a store into TimeoutError and RendezvousError."""
+    """Raise TimeoutError and RendezvousError for torch's errors of a store."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
 
     def __enter__(self) -> None:
         pass
@@ -74,21 +74,21 @@ class _StoreErrors:
             raise TimeoutError(str(error)) from error
         if isinstance(error, dist.DistError):
             raise RendezvousError(
-                f"the store at {self._where}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
+                f"the store at {self._endpoint}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
                 "see what that process printed last"
             ) from error
 
 
 def _shut_down(fd: int, port: int) -> None:
-    """The connection, where it is one to this port."""
+    """Shut down the socket `fd`, if it is one and connected to `port`."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def connect(address: str, port: int, listener: socket.socket | None, deadline: Deadline) -> TcpStore:
-    """A store at address:port, served here where a listening socket is given."""
-    where = f"{address}:{port}"
+    """Connect to the store at address:port, after serving it on the listening socket if one is given."""
+    endpoint = f"{address}:{port}"
     fd = listener.detach() if listener else None
 
     def open_store() -> dist.TCPStore:
@@ -101,14 +101,16 @@ def connect(address: str, port: int, listener: socket.socket | None, deadline: D
             master_listen_fd=fd,
         )
 
-    foreign = f"something listens on {where}, but it is not the store of this job: does another program use this port?"
+    foreign = (
+        f"something listens on {endpoint}, but it is not the store of this job: does another program use this port?"
+    )
     try:
-        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), address, where)
+        return TcpStore(call_within(deadline.left_s(), open_store, lambda: RendezvousError(foreign)), address, endpoint)
     except dist.DistError as error:
         raise RendezvousError(f"{foreign} ({first_line(error)})") from error
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without the place in its source and without its advice."""
+    """Return the first line of a torch error, without the location in its source and without its advice."""
     text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip())
     return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

@@ -1,1 +1,1 @@
-"""Shared-memory transport of the native backend."""
+"""Shared memory between the ranks of a host, which the native backend uses."""

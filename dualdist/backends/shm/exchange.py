@@ -1,7 +1,7 @@
-"""How the ranks of one host tell each other a few bytes, in microseconds.
+"""Exchange of short messages between the ranks of one host through shared memory, in microseconds.
 
-Note [two rows]: a rank writes its messages into two rows in turn. A message in a row is overwritten by the next but
-one; that is written when the message in between has been read, which its readers wrote after they had read this one.
+Note [two rows]: a rank writes its messages into two rows alternately. A message is overwritten by the next but one,
+which is written after the message in between has been read; its readers posted that after they had read this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dualdist.utils.deadline import Deadline
 
 ROW_BYTES = 1024
-CACHE_LINE_BYTES = 64  # of a processor's cache: what one rank writes is alone on its line
+CACHE_LINE_BYTES = 64  # each rank writes to its own cache lines
 WORD_BYTES = 8
 LENGTH_BYTES = 4
 INLINE_BYTES = ROW_BYTES - LENGTH_BYTES
@@ -25,12 +25,12 @@ FRAGMENT_BYTES = INLINE_BYTES - LENGTH_BYTES
 
 
 def exchange_bytes(size: int) -> int:
-    """What the mailbox of so many ranks takes of a segment."""
+    """Return the bytes that the exchange of `size` ranks takes of a segment."""
     return round_to_pages(size * (CACHE_LINE_BYTES + 2 * ROW_BYTES))
 
 
 class ShmExchange:
-    """Lies at the beginning of a segment."""
+    """Message rows at the beginning of a segment, with a counter of messages for each rank."""
 
     def __init__(self, peers: SegmentPeers) -> None:
         segment = peers.segment
@@ -39,58 +39,58 @@ class ShmExchange:
         memory = memoryview(segment.map(0, exchange_bytes(self.size)))
         self._words = memory.cast("q")
         self._rows = memory[self.size * CACHE_LINE_BYTES :]
-        self._mine = segment.place * CACHE_LINE_BYTES // WORD_BYTES
-        self._theirs = [place * CACHE_LINE_BYTES // WORD_BYTES for place in range(self.size) if place != segment.place]
-        self._place = segment.place
+        self._own = segment.index * CACHE_LINE_BYTES // WORD_BYTES
+        self._others = [index * CACHE_LINE_BYTES // WORD_BYTES for index in range(self.size) if index != segment.index]
+        self._index = segment.index
         self._sent = 0
 
     def post(self, message: bytes) -> None:
-        """Let the others read the message, which is at most INLINE_BYTES long."""
-        start = (2 * self._place + self._sent % 2) * ROW_BYTES
+        """Publish a message of at most INLINE_BYTES."""
+        start = (2 * self._index + self._sent % 2) * ROW_BYTES
         self._rows[start : start + LENGTH_BYTES] = len(message).to_bytes(LENGTH_BYTES, "little")
         self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + len(message)] = message
         self._sent += 1
-        self._words[self._mine] = self._sent
+        self._words[self._own] = self._sent
 
     def have_all_posted(self) -> bool:
-        """Whether the message that goes with the one posted last has come from every rank."""
+        """Return True if every rank has posted as many messages as this one."""
         words, sent = self._words, self._sent
-        return all(words[word] >= sent for word in self._theirs)
+        return all(words[word] >= sent for word in self._others)
 
     def read(self) -> list[bytes]:
-        """What every rank has posted, in the order of their places, once all have."""
+        """Wait for the last message of every rank; return them in rank order."""
         self.peers.wait(self.have_all_posted)
         messages = []
-        for place in range(self.size):
-            start = (2 * place + (self._sent - 1) % 2) * ROW_BYTES
+        for index in range(self.size):
+            start = (2 * index + (self._sent - 1) % 2) * ROW_BYTES
             length = int.from_bytes(self._rows[start : start + LENGTH_BYTES], "little")
             messages.append(bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + length]))
         return messages
 
     def all_posted(self, message: bytes) -> bool:
-        """Whether every rank has posted this same message, once all have."""
+        """Wait for the last message of every rank; return True if all are equal to `message`."""
         self.peers.wait(self.have_all_posted)
-        for place in range(self.size):
-            start = (2 * place + (self._sent - 1) % 2) * ROW_BYTES
+        for index in range(self.size):
+            start = (2 * index + (self._sent - 1) % 2) * ROW_BYTES
             if bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + len(message)]) != message:
                 return False
         return True
 
-    def suffixes(self, head: bytes, length: int) -> list[bytes] | None:
-        """What follows `head` in every rank's message of this length; None where some rank posted anything else."""
+    def suffixes(self, prefix: bytes, length: int) -> list[bytes] | None:
+        """Return what follows `prefix` in each rank's message of this length; None unless all have this prefix."""
         self.peers.wait(self.have_all_posted)
-        rows, middle, turn = self._rows, len(head), (self._sent - 1) % 2
-        tails = []
-        for place in range(self.size):
-            start = (2 * place + turn) * ROW_BYTES + LENGTH_BYTES
+        rows, middle, turn = self._rows, len(prefix), (self._sent - 1) % 2
+        suffixes = []
+        for index in range(self.size):
+            start = (2 * index + turn) * ROW_BYTES + LENGTH_BYTES
             message = bytes(rows[start : start + length])
-            if not message.startswith(head):
+            if not message.startswith(prefix):
                 return None
-            tails.append(message[middle:])
-        return tails
+            suffixes.append(message[middle:])
+        return suffixes
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Every rank's message, on every rank."""
+        """Post a message and return those of all ranks, in rank order."""
         self.post(message)
         return self.read()
 
@@ -99,40 +99,40 @@ class ShmExchange:
 
 
 class ShmMessage:
-    """Every rank's bytes, of any length, on every rank; the first sheet of each is sent when this is made."""
+    """An allgather of bytes of any length; the first fragment is posted when this is created."""
 
-    def __init__(self, mailbox: ShmExchange, payload: bytes) -> None:
-        self._mailbox = mailbox
+    def __init__(self, exchange: ShmExchange, payload: bytes) -> None:
+        self._exchange = exchange
         self._payload = payload
         self._first = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:FRAGMENT_BYTES]
-        mailbox.post(self._first)
+        exchange.post(self._first)
 
     def all_equal(self) -> bool:
-        """Whether all ranks are known to have passed the same, which is quicker to say than what they passed."""
-        return len(self._payload) <= FRAGMENT_BYTES and self._mailbox.all_posted(self._first)
+        """Return True if all payloads are equal and short: faster than comparing the results of wait()."""
+        return len(self._payload) <= FRAGMENT_BYTES and self._exchange.all_posted(self._first)
 
-    def suffixes(self, agreed: bytes) -> list[bytes] | None:
-        """What follows `agreed` in what the ranks passed; None where some rank passed anything else."""
+    def suffixes(self, prefix: bytes) -> list[bytes] | None:
+        """Return what follows `prefix` in each payload; None unless all are short, of one length, and have it."""
         if len(self._payload) > FRAGMENT_BYTES:
             return None
-        return self._mailbox.suffixes(self._first[:LENGTH_BYTES] + agreed, len(self._first))
+        return self._exchange.suffixes(self._first[:LENGTH_BYTES] + prefix, len(self._first))
 
     def done(self) -> bool:
-        """Whether the first sheet, mostly the only one, has arrived from every rank."""
-        return self._mailbox.have_all_posted()
+        """Return True if the first fragment, mostly the only one, has arrived from every rank."""
+        return self._exchange.have_all_posted()
 
     def wait(self) -> list[bytes]:
-        """What the ranks passed, in rank order."""
-        said = self._mailbox.read()
-        longest = max(int.from_bytes(sheet[:LENGTH_BYTES], "little") for sheet in said)
-        payloads = [sheet[LENGTH_BYTES:] for sheet in said]
+        """Return the payloads of all ranks, in rank order."""
+        fragments = self._exchange.read()
+        longest = max(int.from_bytes(fragment[:LENGTH_BYTES], "little") for fragment in fragments)
+        payloads = [fragment[LENGTH_BYTES:] for fragment in fragments]
         for start in range(FRAGMENT_BYTES, longest, FRAGMENT_BYTES):
-            more = self._mailbox.exchange(self._payload[start : start + FRAGMENT_BYTES])
-            payloads = [payload + sheet for payload, sheet in zip(payloads, more, strict=True)]
+            more = self._exchange.exchange(self._payload[start : start + FRAGMENT_BYTES])
+            payloads = [payload + fragment for payload, fragment in zip(payloads, more, strict=True)]
         return payloads
 
 
-def open_exchange(store: Store, key: str, ranks: Sequence[int], place: int, deadline: Deadline) -> ShmExchange:
-    """A mailbox of these ranks, of which this is number `place`; all of them call this, and share a host."""
-    segment = open_segment(store, key, place, len(ranks), exchange_bytes(len(ranks)), deadline)
+def open_exchange(store: Store, key: str, ranks: Sequence[int], index: int, deadline: Deadline) -> ShmExchange:
+    """Open the exchange of these ranks of one host, of which this is number `index`; all of them call this."""
+    segment = open_segment(store, key, index, len(ranks), exchange_bytes(len(ranks)), deadline)
     return ShmExchange(SegmentPeers(segment, ranks, deadline.timeout_s))

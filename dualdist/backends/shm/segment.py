@@ -1,11 +1,11 @@
-"""Memory that several processes of one host share: made by one of them, and handed to the others without a name.
+"""Memory shared by processes of one host, created by one of them and passed to the others as an open file.
 
-Note [no traces]: the memory is a file in /dev/shm that never has a name (O_TMPFILE), which travels as an open file over
-a Unix socket in Linux's abstract namespace. Whatever is killed at whatever moment, nothing stays behind.
+Note [no traces]: the memory is an unnamed file in /dev/shm (O_TMPFILE), passed over a Unix socket in Linux's abstract
+namespace. A process killed at any moment leaves nothing behind.
 
-Note [who lives]: every process locks a byte of a second such file. Linux takes the lock away when the process ends,
-however it ends, and children that it forks do not have it. It is a file of its own, because mapping memory in Python
-opens and closes the file once more, and closing gives up all of a process's locks on it.
+Note [liveness]: every process locks a byte of a second such file. Linux releases the lock however the process ends, and
+forked children do not hold it. It is a separate file because mapping memory in Python opens and closes the file once
+more, and closing releases all of a process's locks on it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.errors import (
+    CLOSED,
     BackendUnavailableError,
     CollectiveTimeoutError,
     NotInitializedError,
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from dualdist.backends.base import Store
 
 FOLDER = "/dev/shm"
-# Without fences, which Python does not have, only these processors show one core's writes to another in their order.
+# Python has no memory fences: only these processors make one core's writes visible to another in order.
 ORDERED_PROCESSORS = ("x86_64", "AMD64")
-# How a rank waits: it polls, then lets others have the core in between, then sleeps and looks who still lives.
+# A rank waits by polling, then yielding its core between polls, then sleeping and checking which ranks are alive.
 POLLS = 100
 BUSY_S = 0.002
 PAUSE_S = 0.0001
@@ -48,9 +49,9 @@ PEER = "3i"  # unix(7): struct ucred
 
 
 def unavailable_reason(wanted: int, folder: str = FOLDER) -> str:
-    """Why ranks of this host cannot share so many bytes of memory, or nothing."""
+    """Return why ranks of this host cannot share `wanted` bytes of memory, or ""."""
     if platform.machine() not in ORDERED_PROCESSORS:
-        return f"a {platform.machine()} processor may show writes in another order"
+        return f"a {platform.machine()} processor may reorder writes"
     try:
         found = os.statvfs(folder)
     except OSError as error:
@@ -65,18 +66,20 @@ def unavailable_reason(wanted: int, folder: str = FOLDER) -> str:
 
 
 class SharedSegment:
-    """Memory shared by `size` processes, of which this is number `place`; it grows as it is needed."""
+    """Memory shared by `size` processes, of which this is number `index`; it grows on demand."""
 
-    def __init__(self, memory: int, locks: int, place: int, size: int) -> None:
-        self.place = place
+    def __init__(self, memory: int, locks: int, index: int, size: int) -> None:
+        self.index = index
         self.size = size
         self._memory = memory
         self._locks = locks
-        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)  # Note [who lives]
+        fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)  # Note [liveness]
 
     def allocate(self, start: int, nbytes: int, end: int = 0) -> None:
-        """Make room at `start`, and let the segment reach as far as `end`, up to which it has no room yet; one process
-        does it for all. BackendUnavailableError where there is none.
+        """Allocate memory at `start`, and extend the segment to `end` without allocating it, for all processes.
+
+        Raises:
+            BackendUnavailableError: there is no memory left.
         """
         try:
             os.posix_fallocate(self._memory, start, nbytes)
@@ -86,18 +89,18 @@ class SharedSegment:
             raise BackendUnavailableError(f"{FOLDER}: {error.strerror}") from error
 
     def map(self, start: int, nbytes: int) -> mmap.mmap:
-        """The bytes from `start`, a multiple of the page size, which stay as long as anything looks at them."""
+        """Map the bytes from `start`, a multiple of the page size."""
         return mmap.mmap(self._memory, nbytes, offset=start)
 
-    def is_alive(self, place: int) -> bool:
-        """Whether the process of that number, which has attached, still runs."""
-        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-        told = fcntl.fcntl(self._locks, fcntl.F_GETLK, asked)
-        return place == self.place or struct.unpack(FLOCK, told)[0] != fcntl.F_UNLCK
+    def is_alive(self, index: int) -> bool:
+        """Return True if the process of that number, which has attached, still runs."""
+        query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+        answer = fcntl.fcntl(self._locks, fcntl.F_GETLK, query)
+        return index == self.index or struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
 
     def leave(self) -> None:
-        """For the others, this process is gone; the files are closed when nothing uses the segment any more."""
-        fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, self.place)
+        """Release the lock, by which the others see that this process has left."""
+        fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, self.index)
 
     def __del__(self) -> None:
         os.close(self._memory)
@@ -105,7 +108,7 @@ class SharedSegment:
 
 
 class SegmentPeers:
-    """The ranks that share a segment, for those who wait for them."""
+    """Waits for the ranks that share a segment."""
 
     def __init__(self, segment: SharedSegment, ranks: Sequence[int], timeout_s: float) -> None:
         self.segment = segment
@@ -114,7 +117,7 @@ class SegmentPeers:
         self.is_open = True
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Return once ready() is true; CollectiveTimeoutError, or RankLostError where a rank has ended."""
+        """Wait until ready() is true; raise CollectiveTimeoutError, or RankLostError if a rank has ended."""
         for _ in range(POLLS):
             if ready():
                 return
@@ -124,15 +127,15 @@ class SegmentPeers:
             if ready():
                 return
             os.sched_yield()
-        look_at = time.monotonic() + LIVENESS_CHECK_S
+        check_at = time.monotonic() + LIVENESS_CHECK_S
         while not ready():
             deadline.sleep(PAUSE_S)
-            if time.monotonic() < look_at:
+            if time.monotonic() < check_at:
                 continue
-            look_at = time.monotonic() + LIVENESS_CHECK_S
+            check_at = time.monotonic() + LIVENESS_CHECK_S
             if not self.is_open:
-                raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
-            lost = [rank for place, rank in enumerate(self.ranks) if not self.segment.is_alive(place)]
+                raise NotInitializedError(CLOSED)
+            lost = [rank for index, rank in enumerate(self.ranks) if not self.segment.is_alive(index)]
             if lost and not ready():
                 error = RankLostError(f"rank {', '.join(map(str, lost))} ended or left")
                 error.ranks = tuple(lost)
@@ -141,41 +144,47 @@ class SegmentPeers:
                 raise CollectiveTimeoutError(f"not all ranks arrived within {deadline.timeout_s:g} s")
 
     def close(self) -> None:
-        """Wait for nobody any more, and let the others know."""
+        """End waits with an error, here and in the other processes."""
         if self.is_open:
             self.is_open = False
             self.segment.leave()
 
 
 def round_to_pages(nbytes: int) -> int:
-    """The number of bytes, rounded up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def open_segment(
-    store: Store, key: str, place: int, size: int, nbytes: int, deadline: Deadline, room: int = 0
+    store: Store, key: str, index: int, size: int, nbytes: int, deadline: Deadline, room: int = 0
 ) -> SharedSegment:
-    """A segment of `size` processes of this host, the first of which makes it; all of them call this.
+    """Return a segment shared by `size` processes of this host, the first of which creates it; all of them call this.
 
-    There shall be `room` for so many bytes in the end.
+    Args:
+        store: passes the address of a socket to the others, under `key`.
+        index: the number of this process.
+        nbytes: allocated at once.
+        room: /dev/shm must have so many bytes free.
 
-    BackendUnavailableError on all of them where it cannot be made; RendezvousError where they do not meet.
+    Raises:
+        BackendUnavailableError: on all processes, if the segment cannot be created.
+        RendezvousError: not all processes called this in time.
     """
-    if place == 0:
-        return _make(store, key, size, nbytes, deadline, max(room, nbytes))
+    if index == 0:
+        return _create(store, key, size, nbytes, deadline, max(room, nbytes))
     try:
         token = store.get(key, deadline.left_s())
     except TimeoutError as error:
-        raise _late(size, deadline) from error
+        raise _timeout_error(size, deadline) from error
     if token.startswith(FAILED):
         raise BackendUnavailableError(token.removeprefix(FAILED))
     with _socket(deadline) as peer:
         try:
             peer.connect(f"\0{token}")
             if _user_of(peer) != os.getuid():
-                raise RendezvousError("the memory of this host's first rank is offered by another user")
+                raise RendezvousError("another user offers the memory of this host's first rank")
             _, files, _, _ = socket.recv_fds(peer, 1, 2)
-            segment = SharedSegment(files[0], files[1], place, size)
+            segment = SharedSegment(files[0], files[1], index, size)
             peer.sendall(b"k")
             if peer.recv(1) != b"k":
                 raise RendezvousError("the first rank of this host ended while the others attached to its memory")
@@ -184,9 +193,9 @@ def open_segment(
     return segment
 
 
-def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, room: int) -> SharedSegment:
+def _create(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, room: int) -> SharedSegment:
     try:
-        files, segment = _files(size, nbytes, room)
+        files, segment = _create_files(size, nbytes, room)
     except BackendUnavailableError as error:
         store.set(key, f"{FAILED}{error}")
         raise
@@ -196,14 +205,14 @@ def _make(store: Store, key: str, size: int, nbytes: int, deadline: Deadline, ro
         listener.listen(size)
         store.set(key, token)
         try:
-            _hand_out(files, listener, size - 1, deadline)
+            _send_files(files, listener, size - 1, deadline)
         except OSError as error:
-            raise _late(size, deadline) from error
+            raise _timeout_error(size, deadline) from error
     return segment
 
 
-def _files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]:
-    """The files of a new segment, which the segment closes; BackendUnavailableError where there is no room."""
+def _create_files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]:
+    """Create a segment; return its files, which it closes, and the segment."""
     reason = unavailable_reason(room)
     if reason:
         raise BackendUnavailableError(reason)
@@ -216,13 +225,13 @@ def _files(size: int, nbytes: int, room: int) -> tuple[list[int], SharedSegment]
     return files, segment
 
 
-def _hand_out(files: list[int], listener: socket.socket, count: int, deadline: Deadline) -> None:
-    """Give the files to so many processes of this user, and let them go on when all have attached."""
+def _send_files(files: list[int], listener: socket.socket, count: int, deadline: Deadline) -> None:
+    """Send the files to `count` processes of this user, and release these when all have attached."""
     peers: list[socket.socket] = []
     with contextlib.ExitStack() as sockets:
         while len(peers) < count:
             peer = sockets.enter_context(listener.accept()[0])
-            if _user_of(peer) != os.getuid():  # names in the abstract namespace have no permissions
+            if _user_of(peer) != os.getuid():  # the abstract namespace has no permissions
                 continue
             peer.settimeout(max(deadline.left_s(), 0.001))
             socket.send_fds(peer, [b"f"], files)
@@ -235,18 +244,18 @@ def _hand_out(files: list[int], listener: socket.socket, count: int, deadline: D
 
 
 def _socket(deadline: Deadline) -> socket.socket:
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    found.settimeout(max(deadline.left_s(), 0.001))
-    return found
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(max(deadline.left_s(), 0.001))
+    return connection
 
 
 def _user_of(peer: socket.socket) -> int:
-    """The user at the other end."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
-    return int(struct.unpack(PEER, told)[1])
+    """Return the user id of the process at the other end."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
+    return int(struct.unpack(PEER, credentials)[1])
 
 
-def _late(size: int, deadline: Deadline) -> RendezvousError:
+def _timeout_error(size: int, deadline: Deadline) -> RendezvousError:
     return RendezvousError(
         f"the {size} ranks of this host did not all attach to its shared memory within {deadline.timeout_s:g} s: "
         "did one of them end?"

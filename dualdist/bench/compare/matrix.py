@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dualdist.backends.availability import Availability
+from dualdist.backends import registry
+from dualdist.backends.registry import Availability
 from dualdist.bench.jobs import MeasurementSettings, RunConfig, program_command
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
-from dualdist.launch.job import BACKEND_TRANSPORTS, JobChoices, Site, find_conflicts
+from dualdist.launch.job import JobChoices, Site, find_conflicts
 from dualdist.launch.launchers import check_launcher
 from dualdist.utils.suggest import require_choice
 
@@ -98,14 +99,14 @@ def expand_configs(
 ) -> list[RunConfig]:
     """Return every combination; None stands for all transports, or for the default launcher of each."""
     for backend in backends:
-        require_choice(backend, BACKEND_TRANSPORTS, "backend")
-    valid = list(dict.fromkeys(name for transports_of in BACKEND_TRANSPORTS.values() for name in transports_of))
+        registry.get(backend)
+    valid = registry.transports()
     for transport in transports or ():
         require_choice(transport, valid, "transport")
     found = [
         RunConfig(backend, transport, check_launcher(launcher))
         for backend in backends
-        for transport in transports or BACKEND_TRANSPORTS[backend]
+        for transport in transports or registry.get(backend).transports
         for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
     ]
     return list(dict.fromkeys(found))
@@ -134,9 +135,9 @@ def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts
         yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
     if config.transport == "nccl":
         yield from _nccl_reasons(config, settings, facts)
-    elif config.backend == "native" and config.transport is not None and facts.uses_gpus:
-        yield "on GPUs the backend native uses nccl: add --device cpu"
-    if config.backend == "horovod" and config.transport == "gloo" and installed.gloo is False:
+    elif registry.get(config.backend).uses_nccl_on_gpus and config.transport is not None and facts.uses_gpus:
+        yield f"on GPUs the backend {config.backend} uses nccl: add --device cpu"
+    if config.transport == "gloo" and installed.gloo is False:
         yield "the installed Horovod was built without Gloo"
 
 
@@ -145,7 +146,7 @@ def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: Matri
         yield "nccl needs GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
     elif facts.gpus < settings.ranks:
         yield f"nccl needs a GPU per rank: torch sees {facts.gpus}, and there are {settings.ranks} ranks"
-    if config.backend == "horovod" and facts.backends["horovod"].nccl is None:
+    if registry.uses_library(config.backend, registry.HOROVOD_LIBRARY) and facts.backends[config.backend].nccl is None:
         yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
 
 
@@ -166,7 +167,8 @@ def baseline_cells(names: Sequence[str], cells: Sequence[Cell], facts: MatrixFac
         if name == "one":
             yield Cell(name, RunConfig("auto", None, "python"))
         elif name == "hvd":
-            configs = [each.config for each in cells if each.config.backend == "horovod"]
+            library = registry.HOROVOD_LIBRARY
+            configs = [each.config for each in cells if registry.uses_library(each.config.backend, library)]
             if configs:
                 yield Cell(name, configs[0])
             else:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from dualdist.bench.compare.launches import Launch
 from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval, min_launches, ratio_interval
-from dualdist.rendezvous.saved_choice import ChoiceConditions, SavedChoice
+from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
 Launches = Mapping[str, Sequence[Launch]]  # by the label of a contender
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import dualdist as dd
 from dualdist import session
+from dualdist.backends import registry
 from dualdist.bench.options import COMMUNICATING, TORCH_CONTENDERS, AllreduceOptions, StepOptions, TrainOptions
 from dualdist.bench.ranks import contenders
 from dualdist.bench.ranks.contenders import Contender, TrainingCase, make_case, make_contender, step_case
@@ -182,7 +183,7 @@ def measure_memory(name: str, backend: str, options: StepOptions, topology: Topo
     """
     cuda = torch.cuda.is_available() and options.device != "cpu"
     step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
-    if backend == "horovod" and name in NEEDS_SESSION:
+    if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and name in NEEDS_SESSION:
         contenders.load_horovod()
     could_reset = reset_peak()
     before = resident_kib()

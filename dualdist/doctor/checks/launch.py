@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dualdist.backends.horovod import CONTROLLER
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.doctor.context import DoctorContext, Finding, error, warning
 from dualdist.doctor.explain import invalid_choices, select_backend
@@ -11,7 +12,7 @@ from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import SLURM_JOB, SLURM_NODES, SLURM_TASKS
 from dualdist.launch.job import JobChoices, find_conflicts
-from dualdist.rendezvous.backend_selection import BACKEND, HOROVOD_CONTROLLER, TRANSPORT
+from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import TorchProbe
 
@@ -50,7 +51,7 @@ def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Fin
     """Check the requested transport against the backend that this process would get."""
     gpus = context.visible_gpus
     backend, _ = select_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
-    variable = TRANSPORT if get_value(context.environ, TRANSPORT) or backend != "horovod" else HOROVOD_CONTROLLER
+    variable = TRANSPORT if get_value(context.environ, TRANSPORT) or backend != "horovod" else CONTROLLER
     transport = (get_value(context.environ, variable) or "").lower()
     if not transport or backend == "single":
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dualdist.backends import registry
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Command, Host, Job, Site
 
@@ -81,7 +82,7 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     flags.append(f"--ntasks={job.ranks}")
     if site.task_cpus is not None:  # since 22.05 srun no longer takes it from the allocation
         flags.append(f"--cpus-per-task={site.task_cpus}")
-    if "mpi" in (job.backend, job.transport):
+    if registry.needs_mpi(job.backend, job.transport):
         flags.append("--mpi=pmix")
     # Tasks inherit all variables of srun: it gets no secrets but those that the job names.
     unset = tuple(name for name in site.secret_names if name not in job.env)

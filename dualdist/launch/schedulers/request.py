@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TypeVar
 
+from dualdist.backends import registry
 from dualdist.errors import UsageError
 from dualdist.launch.job import (
     BACKEND_VARIABLE,
@@ -116,7 +117,7 @@ class ScriptRequest:
 
     @property
     def uses_mpi(self) -> bool:
-        return "mpi" in (self.backend, self.transport)
+        return registry.needs_mpi(self.backend, self.transport)
 
     @property
     def memory_mib(self) -> int | None:
