@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their gradients, however many they are and whatever the gradients travel in."""
+"""Flags of a bucket for any number of ranks and any wire dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualdist.ddp.compression import CASTS, GradientCompressor
 
 
 class Signs:
-    """Gradients as integers of so many bits."""
+    """Compress gradients to an integer dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -27,8 +27,8 @@ class Signs:
         return tensor.float()
 
 
-class Alike(SingleBackend):
-    """So many ranks, all of which send what this one sends."""
+class IdenticalRanks(SingleBackend):
+    """A backend of `size` ranks that all send the same."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class Alike(SingleBackend):
 
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
         assert op == "sum"
-        mine = buffer.clone()
+        sent = buffer.clone()
         for _ in range(self.size - 1):
-            buffer += mine
+            buffer += sent
         return CompletedWork(buffer)
 
 
@@ -49,13 +49,15 @@ class Alike(SingleBackend):
     ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
 )
 @pytest.mark.parametrize("flag", [CONTRIBUTES, HAS_JOINED, DISCARDS])
-def test_any_number_of_ranks_hears_what_all_say(size: int, compressor: GradientCompressor | None, flag: int) -> None:
+def test_flags_survive_the_sum_over_any_number_of_ranks(
+    size: int, compressor: GradientCompressor | None, flag: int
+) -> None:
     shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
     plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), UNRESERVED)
-    bucket = Bucket(plan, ReducerConfig("sum", compressor), Alike(size), set())
+    bucket = Bucket(plan, ReducerConfig("sum", compressor), IdenticalRanks(size), set())
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
     bucket.launch([torch.zeros(3), sparse, None], flag)
     bucket.wait()
     bucket.unpack()
     assert bucket.read_flags() == [(True, False), (False, True), (False, False)]
-    assert {said for said in (CONTRIBUTES, HAS_JOINED, DISCARDS) if bucket.any_rank_set(said)} == {flag}
+    assert {each for each in (CONTRIBUTES, HAS_JOINED, DISCARDS) if bucket.any_rank_set(each)} == {flag}

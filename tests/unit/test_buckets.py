@@ -1,4 +1,4 @@
-"""Which gradients travel together."""
+"""The assignment of gradients to buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nbytes(params: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
 
 
 @given(PARAMETERS)
-def test_every_parameter_travels_once_with_its_kind(specs: list[tuple[int, torch.dtype]]) -> None:
+def test_every_parameter_is_in_one_bucket_of_its_dtype(specs: list[tuple[int, torch.dtype]]) -> None:
     params = parameters(specs)
     buckets = plan_buckets(params, backwards(params), ReducerConfig())
     assert sorted(number for bucket in buckets for number in bucket) == list(range(len(params)))
@@ -51,25 +51,25 @@ def test_the_first_bucket_is_small() -> None:
     assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
 
 
-def test_what_does_not_fill_two_first_buckets_travels_together() -> None:
+def test_less_than_two_first_buckets_is_one_bucket() -> None:
     eighth = (FIRST_BUCKET_BYTES // 8 // 4, torch.float32)
     for count, buckets in ((15, 1), (16, 2)):
         params = parameters([eighth] * count)
         assert len(plan_buckets(params, backwards(params), ReducerConfig())) == buckets
 
 
-def test_one_device_a_bucket() -> None:
+def test_a_bucket_holds_one_device() -> None:
     params = [torch.empty(4), torch.empty(4, device="meta")]
     assert plan_buckets(params, backwards(params), ReducerConfig()) == [(1,), (0,)]
 
 
-def test_the_order_is_that_in_which_gradients_arrive() -> None:
+def test_buckets_follow_the_order_of_gradients() -> None:
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 6)
     first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], ReducerConfig())
     assert (first, second) == ((3, 1), (0, 2, 5, 4))
 
 
-def test_sizes_are_the_callers() -> None:
+def test_bucket_sizes_are_configurable() -> None:
     params = parameters([(1 << 18, torch.float32)] * 8)
     config = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
     assert [len(bucket) for bucket in plan_buckets(params, backwards(params), config)] == [2, 3, 3]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever happens to a file or its disk, an older one is intact and found, and no code is run."""
+"""Checkpoint files: after any damage or disk error an older one is intact and found, and no code is run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def found_step(folder: Path) -> int:
     return step
 
 
-def test_the_last_ones_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_numbers_continue(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert read_newest(folder, FileProgress()) is None
     for step in range(5):
@@ -66,8 +66,8 @@ def test_the_last_ones_are_kept_and_numbers_go_on(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-00000007.pt", "checkpoint-00000006.pt"]
 
 
-def test_what_was_loaded_stays_until_there_are_others_to_keep(tmp_path: Path) -> None:
-    """Newer ones are damaged, or the program went back behind them: they are no replacement."""
+def test_the_loaded_checkpoint_stays_until_newer_ones_replace_it(tmp_path: Path) -> None:
+    """Files that are damaged, or that the program went back behind, are no replacement."""
     for step in (1, 2, 3):
         save(tmp_path, step, keep=None)
     for name in ("checkpoint-00000002.pt", "checkpoint-00000003.pt"):
@@ -84,7 +84,7 @@ def test_what_was_loaded_stays_until_there_are_others_to_keep(tmp_path: Path) ->
     assert [path.name for path in back.newer] == ["checkpoint-00000005.pt"]
 
 
-def test_what_is_no_file_is_passed_over_and_no_disk_is_waited_for(tmp_path: Path) -> None:
+def test_what_is_not_a_regular_file_is_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1)
     os.mkfifo(tmp_path / "checkpoint-00000002.pt")
     (tmp_path / "checkpoint-00000003.pt").mkdir()
@@ -97,7 +97,7 @@ def test_what_is_no_file_is_passed_over_and_no_disk_is_waited_for(tmp_path: Path
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-0000000{number}.pt" for number in (2, 3, 4, 5, 7)]
 
 
-def test_torch_and_zip_alone_read_it(tmp_path: Path) -> None:
+def test_torch_load_and_zipfile_read_it(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     for mmap in (False, True):
         assert torch.load(path, weights_only=True, mmap=mmap)["model"]["weight"].unique().tolist() == [3.0]
@@ -112,7 +112,7 @@ def current_umask() -> int:
     return mask
 
 
-def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
+def test_a_file_with_a_flipped_bit_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     whole = newest.read_bytes()
@@ -128,7 +128,7 @@ def test_a_file_of_which_any_bit_differs_is_refused_by_name(tmp_path: Path, effo
         effort.count("files with a bit flipped")
 
 
-def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
+def test_a_truncated_or_extended_file_is_refused_by_name(tmp_path: Path, effort: Effort) -> None:
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     whole = newest.read_bytes()
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_or_goes_on_is_refused_by_name(tmp_path: Path, effort
 
 
 def sealed(path: Path, data: bytes) -> Path:
-    """A stranger's archive with a checksum that fits."""
+    """Seal a foreign archive with a matching checksum."""
     import hashlib
 
     path.write_bytes(data[:-2] + seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
@@ -159,7 +159,7 @@ class Script(torch.nn.Module):
 
 
 def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Path) -> None:
-    """torch before 2.6 loads it as a program, whatever weights_only says."""
+    """torch before 2.6 runs it even with weights_only=True."""
     path = tmp_path / "checkpoint-00000001.pt"
     torch.jit.save(torch.jit.script(Script()), path)  # type: ignore[no-untyped-call]
     sealed(path, path.read_bytes())
@@ -170,7 +170,7 @@ def test_an_archive_of_torchscript_is_refused_before_torch_sees_it(tmp_path: Pat
 @pytest.mark.parametrize(
     "strange", [5, [], {}, {METADATA: 1}, {METADATA: {"format": 2}, EXTRA: {}}, {METADATA: {"format": 1}}]
 )
-def test_what_another_program_has_saved_is_refused(tmp_path: Path, strange: Any) -> None:
+def test_a_file_of_another_program_is_refused(tmp_path: Path, strange: Any) -> None:
     torch.save(strange, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="does not end in a checksum"):
         read_newest(tmp_path / "x.pt", FileProgress())
@@ -181,7 +181,7 @@ def test_what_another_program_has_saved_is_refused(tmp_path: Path, strange: Any)
 
 @contextmanager
 def disk_of(nbytes: int) -> Iterator[None]:
-    """No file grows beyond so many bytes, as on a full disk."""
+    """Limit the size of files, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -190,7 +190,7 @@ def disk_of(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_wherever_the_disk_is_full_the_older_one_is_intact(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_older_one_intact(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     before, size = path.read_bytes(), path.stat().st_size
     for limit in (*range(0, size, 97), *range(size - 90, size)):
@@ -206,7 +206,7 @@ def test_wherever_the_disk_is_full_the_older_one_is_intact(tmp_path: Path) -> No
     assert found_step(tmp_path) == 2
 
 
-def test_a_large_tensor_that_does_not_fit_is_an_error_too(tmp_path: Path) -> None:
+def test_a_large_tensor_that_does_not_fit_the_disk_is_an_error(tmp_path: Path) -> None:
     for limit in (1, 1 << 20, (1 << 23) + 5):
         with disk_of(limit), pytest.raises(CheckpointError, match=r"File too large, after .* MB; there is no earlier"):
             save(tmp_path, 2, count=1 << 22)
@@ -214,7 +214,7 @@ def test_a_large_tensor_that_does_not_fit_is_an_error_too(tmp_path: Path) -> Non
 
 
 class Interrupting(FileProgress):
-    """Something happens once so many bytes are written."""
+    """Call a function once a number of bytes is written."""
 
     def __init__(self, nbytes: int, call: Callable[[FileProgress], Any]) -> None:
         self._limit, self._call = nbytes, call
@@ -230,8 +230,8 @@ def give_up(progress: FileProgress) -> None:
     progress.is_abandoned = True
 
 
-def test_a_file_that_was_given_up_never_appears(tmp_path: Path) -> None:
-    """Not where the last byte was on its way, either."""
+def test_an_abandoned_file_never_appears(tmp_path: Path) -> None:
+    """Not even if it was abandoned at its last byte."""
     path = save(tmp_path, 1)
     size = path.stat().st_size - SEAL_BYTES
     for nbytes in (*range(1, size, 97), size):
@@ -241,7 +241,7 @@ def test_a_file_that_was_given_up_never_appears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_no_file_is_written_over_by_one_of_its_number(
+def test_no_file_is_overwritten_by_one_of_the_same_number(
     tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_links:
@@ -257,7 +257,7 @@ def refuse(*args: Any) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
-def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_named_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder, words in (
         (tmp_path / "file", "it is a file; name a folder"),
@@ -272,7 +272,7 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path) -
         read_newest(tmp_path / "file" / "below", FileProgress())
 
 
-def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+def test_a_named_file_must_exist(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for name in ("checkpoint-00000002.pt", "best.pt"):
         with pytest.raises(CheckpointError, match=f"{name}: there is no such file"):
@@ -281,7 +281,7 @@ def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     assert read_newest(tmp_path / "run.pt", FileProgress()) is None
 
 
-def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: Path) -> None:
+def test_drafts_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     dead, living = tmp_path / ".checkpoint-00000001.ab.draft", tmp_path / ".checkpoint-00000001.cd.draft"
     dead.touch()
     with living.open("w") as file:
@@ -290,7 +290,7 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_left(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == [living.name, "checkpoint-00000001.pt"]
 
 
-def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -> None:
+def test_a_stalled_disk_is_an_error_and_a_slow_one_is_not() -> None:
     end, limit_s = threading.Event(), 0.3
 
     def work(progress: FileProgress, moves: int) -> str:
@@ -313,8 +313,8 @@ def test_a_disk_that_does_not_answer_is_an_error_and_one_that_is_slow_is_not() -
 
 
 @pytest.mark.parametrize("way", ["saves", "loads"])
-def test_a_disk_is_not_blamed_for_what_torch_computes(tmp_path: Path, way: str) -> None:
-    """Thousands of small tensors; the disk itself takes and gives little, and at once."""
+def test_cpu_time_counts_as_progress(tmp_path: Path, way: str) -> None:
+    """Thousands of small tensors take CPU time and little I/O."""
     big = content() | {"model": {str(number): torch.zeros(1) for number in range(10_000)}}
     path = write(tmp_path, big, None, FileProgress())
 
@@ -327,7 +327,7 @@ def test_a_disk_is_not_blamed_for_what_torch_computes(tmp_path: Path, way: str) 
     assert not outcome.error
 
 
-def test_whatever_a_disk_gives_is_counted(tmp_path: Path) -> None:
+def test_all_bytes_read_are_counted(tmp_path: Path) -> None:
     """Once by the checksum, and once by torch."""
     progress = FileProgress()
     path = save(tmp_path, 1, count=100_000)

@@ -1,4 +1,4 @@
-"""What torch's own schedulers and optimizers are made of comes back from a checkpoint, and from memory, as it was."""
+"""Every scheduler and optimizer of torch resumes from a checkpoint, and from a copy in memory, as if never stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """The structure with its kinds, and lists of numbers for tensors, so that == compares all of it."""
+    """Convert to a structure of types and numbers, so that == compares all of it."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.tolist()
     if isinstance(value, dict):
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 class Training:
-    """A model, its optimizer, and a schedule where there is one."""
+    """A model, its optimizer, and optionally a scheduler."""
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], schedule: Callable[[Any], Any] | None = None, **options: Any
@@ -146,14 +146,14 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_no_schedule_of_torch_is_left_out() -> None:
+def test_every_scheduler_of_torch_is_covered() -> None:
     names = {name for name in schedules.__all__ if inspect.isclass(getattr(schedules, name))}
     assert names - {LRScheduler.__name__} <= set(SCHEDULES)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_as_if_it_had_never_stopped(tmp_path: Path, name: str, way: Callable[..., Training]) -> None:
+def test_a_scheduler_resumes_as_if_never_stopped(tmp_path: Path, name: str, way: Callable[..., Training]) -> None:
     check(tmp_path, way, lambda: Training(torch.optim.SGD, SCHEDULES[name], lr=0.1, momentum=0.9), steps=3)
 
 
@@ -166,14 +166,14 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_if_it_had_never_stopped(
+def test_an_optimizer_resumes_as_if_never_stopped(
     tmp_path: Path, kind: type[torch.optim.Optimizer], way: Callable[..., Training]
 ) -> None:
     check(tmp_path, way, lambda: Training(kind, lr=0.1), steps=2)
 
 
 class Box:
-    """An object whose state is what it was given."""
+    """An object whose state is its argument."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -197,7 +197,7 @@ class Box:
     ],
     ids=str,
 )
-def test_containers_come_back_as_they_were(tmp_path: Path, value: Any, is_async: bool) -> None:
+def test_containers_are_restored(tmp_path: Path, value: Any, is_async: bool) -> None:
     before = plain(copy.deepcopy(value))
     box, memory = Box(copy.deepcopy(value)), dd.elastic.State(box=Box(copy.deepcopy(value)), value=value)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a program's objects, on one rank: plain names, plain data, nothing twice, nothing lost."""
+"""The content of a checkpoint on one rank: plain names, plain data, no duplicates, nothing lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filled(model: nn.Module, value: float) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
-def test_names_are_the_models_own_and_fit_it_wrapped_or_not(tmp_path: Path, wrap: Any) -> None:
+def test_names_are_those_of_the_unwrapped_model(tmp_path: Path, wrap: Any) -> None:
     path = dd.save_checkpoint(tmp_path, model=wrap(filled(nn.Linear(2, 2), 3.0)))
     assert sorted(torch.load(path, weights_only=True)["model"]) == ["bias", "weight"]
     for model in (nn.Linear(2, 2), wrap(nn.Linear(2, 2))):
@@ -41,7 +41,7 @@ def test_names_are_the_models_own_and_fit_it_wrapped_or_not(tmp_path: Path, wrap
         assert torch.cat([param.flatten() for param in model.parameters()]).unique().tolist() == [3.0]
 
 
-def test_nothing_is_copied_unless_it_is_written_later_and_then_once() -> None:
+def test_tensors_are_copied_only_for_async_saves_and_once() -> None:
     tied = nn.Linear(100, 100, bias=False)
     model = nn.ModuleList([tied, nn.Linear(100, 100), tied])
     assert collect_state({"model": model}, copy=False)["model"]["0.weight"].data_ptr() == tied.weight.data_ptr()
@@ -55,7 +55,7 @@ def test_nothing_is_copied_unless_it_is_written_later_and_then_once() -> None:
     assert (found[EXTRA]["numbers"], found[EXTRA]["names"]) == ([1], {"a"})
 
 
-def test_a_view_is_saved_without_what_lies_around_it(tmp_path: Path) -> None:
+def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     path = dd.save_checkpoint(tmp_path, view=torch.arange(100_000.0)[5:7], sign=torch.tensor([1j]).conj())
     assert os.path.getsize(path) < 20_000
     found = dd.load_checkpoint(tmp_path)
@@ -64,8 +64,8 @@ def test_a_view_is_saved_without_what_lies_around_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_each_view_is_saved_with_its_own_values(copy: bool) -> None:
-    """Whatever memory was free again in between."""
+def test_each_view_is_saved_with_its_values(copy: bool) -> None:
+    """Even if memory was freed and reused in between."""
     numbers = [torch.full((1000,), complex(n, n)) for n in range(4)]
     views = [number.conj() for number in numbers] + numbers + [number.imag for number in numbers]
     views += [number.conj().imag for number in numbers]
@@ -73,7 +73,7 @@ def test_each_view_is_saved_with_its_own_values(copy: bool) -> None:
     assert all(map(torch.equal, found, views))
 
 
-def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path: Path) -> None:
+def test_state_wider_than_its_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     """Optimizer.load_state_dict() alone makes it bfloat16."""
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     momentum = torch.tensor([1.0, 1 / 3, 1e-9])
@@ -88,7 +88,7 @@ def test_state_that_is_kept_more_precisely_than_its_parameter_stays_so(tmp_path:
 
 @pytest.mark.parametrize("then", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("now", [torch.bfloat16, torch.float32])
-def test_state_of_its_parameters_dtype_follows_a_model_of_another_one(
+def test_state_of_the_parameters_dtype_is_cast_to_another_models(
     tmp_path: Path, then: torch.dtype, now: torch.dtype
 ) -> None:
     def training(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -108,7 +108,7 @@ def test_state_of_its_parameters_dtype_follows_a_model_of_another_one(
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {now}
 
 
-def test_more_objects_and_plain_data_go_under_their_names(tmp_path: Path) -> None:
+def test_further_objects_and_plain_data_are_saved_by_name(tmp_path: Path) -> None:
     first, second = filled(nn.Linear(2, 1), 1.0), filled(nn.Linear(2, 1), 2.0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(first.parameters(), lr=1.0), [3])
     best = {"loss": 0.5, "at": (1, 2), "none": None, "rows": torch.ones(2)}
@@ -121,11 +121,11 @@ def test_more_objects_and_plain_data_go_under_their_names(tmp_path: Path) -> Non
 
 
 class Part(torch.Tensor):
-    """As of a model that is sharded."""
+    """A tensor type of sharded models."""
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Another one of that name would wait for the other ranks."""
+    """The name of a class whose state_dict() is collective."""
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         (torch.eye(2).to_sparse(), "convert it to a dense one"),
     ],
 )
-def test_what_cannot_be_read_without_running_code_is_refused_when_it_is_saved(
-    tmp_path: Path, value: Any, words: str
-) -> None:
+def test_objects_that_need_code_to_load_are_refused_when_saving(tmp_path: Path, value: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         dd.save_checkpoint(tmp_path / "run", value=value)
     assert not (tmp_path / "run").exists()
@@ -151,8 +149,8 @@ def test_what_cannot_be_read_without_running_code_is_refused_when_it_is_saved(
 
 
 @pytest.mark.parametrize("name", ["random", "required", "async_op", "dualdist", "extra"])
-def test_a_part_whose_name_says_something_else_is_refused(tmp_path: Path, name: str) -> None:
-    """It would not be loaded, and nobody would know."""
+def test_reserved_part_names_are_refused(tmp_path: Path, name: str) -> None:
+    """Such a part would silently not be loaded."""
     path = dd.save_checkpoint(tmp_path, step=1)
     for part in (nn.Linear(1, 1), 1):
         with pytest.raises(UsageError, match=f"{name}="):
@@ -171,7 +169,7 @@ STRANGE: tuple[Any, ...] = (5, None, [], {}, {"param_groups": 5}, {"state": 1, "
 
 @pytest.mark.parametrize("state", STRANGE, ids=str)
 @pytest.mark.parametrize("random", [5, [], [{}], [{"torch": 1, "python": 2, "numpy": 3}]], ids=str)
-def test_a_stranger_file_that_makes_no_sense_is_an_error_of_ours(tmp_path: Path, state: Any, random: Any) -> None:
+def test_a_malformed_foreign_file_raises_checkpoint_error(tmp_path: Path, state: Any, random: Any) -> None:
     content = {METADATA: {"format": FORMAT, "random": random, "orders": state}, EXTRA: {}, "thing": state}
     write(tmp_path, content, None, FileProgress())
     model = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""The examples in public docstrings say what happens, in a job of one rank; and nothing that is public has none."""
+"""Every public name has an example in its docstring, which runs in a job of one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone(base_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_example_of_a_public_name_says_what_happens(alone: None, name: str) -> None:
+def test_the_example_of_a_public_name_runs(alone: None, name: str) -> None:
     found = doctest.DocTestFinder(recurse=False).find(getattr(dd, name), name, globs={"dd": dd, "torch": torch})
     assert [each for each in found if each.examples], f"{name} has no example"
     if any("dd.init" in example.source for each in found for example in each.examples):

@@ -1,4 +1,4 @@
-"""Shares of an epoch as pure arithmetic, against torch's own sampler; and what a sampler remembers, on one rank."""
+"""Shares of an epoch, compared with torch's DistributedSampler, and the state of a sampler and loader on one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def shares(count: int, start: int, size: int, remainder: Remainder) -> list[Epoc
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 5), st.booleans(), st.booleans())
-def test_an_epoch_is_shared_out_as_torch_does(count: int, size: int, epoch: int, shuffle: bool, drop: bool) -> None:
+def test_an_epoch_is_split_like_distributed_sampler(
+    count: int, size: int, epoch: int, shuffle: bool, drop: bool
+) -> None:
     sampler = dd.Sampler(range(count), remainder="drop", shuffle=shuffle, seed=3)
     sampler.set_epoch(epoch)
     order = torch.tensor(list(sampler))
@@ -49,10 +51,10 @@ def test_an_epoch_is_shared_out_as_torch_does(count: int, size: int, epoch: int,
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=6),
     st.sampled_from(["drop", "pad", "uneven"]),
 )
-def test_whatever_ranks_come_and_go_each_sample_is_seen_once(
+def test_each_sample_is_seen_once_when_the_number_of_ranks_changes(
     count: int, lives: list[tuple[int, int, int]], remainder: Remainder
 ) -> None:
-    """Each life has so many ranks with batches of so many samples, and so many steps; the last one goes to the end."""
+    """`lives` are (ranks, batch size, steps); the last one runs to the end of the epoch."""
     order = torch.randperm(count)
     position, seen = 0, []
     for number, (size, batch, steps) in enumerate(lives):
@@ -83,15 +85,15 @@ def test_whatever_ranks_come_and_go_each_sample_is_seen_once(
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))
 def test_ranks_with_more_samples_come_first(count: int, size: int, start: int) -> None:
-    """So that rank 0, whose state is kept, is never behind."""
+    """Rank 0, whose state is saved, is never behind."""
     lengths = [len(share) for share in shares(count, min(start, count), size, "uneven")]
     assert lengths == sorted(lengths, reverse=True)
     assert sum(lengths) == count - min(start, count)
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.sampled_from(["drop", "pad", "uneven"]))
-def test_with_its_last_sample_each_rank_is_where_the_epoch_ends(count: int, size: int, remainder: Remainder) -> None:
-    """Also where its share is a sample shorter than that of others."""
+def test_position_is_the_end_after_a_ranks_last_sample(count: int, size: int, remainder: Remainder) -> None:
+    """Also if its share is one sample shorter than others."""
     ends = {share.position(len(share)) for share in shares(count, 0, size, remainder) if len(share)}
     assert ends <= {count // size * size if remainder == "drop" else count}
 
@@ -108,7 +110,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def test_epochs_differ_and_come_one_after_the_other() -> None:
+def test_epochs_differ_and_advance() -> None:
     sampler = sampler_of()
     loader = loader_of(sampler)
     first, second = batches(loader), batches(loader)
@@ -120,7 +122,7 @@ def test_epochs_differ_and_come_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_workers_have_fetched_does_not_count(workers: int) -> None:
+def test_prefetched_batches_are_not_recorded(workers: int) -> None:
     sampler = sampler_of()
     whole = batches(loader_of(sampler_of()))
     for done, batch in enumerate(loader_of(sampler, num_workers=workers), 1):
@@ -135,8 +137,8 @@ def test_what_workers_have_fetched_does_not_count(workers: int) -> None:
     assert batches(loader_of(sampler)) == whole[3:]  # it goes on there itself, too
 
 
-def test_a_state_of_the_last_step_still_has_its_epoch_to_end() -> None:
-    """So that what a program does after each epoch is done when it goes on from there."""
+def test_a_state_of_the_last_step_resumes_at_the_end_of_its_epoch() -> None:
+    """The program's work after each epoch is then done on resuming."""
     sampler = sampler_of()
     for _ in loader_of(sampler):
         state = sampler.state_dict()
@@ -149,7 +151,7 @@ def test_a_state_of_the_last_step_still_has_its_epoch_to_end() -> None:
     assert (resumed.epoch, resumed.position) == (1, 0)
 
 
-def test_a_loop_that_is_left_at_the_last_batch_is_followed_by_the_next_epoch() -> None:
+def test_a_break_at_the_last_batch_is_followed_by_the_next_epoch() -> None:
     sampler = sampler_of()
     for number, _ in enumerate(loader_of(sampler), 1):
         if number == 5:
@@ -159,7 +161,7 @@ def test_a_loop_that_is_left_at_the_last_batch_is_followed_by_the_next_epoch() -
     assert sampler.epoch == 2
 
 
-def test_a_length_is_that_of_the_iteration_under_way() -> None:
+def test_length_is_that_of_the_current_iteration() -> None:
     sampler = sampler_of(22)
     loader = loader_of(sampler, drop_last=True)
     assert len(loader) == 5
@@ -175,7 +177,7 @@ def test_a_length_is_that_of_the_iteration_under_way() -> None:
 
 
 @pytest.mark.parametrize(("position", "lengths"), [(12, [2, 5, 5]), (20, [0, 5, 5])])
-def test_what_makes_no_batch_and_is_dropped_is_not_waited_for(position: int, lengths: list[int]) -> None:
+def test_a_dropped_incomplete_batch_ends_the_epoch(position: int, lengths: list[int]) -> None:
     sampler = sampler_of(22)
     sampler.load_state_dict(sampler.state_dict() | {"position": position})
     loader = loader_of(sampler, drop_last=True)
@@ -185,8 +187,8 @@ def test_what_makes_no_batch_and_is_dropped_is_not_waited_for(position: int, len
     assert (seen, sampler.epoch) == (lengths, 2)
 
 
-def test_a_length_with_the_last_sample_is_that_of_the_next_epoch() -> None:
-    """So that `for _, batch in zip(range(len(loader)), loader)`, which does not see the end, goes on with all of it."""
+def test_length_after_the_last_sample_is_that_of_the_next_epoch() -> None:
+    """`for _, batch in zip(range(len(loader)), loader)`, which does not see the end, then gets the whole epoch."""
     sampler = sampler_of()
     sampler.load_state_dict(sampler.state_dict() | {"position": 12})
     loader = loader_of(sampler)
@@ -199,7 +201,7 @@ def test_a_length_with_the_last_sample_is_that_of_the_next_epoch() -> None:
     assert (lengths, sampler.epoch) == ([2, 5, 5], 2)
 
 
-def test_a_loader_of_ones_own_gets_the_next_epoch_after_one_that_was_over() -> None:
+def test_a_plain_loader_advances_past_a_finished_epoch() -> None:
     sampler = sampler_of()
     sampler.load_state_dict(sampler.state_dict() | {"position": COUNT})
     plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
@@ -208,8 +210,8 @@ def test_a_loader_of_ones_own_gets_the_next_epoch_after_one_that_was_over() -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_ones_own_that_drops_a_batch_does_not_wait_for_it_for_ever(workers: int) -> None:
-    """Nobody tells the sampler that no batch will come of the last two samples; it does not lose them silently."""
+def test_a_plain_loader_that_drops_a_batch_is_detected(workers: int) -> None:
+    """The sampler cannot know that the last two samples make no batch; it does not lose them silently."""
     sampler = sampler_of(22)
     plain = DataLoader(range(22), 4, sampler=sampler, drop_last=True, num_workers=workers)  # type: ignore[arg-type]
 
@@ -228,7 +230,7 @@ def test_a_loader_of_ones_own_that_drops_a_batch_does_not_wait_for_it_for_ever(w
     assert (epoch(), sampler.epoch, sampler.position) == (5, 1, 20)
 
 
-def test_who_only_looks_at_a_batch_loses_none() -> None:
+def test_looking_at_a_batch_loses_none() -> None:
     sampler = sampler_of()
     sampler.load_state_dict(sampler.state_dict() | {"position": 16})
     plain = DataLoader(range(COUNT), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
@@ -237,7 +239,7 @@ def test_who_only_looks_at_a_batch_loses_none() -> None:
     assert [len(batches(DataLoader(range(COUNT), 4, sampler=sampler_of()))) for _ in range(4)] == [5] * 4  # type: ignore[arg-type]
 
 
-def test_an_iteration_ends_the_ones_before() -> None:
+def test_an_iteration_ends_earlier_ones() -> None:
     loader = loader_of(sampler_of())
     first = iter(loader)
     next(first)
@@ -249,7 +251,7 @@ def test_an_iteration_ends_the_ones_before() -> None:
         list(zip_longest(loader, loader))
 
 
-def test_a_loader_of_ones_own_has_to_count() -> None:
+def test_a_plain_loader_must_record() -> None:
     sampler = sampler_of()
     plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
     next(iter(plain))
@@ -277,7 +279,7 @@ def test_a_state_of_another_order_is_refused(state: dict[str, Any], words: str) 
         sampler.load_state_dict(state and sampler.state_dict() | state)
 
 
-def test_wrong_arguments_are_refused_with_the_right_ones() -> None:
+def test_invalid_arguments_are_refused_with_the_valid_ones() -> None:
     with pytest.raises(UsageError, match="'drop', 'pad', 'uneven'"):
         sampler_of(remainder="keep")
     with pytest.raises(UsageError, match="shuffle=False"):
@@ -293,7 +295,7 @@ def test_wrong_arguments_are_refused_with_the_right_ones() -> None:
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
-    """Augments each sample by everybody's generators."""
+    """Augment each sample by the generators of random, numpy and torch."""
 
     classes = ("a", "b")
 
@@ -315,8 +317,8 @@ def noise(sampler: dd.Sampler, workers: int, **options: Any) -> list[torch.Tenso
     return list(dd.loader(Noisy(sampler.count or 0), 4, sampler=sampler, num_workers=workers, **options))
 
 
-def test_augmentation_depends_on_the_epoch_and_the_batch_alone() -> None:
-    """Not on the number of workers, nor on where the run was left; and epochs differ."""
+def test_augmentation_depends_on_the_epoch_and_the_batch_only() -> None:
+    """Not on the number of workers or the position of resuming; epochs differ."""
     whole = noise(sampler_of(), 1)
     assert len(torch.cat(whole)[:, 1:].unique()) == 3 * COUNT
     resumed = sampler_of()
@@ -335,7 +337,7 @@ def test_augmentation_depends_on_the_epoch_and_the_batch_alone() -> None:
     assert (len(persistent.dataset), persistent.dataset.classes) == (COUNT, ("a", "b"))  # type: ignore[arg-type, attr-defined]
 
 
-def test_iterating_draws_nothing_from_the_programs_generator() -> None:
+def test_iterating_leaves_the_programs_generator_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(2).tolist()
     torch.manual_seed(0)
@@ -346,7 +348,7 @@ def test_iterating_draws_nothing_from_the_programs_generator() -> None:
 
 
 class Stream(IterableDataset[int]):
-    """Shards itself by worker, as torch's documentation shows, which dd.loader hides from it."""
+    """Shards itself by worker, as torch's documentation shows; dd.loader hides the worker from it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -362,7 +364,7 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize(("workers", "options"), [(0, {}), (1, {}), (3, {"persistent_workers": True})])
-def test_a_stream_comes_in_its_own_order_however_many_read_it(workers: int, options: dict[str, Any]) -> None:
+def test_a_stream_keeps_its_order_with_any_number_of_workers(workers: int, options: dict[str, Any]) -> None:
     stream = Stream(14)
     sampler = dd.Sampler(stream, remainder="pad", shuffle=False)
     loader = dd.loader(stream, 3, sampler=sampler, num_workers=workers, **options)
@@ -377,13 +379,13 @@ def test_a_stream_comes_in_its_own_order_however_many_read_it(workers: int, opti
     assert list(dd.loader(stream, None, sampler=sampler, num_workers=workers))[:2] == [200, 201]
 
 
-def test_samples_one_by_one() -> None:
+def test_batch_size_none_yields_single_samples() -> None:
     sampler = sampler_of(shuffle=False)
     for number, sample in enumerate(loader_of(sampler, None), 1):
         assert (sample, sampler.position) == (number - 1, number)
 
 
-def test_a_state_takes_no_sampler_whose_last_batch_only_some_ranks_have_and_none_knows() -> None:
+def test_elastic_state_refuses_an_uneven_sampler_of_unknown_length() -> None:
     for remainder in ("drop", "pad", "uneven"):
         sampler = dd.Sampler(Stream(5), remainder=remainder, shuffle=False)  # type: ignore[arg-type]
         if remainder == "uneven":
@@ -393,8 +395,8 @@ def test_a_state_takes_no_sampler_whose_last_batch_only_some_ranks_have_and_none
             dd.elastic.State(sampler=sampler)
 
 
-def test_after_a_sync_what_is_left_is_shared_out_anew_on_rank_zero_too() -> None:
-    """Whose state it is: the ranks may be others than in its iteration."""
+def test_sync_splits_the_rest_of_the_epoch_on_rank_zero_too() -> None:
+    """Rank 0 owns the state, but the set of ranks may have changed."""
     sampler = sampler_of()
     loader = loader_of(sampler)
     next(iter(loader))

@@ -1,4 +1,4 @@
-"""What ranks say: lines, logs, progress, and errors without our frames."""
+"""Printing, logs, progress, and tracebacks without frames of dualdist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from dualdist.logging import _ProgressBar
 
-SAYS = """
+LOGS = """
 import logging, sys
 import dualdist as dd
 dd.setup_logging("INFO", others="ERROR")
@@ -38,18 +38,18 @@ def of_rank(rank: int) -> dict[str, str]:
 
 
 def test_logs_name_the_rank_and_other_ranks_are_quiet(base_env: Mapping[str, str]) -> None:
-    """Before init() the launcher's word counts; afterwards the session's."""
-    first, last = (python({**base_env, **of_rank(rank)}, "-c", SAYS) for rank in (0, 2))
+    """Before init() the rank is the launcher's, afterwards the session's."""
+    first, last = (python({**base_env, **of_rank(rank)}, "-c", LOGS) for rank in (0, 2))
     assert [line.partition(" [")[2] for line in first.stderr.splitlines()] == [
         "0/3] INFO train: before",
         "0/3] ERROR train: wrong",
     ]
     assert [line.partition(" [")[2] for line in last.stderr.splitlines()] == ["2/3] ERROR train: wrong"]
-    alone = python(base_env, "-c", SAYS, "init")
+    alone = python(base_env, "-c", LOGS, "init")
     assert "[0/1] INFO train: after" in alone.stderr
 
 
-def test_logging_that_is_set_up_twice_says_everything_once(base_env: Mapping[str, str]) -> None:
+def test_logging_set_up_twice_logs_once(base_env: Mapping[str, str]) -> None:
     program = "import logging, dualdist as dd; dd.setup_logging(); dd.setup_logging(); logging.info('once')"
     assert python(base_env, "-c", program).stderr.count("once") == 1
     wrong = python(base_env, "-c", "import dualdist as dd; dd.setup_logging('LOUD')")
@@ -59,7 +59,7 @@ def test_logging_that_is_set_up_twice_says_everything_once(base_env: Mapping[str
 PROGRESS = "import dualdist as dd; print([x for x in dd.progress(range(30), 'epoch 1')] == list(range(30)))"
 
 
-def test_progress_is_a_line_in_a_file_and_rank_0_alone_shows_it(base_env: Mapping[str, str]) -> None:
+def test_progress_is_a_line_in_a_file_on_rank_0_only(base_env: Mapping[str, str]) -> None:
     first, last = (python({**base_env, **of_rank(rank)}, "-c", PROGRESS) for rank in (0, 2))
     assert first.stdout == last.stdout == "True\n"
     assert last.stderr == ""
@@ -93,7 +93,7 @@ def test_progress_is_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
         (0, 0, 0.0, "x: 100% 0/0 in 0:00, 0/s"),
     ],
 )
-def test_progress_says_how_far_and_how_long(total: int | None, done: int, passed: float, expected: str) -> None:
+def test_progress_shows_share_time_and_rate(total: int | None, done: int, passed: float, expected: str) -> None:
     clock, out = [0.0], io.StringIO()
     bar = _ProgressBar("x", total, out, lambda: clock[0])
     for _ in range(done):
@@ -124,7 +124,7 @@ FAILING = {
 
 @pytest.mark.smoke("before init", "in a call")
 @pytest.mark.parametrize("name", FAILING)
-def test_an_error_shows_the_programs_frames_alone(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
+def test_an_error_shows_the_programs_frames_only(base_env: Mapping[str, str], tmp_path: Path, name: str) -> None:
     program, kind = FAILING[name]
     script = tmp_path / "script.py"
     script.write_text(program)
@@ -155,10 +155,10 @@ if __name__ == "__main__":
 
 @pytest.mark.smoke("mine")
 @pytest.mark.parametrize("wrong", ["mine", "ours"])
-def test_an_error_of_a_rank_shows_the_programs_frames_alone(
+def test_an_error_of_a_rank_shows_the_programs_frames_only(
     base_env: Mapping[str, str], tmp_path: Path, wrong: str
 ) -> None:
-    """Here and there: where the ranks were started, and in the rank that failed."""
+    """In the process that started the ranks and in the rank that failed."""
     script = tmp_path / "script.py"
     script.write_text(SPAWNS.format(f"dd.spawn(mine, 1, ('{wrong}',))"))
     shown = python(base_env, str(script)).stderr
@@ -178,11 +178,11 @@ def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]
 
 @pytest.mark.full
 def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_path: Path) -> None:
-    """As in a notebook: the cell's line and the error, and nothing of ours."""
+    """As in a notebook: the cell's line and the error only."""
     script = tmp_path / "cells.ipy"
     script.write_text("import dualdist as dd\ndd.init()\ndd.init()\n")
     command = ("-m", "IPython", "--colors=NoColor", "--no-banner", "--no-confirm-exit", "--quick")
-    told = {}
+    output = {}
     for debug in ("0", "1"):
         env = {**base_env, "DUALDIST_DEBUG": debug, "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
         done = subprocess.run(
@@ -194,9 +194,9 @@ def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_
             timeout=60,
             check=False,
         )
-        told[debug] = done.stdout + done.stderr
-    for text in told.values():
+        output[debug] = done.stdout + done.stderr
+    for text in output.values():
         assert "AlreadyInitializedError: dd.init() was called a second time" in text, text
         assert "ZeroDivisionError" in text
-    assert "session.py" in told["1"]
-    assert "session.py" not in told["0"], told["0"]
+    assert "session.py" in output["1"]
+    assert "session.py" not in output["0"], output["0"]

@@ -1,4 +1,4 @@
-"""What of gradients is NaN or infinite, whatever their dtype and however large they are; and what is refused."""
+"""Detection of NaN and infinite gradients in every dtype and size, and its error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
         ([math.inf, math.nan, -math.inf], NAN | INFINITE),
     ],
 )
-def test_kinds_are_told_apart(dtype: torch.dtype, values: list[float], expected: int) -> None:
+def test_nan_and_infinity_are_distinguished(dtype: torch.dtype, values: list[float], expected: int) -> None:
     grad = torch.tensor(values, dtype=dtype)
     assert nonfinite_kinds(grad) == expected
     assert nonfinite_kinds(grad.view(-1, 1)) == expected
@@ -38,7 +38,7 @@ def test_kinds_are_told_apart(dtype: torch.dtype, values: list[float], expected:
     assert find_suspects([grad])[0] or not expected, "what is not finite is suspected"
 
 
-def test_numbers_too_large_to_add_up_are_finite() -> None:
+def test_finite_values_whose_sum_overflows_are_finite() -> None:
     large = torch.full((4,), 3e38)
     assert find_suspects([large]) == [True]
     assert nonfinite_kinds(large) == 0
@@ -46,7 +46,7 @@ def test_numbers_too_large_to_add_up_are_finite() -> None:
     assert nonfinite_kinds(torch.tensor([1, 2])) == 0
 
 
-def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
+def test_errors_name_the_first_gradients_and_the_ranks_that_caused_them() -> None:
     blame = {
         "a": [0, NAN, 0, NAN],
         "b": [INFINITE, 0, NAN | INFINITE, 0],
@@ -61,7 +61,7 @@ def test_the_first_gradients_are_named_with_the_ranks_to_blame() -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "10"])
-def test_a_wrong_number_of_steps_is_refused(every: object) -> None:
+def test_check_every_must_be_a_positive_int(every: object) -> None:
     with pytest.raises(UsageError, match=r"check_every=.*1 or more"):
         validate_check_every(every)  # type: ignore[arg-type]
 
@@ -84,6 +84,8 @@ def alone() -> object:
         (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "on no device"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(model: Callable[[], object], kind: type[Exception], words: str) -> None:
+def test_check_consistency_refuses_what_it_cannot_compare(
+    model: Callable[[], object], kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         dd.check_consistency(model())  # type: ignore[arg-type]
