@@ -84,9 +84,8 @@ def run_command(command: Command, *, timeout_s: float | None, what: str, capture
                 )
             code = process.wait(timeout_s)
         except OSError as error:
-            raise LaunchError(
-                f"{what} could not be started ({error}): {shlex.join(redact_command(command.argv))}"
-            ) from error
+            line = shlex.join(redact_command(command.argv))
+            raise LaunchError(f"{what} could not be started ({error}): {line}") from error
         except subprocess.TimeoutExpired as error:
             alive = processes.describe_processes(processes.find_marked(mark))
             _end(process, mark)

@@ -44,6 +44,9 @@ class ProbedHost:
         """Return the interfaces without loopback."""
         return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
 
+    def list_interfaces(self) -> str:
+        return ", ".join(f"{name} ({address})" for name, address in self.interfaces.items())
+
 
 def probe_host(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
     """Return the facts of this host, and which of the addresses it cannot reach."""

@@ -151,28 +151,22 @@ def _connecting_networks(first: ProbedHost, hosts: Sequence[ProbedHost]) -> tupl
 def check_interface(host: str, facts: ProbedHost, interface: str | None) -> None:
     """Raise LaunchError if the host lacks the named interface."""
     if interface is not None and interface not in facts.interfaces:
-        raise LaunchError(
-            f"host {host!r} has no network interface {interface!r} with an address; it has {_interface_list(facts)}"
-        )
-
-
-def _interface_list(facts: ProbedHost) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
+        known = facts.list_interfaces()
+        raise LaunchError(f"host {host!r} has no network interface {interface!r} with an address; it has {known}")
 
 
 def _check_facts(facts: Mapping[str, ProbedHost], interface: str | None, first: str, address: str) -> None:
     for name, probed in facts.items():
         check_interface(name, probed, interface)
         if probed.version != __version__:
-            raise LaunchError(
-                f"host {name!r} has dualdist {probed.version}, and this one {__version__}: install the same"
-            )
+            versions = f"{probed.version}, and this one {__version__}"
+            raise LaunchError(f"host {name!r} has dualdist {versions}: install the same")
     for name, probed in facts.items():
         if reason := probed.unreachable.get(address):
             which = f"interface {interface}" if interface is not None else "the one by which ssh reached it"
             raise LaunchError(
                 f"host {name!r} cannot reach host {first!r} at {address} ({which}): {reason}; "
-                f"{first} has {_interface_list(facts[first])}: name one that both share by --network-interface"
+                f"{first} has {facts[first].list_interfaces()}: name one that both share by --network-interface"
             )
 
 

@@ -114,10 +114,8 @@ def wait_or_kill(
         time.sleep(POLL_S)
         left = find_marked(mark, below=below)  # those that they started in the meantime
     if alive:
-        print(
-            f"dualdist run: SIGKILL did not end every process within {KILL_TIMEOUT_S:g} s; {describe_processes(alive)}",
-            file=sys.stderr,
-        )
+        message = f"SIGKILL did not end every process within {KILL_TIMEOUT_S:g} s; {describe_processes(alive)}"
+        print(f"dualdist run: {message}", file=sys.stderr)
     return found
 
 

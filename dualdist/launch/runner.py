@@ -47,8 +47,8 @@ class RunReport:
     restarts: int = 0
 
     def to_json(self) -> str:
-        known = {"launcher": self.launcher, "restarts": self.restarts, "commands": [asdict(c) for c in self.commands]}
-        return json.dumps({**known, "outcome": None if self.outcome is None else asdict(self.outcome)}, indent=1)
+        fields = asdict(self)
+        return json.dumps({name: fields[name] for name in ("launcher", "restarts", "commands", "outcome")}, indent=1)
 
 
 @dataclass(frozen=True)

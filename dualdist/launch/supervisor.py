@@ -147,9 +147,8 @@ class Supervisor:
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(
-                f"the job could not be started ({error}): {shlex.join(redact_command(command.argv))}"
-            ) from error
+            line = shlex.join(redact_command(command.argv))
+            raise LaunchError(f"the job could not be started ({error}): {line}") from error
         self._processes.append(process)
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError), process.stdin:  # its exit code says why
@@ -301,14 +300,12 @@ class Supervisor:
         if failing := control_channel.loads(RankFailing, message):
             connection.failing, connection.failing_at = failing.traceback, time.monotonic()
             return True
-        ended = control_channel.loads(RankEnded, message)
-        if ended is None:
-            return False
-        connection.has_ended = True
-        at_s, hello = time.monotonic() - ended.age_s, connection.hello
-        end = RankEnd(hello.rank, hello.host, ended.code, at_s, hello.round, ended.was_terminated, ended.text)
-        self.ends.append(end)
-        return True
+        if ended := control_channel.loads(RankEnded, message):
+            connection.has_ended = True
+            at_s, hello = time.monotonic() - ended.age_s, connection.hello
+            end = RankEnd(hello.rank, hello.host, ended.code, at_s, hello.round, ended.was_terminated, ended.text)
+            self.ends.append(end)
+        return ended is not None
 
     def _is_obsolete(self, hello: RankHello) -> bool:
         """Return True for a rank of a job that is ending, or that the launcher restarted after the job was stopped."""

@@ -1,4 +1,4 @@
-"""`dualdist run`: from words to a launcher's command line, and what is refused before anything starts."""
+"""`dualdist run`: from its options to a command line, and errors before anything starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
 
 
 def test_within_a_step_no_other_srun_is_started() -> None:
-    """It would wait for the cores that this one has, for ever."""
+    """A nested srun would wait forever for the cores of this one."""
     launcher, reason = default_launcher(STEP, None)
     assert (launcher, "srun started this process" in reason) == ("torchrun", True)
     assert default_launcher(STEP | {"SLURM_STEP_ID": "4294967290"}, None)[0] == "srun", "a shell of salloc"
@@ -116,7 +116,7 @@ def test_program_follows_the_face_and_keeps_its_arguments(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((), "no program"),
         (("nowhere.py",), "no script 'nowhere.py' in .*; or -m for a module"),
@@ -124,8 +124,8 @@ def test_program_follows_the_face_and_keeps_its_arguments(
         (("/usr/nowhere/python3.11", "train.py"), "leave the interpreter out"),
     ],
 )
-def test_program_that_cannot_be_run_is_refused_with_a_hint(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_program_that_cannot_be_run_is_refused_with_a_hint(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         program_words(words, is_module=False, as_horovod=False)
 
 
@@ -153,7 +153,7 @@ def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_a_signal_that_came_in_a_block_is_heard_where_the_block_fails_too() -> None:
+def test_a_deferred_signal_is_raised_even_if_the_block_fails() -> None:
     def start() -> None:
         with signals_deferred():
             signal.raise_signal(signal.SIGINT)
@@ -181,7 +181,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no --launcher was given and this is a Slurm allocation"),
         (("--launcher", "srun"), "srun starts 3 rank(s) (SLURM_NTASKS=3), as no -np was given\n"),
@@ -189,7 +189,7 @@ def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(
     ],
 )
 def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
-    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], told: str
+    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "srun").write_text("#!/bin/sh\n")
@@ -197,13 +197,13 @@ def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
     env = {name: value for name, value in base_env.items() if name != "OMP_NUM_THREADS"}
     env |= {"PATH": f"{tmp_path}:{env['PATH']}", "SLURM_JOB_ID": "17", "SLURM_NTASKS": "3", "SLURM_CPUS_PER_TASK": "5"}
     done = dualdist_run(env, tmp_path, *words, "--dry-run", "train.py")
-    assert told in done.stderr
+    assert message in done.stderr
     ranks = words[1] if words[:1] == ("-np",) else "3"
     assert {f"--ntasks={ranks}", "--cpus-per-task=5", "OMP_NUM_THREADS=5"} <= {*shlex.split(done.stdout)}
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (("--launcher", "torchrunn", "x.py"), 1, "did you mean 'torchrun'?"),
         (("-np", "0", "x.py"), 1, "ranks=0"),
@@ -218,12 +218,12 @@ def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
     ],
 )
 def test_wrong_words_are_refused_before_anything_starts(
-    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], code: int, told: str
+    base_env: Mapping[str, str], tmp_path: Path, words: tuple[str, ...], code: int, message: str
 ) -> None:
     (tmp_path / "x.py").write_text("print('started')")
     done = dualdist_run(base_env, tmp_path, *words)
     assert done.returncode == code
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
@@ -266,5 +266,5 @@ def test_exit_code_of_the_job_is_passed_on(base_env: Mapping[str, str], tmp_path
 def test_help_says_which_backend_each_kind_of_program_has() -> None:
     parser = argparse.ArgumentParser()
     configure(parser)
-    told = "".join(parser.format_help().split())  # it breaks lines within words
-    assert "(default:DUALDIST_BACKEND,elseauto,ornativewith--as-horovod)" in told
+    message = "".join(parser.format_help().split())  # it breaks lines within words
+    assert "(default:DUALDIST_BACKEND,elseauto,ornativewith--as-horovod)" in message

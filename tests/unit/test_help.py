@@ -25,7 +25,7 @@ HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in BENC
 
 
 def shown(*words: str) -> str:
-    """What the command prints, which then ends well."""
+    """Return what the command prints."""
     out = io.StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit) as ending:
         build_parser(words[0] if words[0] in COMMANDS else None).parse_args(words)
@@ -34,7 +34,7 @@ def shown(*words: str) -> str:
 
 
 def examples(text: str) -> list[str]:
-    """The lines that a person may type."""
+    """Return the command lines in a help text."""
     return [line.strip() for line in text.splitlines() if line.startswith("  ") and "dualdist " in line]
 
 
@@ -98,7 +98,7 @@ def completing(base_env: Mapping[str, str]) -> Mapping[str, str]:
     ],
 )
 def test_a_shell_completes(completing: Mapping[str, str], line: str, expected: set[str]) -> None:
-    """bash, with the function that the README's line defines, called as bash calls it when Tab is pressed."""
+    """bash calls the function that the README's line defines when Tab is pressed."""
     script = (
         'eval "$(register-python-argcomplete dualdist)"; complete -p dualdist >&2; COMP_TYPE=9; '
         'COMP_POINT=${#COMP_LINE}; _python_argcomplete dualdist; printf "%s\\n" "${COMPREPLY[@]}"'
@@ -137,7 +137,7 @@ class _Stream(io.StringIO):
         (False, {"TERM": "xterm"}, False),
     ],
 )
-def test_colours_are_for_terminals_on_which_nobody_forbids_them(
+def test_colours_are_for_terminals_that_allow_them(
     is_terminal: bool, environ: Mapping[str, str], expected: bool
 ) -> None:
     stream = _Stream(is_terminal=is_terminal)
@@ -146,22 +146,22 @@ def test_colours_are_for_terminals_on_which_nobody_forbids_them(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "output"),
     [
         ("run -np 2 --launchr spawn train.py", "usage: dualdist run .*did you mean '--launcher'[?]"),
         ("bench step --backands native", "usage: dualdist bench step .*did you mean '--backend'[?]"),
         ("compare --zzz", "usage: dualdist compare .*unrecognized arguments: --zzz$"),
     ],
 )
-def test_a_mistyped_option_is_told_by_its_command(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_options_are_reported(line: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line))
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert re.search(said, told.strip(), re.DOTALL), told
+    message = capsys.readouterr().err
+    assert re.search(output, message.strip(), re.DOTALL), message
 
 
-def test_whoever_reads_no_more_sees_no_traceback(base_env: Mapping[str, str]) -> None:
+def test_a_closed_pipe_causes_no_traceback(base_env: Mapping[str, str]) -> None:
     line = "set -o pipefail; dualdist bench step --dry-run | true"
     outcome = subprocess.run(["bash", "-c", line], env=base_env, capture_output=True, text=True, timeout=60)
     assert (outcome.stderr, outcome.returncode) == ("", 141)

@@ -35,7 +35,7 @@ def model(name: str) -> Any:
 
 
 def build(kind: str, value: Any, where: str) -> Any:
-    """The value as an instance of the model; AssertionError names the place where it does not fit."""
+    """Return the value as an instance of the model; AssertionError names the field that does not fit."""
     if many := re.fullmatch(r"list\[(.+)\]", kind):
         assert isinstance(value, list), f"{where}: expected a list, not {value!r}"
         return [build(many[1], item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -82,7 +82,7 @@ def test_a_file_fits_the_operators_models(path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_what_is_generated_fits_the_operators_models(launcher: str, nodes: int) -> None:
+def test_generated_yaml_fits_the_operators_models(launcher: str, nodes: int) -> None:
     request = ScriptRequest(
         ("-m", "package.train", "--note", 'a "quoted" word: #1'),
         launcher,
@@ -111,7 +111,7 @@ def test_what_is_generated_fits_the_operators_models(launcher: str, nodes: int) 
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda job: job["spec"].update(nprocPerNod="4"), "has no"),
         (lambda job: job["spec"].update(nprocPerNode=4), "expected str"),
@@ -119,21 +119,21 @@ def test_what_is_generated_fits_the_operators_models(launcher: str, nodes: int) 
         (lambda job: job["spec"].pop("pytorchReplicaSpecs"), "must not be"),
     ],
 )
-def test_the_check_sees_what_is_wrong(spoil: Any, told: str) -> None:
+def test_the_check_finds_mistakes(spoil: Any, message: str) -> None:
     (document,) = documents(job_script("kubernetes", ScriptRequest(("train.py",), "torchrun", container="image")))
     spoil(document)
-    with pytest.raises((AssertionError, ValueError), match=told):
+    with pytest.raises((AssertionError, ValueError), match=message):
         check(document)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({}, "--container registry/name:tag"),
         ({"container": "image", "setup": ("module load x",)}, "must be in the image"),
         ({"container": "image", "account": "a"}, "namespace"),
     ],
 )
-def test_what_kubernetes_has_no_place_for_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_options_unknown_to_kubernetes_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         job_script("kubernetes", ScriptRequest(("train.py",), "torchrun", **given))

@@ -1,4 +1,4 @@
-"""What is told of a failed job: which rank was first, its traceback among all that it printed, its exit code."""
+"""Failed jobs: the first failing rank, its traceback, the exit code; relays and variables of ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_traceback_that_ended_a_rank_is_found(text: str, expected: str) -> N
         ("MyRankLostErrorLike: x", False),
     ],
 )
-def test_what_follows_from_anothers_end_is_known(last: str, expected: bool) -> None:
+def test_consequences_of_another_ranks_end_are_recognised(last: str, expected: bool) -> None:
     assert is_consequence(f"Traceback (most recent call last):\n  ...\n{last}") is expected
 
 
@@ -87,12 +87,12 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         "time",
         "consequence",
         "only consequences",
-        "told to",
+        "message to",
         "lost",
         "lost by a failure",
         "the last round",
         "success",
-        "nobody",
+        "none",
     ],
 )
 def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], first: int | None) -> None:
@@ -110,7 +110,7 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
         ([ended(0, -15, 1.0, was_terminated=True)], False),
         ([], False),
     ],
-    ids=["all", "one, and another was ended", "in an earlier round", "in the last round", "only ended", "nobody"],
+    ids=["all", "one, and another was ended", "in an earlier round", "in the last round", "only ended", "none"],
 )
 def test_a_job_has_stopped_where_a_rank_says_so_in_the_last_round(ends: list[RankEnd], stopped: bool) -> None:
     assert has_stopped_on_notice(ends) is stopped
@@ -139,7 +139,7 @@ def test_exit_code_is_the_first_failing_ranks(
     assert exit_code(launchers, failure, may_restart=may_restart) == expected
 
 
-def test_a_failure_is_told_with_rank_host_and_signal() -> None:
+def test_a_failure_is_described_with_rank_host_and_signal() -> None:
     assert describe_failure(ended(3, 7, 0.0), has_hosts=False) == "rank 3 failed first (exit code 7)"
     assert describe_failure(ended(3, 1, 0.0, "E"), has_hosts=True) == "rank 3 on host failed first (exit code 1):\nE"
     assert "ended by SIGSEGV" in describe_failure(ended(3, -11, 0.0), has_hosts=False)
@@ -220,7 +220,7 @@ def test_a_ranks_variables_are_the_users_before_ours() -> None:
     assert variables({"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
 
 
-def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
+def test_other_hosts_get_the_jobs_variables_and_no_secrets() -> None:
     environ = {
         "PYTHONPATH": "/p",
         "NCCL_DEBUG": "INFO",
@@ -236,7 +236,7 @@ def test_other_hosts_get_what_concerns_the_job_and_no_secrets() -> None:
     assert set(variables(environ, {}, has_hosts=True)) == kept
 
 
-def test_an_interface_is_told_to_all_that_ask() -> None:
+def test_an_interface_is_set_for_all_libraries() -> None:
     found = env_defaults.rank_variables({}, {}, threads=None, interface="ib0", has_hosts=False)
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
 

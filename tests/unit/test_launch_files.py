@@ -1,4 +1,4 @@
-"""Every file under launch/ says what the generator makes of its job file, and reads well to the tools of its kind."""
+"""Every file under launch/ is what the generator makes of its job file, and passes shellcheck."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def file_of(job: Path) -> Path:
 
 
 def words(path: Path) -> list[str]:
-    """What a person types."""
+    """Return the command line."""
     return ["run", "--config", str(path), "--scheduler", path.stem.partition("-")[0]]
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_a_file_says_what_the_generator_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_what_the_generator_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(path)) == 0
     written = file_of(path)
-    assert written.read_text() == capsys.readouterr().out, f"write {written.name} anew: make launch"
+    assert written.read_text() == capsys.readouterr().out, f"rewrite {written.name}: make launch"
 
 
 def test_every_file_has_its_job() -> None:
@@ -46,7 +46,7 @@ def test_every_file_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_a_file_has_one_block_to_edit(path: Path) -> None:
-    """No number, path or name of a site's stands outside of it."""
+    """No number, path or name of a site is outside of it."""
     before, block, after = _around(file_of(path).read_text())
     assert "train.py" in block
     for own in ("train.py", "#SBATCH", "#PBS", "#BSUB", "module load", "venvs", "miniforge", "256", "registry"):

@@ -1,4 +1,4 @@
-"""Hosts: how they are written, what they say of themselves, and why they cannot take part."""
+"""Hosts: parsing, probing, and errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_hosts_of_a_line(text: str, found: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_malformed_lists_of_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         hosts.parse_hosts(text)
 
@@ -61,12 +61,12 @@ def test_hosts_of_a_file(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("", "it names no host"), ("a slots=2\nb two\n", "hosts:2: expected a host"), ("a slots=0", "expected 1 or more")],
 )
-def test_what_is_no_host_file_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_malformed_host_files_are_refused_with_the_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "hosts").write_text(text)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         hosts.read_hostfile(tmp_path / "hosts")
     with pytest.raises(UsageError, match="cannot read it: No such file"):
         hosts.read_hostfile(tmp_path / "nowhere")
@@ -75,7 +75,7 @@ def test_what_is_no_host_file_is_refused_with_its_line(tmp_path: Path, text: str
 def test_this_host_knows_its_names() -> None:
     assert is_local_host("localhost")
     assert is_local_host("127.0.0.1")
-    assert not is_local_host("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_local_host("192.0.2.1")  # RFC 5737: unassigned
     assert not is_local_host("no such name")
 
 
@@ -109,8 +109,8 @@ def test_networks_that_do_not_connect_the_hosts_are_left_out() -> None:
     assert networks(interfaces={"ens3": "10.0.0.2"}) == ()  # no name is known on both
 
 
-def test_an_address_that_both_hosts_have_connects_nobody() -> None:
-    """As the bridges of containers do."""
+def test_an_address_that_both_hosts_have_does_not_connect_them() -> None:
+    """Bridges of containers have the same address on every host."""
     here = probe_host(9, ["127.0.0.1"])
     assert here.unreachable == {"127.0.0.1": "this host has the same address"}
 
@@ -137,7 +137,7 @@ def test_hosts_need_the_same_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "stderr", "told"),
+    ("code", "stderr", "message"),
     [
         (71, "", "host 'b' has no folder /shared/job: start the job in one that every host has"),
         (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same path"),
@@ -155,5 +155,5 @@ def test_hosts_need_the_same_version() -> None:
         (255, "", "host 'b' cannot be reached by ssh (exit code 255)"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_told_with_the_reason(code: int, stderr: str, told: str) -> None:
-    assert told in ssh.describe_ssh_failure("b", code, stderr, SITE)
+def test_an_unusable_host_is_reported_with_the_reason(code: int, stderr: str, message: str) -> None:
+    assert message in ssh.describe_ssh_failure("b", code, stderr, SITE)

@@ -50,9 +50,9 @@ GOLDEN = [
 ALONE = [name for name in LAUNCHERS if name not in ("python", "spawn")]
 
 
-@pytest.mark.parametrize(("launcher", "place", "line"), GOLDEN, ids=[f"{name}-{at.mpi}" for name, at, _ in GOLDEN])
-def test_command_line_is_what_a_person_would_type(launcher: str, place: Site, line: str) -> None:
-    assert build_command(launcher, JOB, place).argv == (*line.split(), "train.py", "--epochs", "1")
+@pytest.mark.parametrize(("launcher", "where", "line"), GOLDEN, ids=[f"{name}-{at.mpi}" for name, at, _ in GOLDEN])
+def test_command_line_is_what_a_person_would_type(launcher: str, where: Site, line: str) -> None:
+    assert build_command(launcher, JOB, where).argv == (*line.split(), "train.py", "--epochs", "1")
 
 
 def test_every_launcher_of_one_command_has_a_golden_line() -> None:
@@ -89,14 +89,14 @@ def test_srun_starts_mpi_where_mpi_is_the_transport() -> None:
 
 
 def test_srun_gives_a_rank_the_cores_of_a_task() -> None:
-    """Left alone it gives one, whatever the allocation was asked for."""
+    """By default srun gives one, whatever the allocation has."""
     argv = build_command("srun", JOB, replace(site(), task_cpus=8)).argv
     assert argv[2:5] == ("--nodes=1", "--ntasks=2", "--cpus-per-task=8")
 
 
 @pytest.mark.parametrize(("launcher", "helped"), [("mpirun", True), ("horovodrun-mpi", True), ("horovodrun", False)])
 def test_open_mpi_starts_on_one_host_without_ssh(launcher: str, helped: bool) -> None:
-    """Left alone it ends with 'plm_rsh_agent: ssh : rsh ... could not be found'."""
+    """By default it fails with 'plm_rsh_agent: ssh : rsh ... could not be found'."""
     assert "OMPI_MCA_plm_rsh_agent" not in build_command(launcher, JOB, site()).env
     without = replace(site(), has_ssh=False)
     assert build_command(launcher, JOB, without).env.get("OMPI_MCA_plm_rsh_agent") == ("false" if helped else None)
@@ -113,7 +113,7 @@ def test_mpirun_of_unknown_make_is_refused() -> None:
 
 
 @pytest.mark.parametrize("launcher", ALONE)
-def test_missing_tool_is_named_with_what_brings_it(launcher: str) -> None:
+def test_missing_tool_is_named_with_its_install_hint(launcher: str) -> None:
     tool = launcher.removesuffix("-mpi")
     with pytest.raises(LaunchError, match=r"was not found beside /v/bin/python or on PATH; it comes with"):
         build_command(launcher, JOB, Site("/v/bin/python", {name: TOOLS[name] for name in TOOLS if name != tool}, ""))
@@ -143,7 +143,7 @@ def test_impossible_job_is_refused(program: tuple[str, ...], ranks: int, wrong: 
         ("", "unknown"),
     ],
 )
-def test_mpi_is_told_by_its_version(version: str, mpi: Mpi) -> None:
+def test_mpi_is_recognised_by_its_version(version: str, mpi: Mpi) -> None:
     assert parse_mpi_version(version) == mpi
 
 
@@ -211,7 +211,7 @@ def test_command_line_on_hosts_is_what_a_person_would_type(launcher: str, mpi: M
 
 
 def test_horovodrun_is_given_no_folder_that_it_does_not_quote() -> None:
-    """It tells the shells of other hosts to go there."""
+    """It passes the folder to the shells of other hosts."""
     here = Job(("train.py",), 2)
     for folder in ("/my work", "/$(id)", "/it's"):
         odd = replace(site(), folder=folder)
@@ -220,7 +220,7 @@ def test_horovodrun_is_given_no_folder_that_it_does_not_quote() -> None:
         assert build_command("horovodrun", here, odd)
 
 
-def test_horovodruns_mpirun_is_told_where_its_daemon_is() -> None:
+def test_horovodruns_mpirun_gets_the_prefix_of_its_daemon() -> None:
     argv = build_command("horovodrun-mpi", ON_HOSTS, site()).argv
     assert argv[1:7] == ("--mpi", "-np", "3", "--mpi-args=--prefix /v", "-H", "a:2,b:2")
 
@@ -246,7 +246,7 @@ def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None
     assert there.argv == ("/v/bin/torchrun", *flags.format(1, 1).split())
 
 
-def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
+def test_commands_for_other_hosts_go_over_ssh_with_folder_and_variables() -> None:
     _, there = build_commands("torchrun", ON_HOSTS, met())
     over = ssh.wrap_in_ssh(there, met())
     assert over.host is None
@@ -259,7 +259,7 @@ def test_what_runs_elsewhere_goes_over_ssh_with_folder_and_variables() -> None:
     )
 
 
-def test_spawn_tells_every_rank_its_place() -> None:
+def test_spawn_gives_every_rank_its_topology() -> None:
     built = build_commands("spawn", ON_HOSTS, met())
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK", "NUM_NODES")
     places = [tuple(int(command.env[f"DUALDIST_{name}"]) for name in names) for command in built]
@@ -276,7 +276,7 @@ def test_torchrun_restarts_its_ranks_itself() -> None:
 
 
 def test_horovodrun_keeps_ranks_on_hosts_of_their_own_names() -> None:
-    """It would use no more a host whose rank was lost, and wait for a second one to find an interface."""
+    """It excludes the host of a lost rank, and waits for a second host to find an interface."""
     here = build_command("horovodrun", Job(("train.py",), 3, min_ranks=2), site()).argv
     hosts = "localhost:1,Localhost:1,lOcalhost:1"
     elastic = "--min-np 2 --max-np 3 --blacklist-cooldown-range 1 60"

@@ -65,7 +65,7 @@ def test_command_that_does_not_exist_is_an_error_that_shows_it() -> None:
         run_command(Command(("/nowhere/mpirun", "-np", "2")), timeout_s=1, what="a job")
 
 
-def test_timeout_ends_every_process_and_names_what_was_waited_for(tmp_path: Path) -> None:
+def test_timeout_ends_every_process_and_names_the_running_ones(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(LaunchError) as caught:
         run_command(python(PARENT, str(file), "600"), timeout_s=2, what="the training")
@@ -116,10 +116,10 @@ def test_ending_the_runner_ends_the_job(tmp_path: Path, number: signal.Signals) 
 def test_a_process_that_cannot_be_killed_is_named_and_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that waits for a disk; for this one nobody has waited."""
+    """A zombie stands for a process in uninterruptible sleep."""
     monkeypatch.setattr("dualdist.launch.processes.KILL_TIMEOUT_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        assert processes.wait_or_kill("nobody's", 0, lambda: [ended.pid]) == []
+        assert processes.wait_or_kill("unused mark", 0, lambda: [ended.pid]) == []
     assert f"SIGKILL did not end every process within 0.2 s; still running: {ended.pid} (" in capfd.readouterr().err
 
 
@@ -134,7 +134,7 @@ processes.send_signal([1, os.getpid()], signal.SIGURG)
     assert run_command(python(program), timeout_s=60, what="a job").code == 0
 
 
-def test_a_signal_waits_until_what_was_begun_is_known() -> None:
+def test_a_deferred_signal_is_raised_at_the_end_of_the_block() -> None:
     begun: list[signal.Signals] = []
 
     def begin(number: signal.Signals) -> None:

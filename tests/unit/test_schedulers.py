@@ -128,7 +128,7 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"nodes": 0}, "--nodes 0: expected a whole number of 1 or more"),
         ({"tasks_per_node": -1}, "--tasks-per-node -1"),
@@ -154,13 +154,13 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ({"launcher": "horovodrun", "transport": "mpi"}, "choose the launcher mpirun itself"),
     ],
 )
-def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_requests_are_refused(given: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         job_script("slurm", ScriptRequest(("train.py",), **{"launcher": "torchrun", **given}))
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "told"),
+    ("name", "given", "message"),
     [
         ("slurm", {"requeue": 0}, "--requeue 0: expected a whole number of 1 or more"),
         ("slurm", {"requeue": 120, "time": "0:02:00"}, "requeue 120: the job has 120 seconds; expected fewer"),
@@ -169,8 +169,8 @@ def test_what_cannot_be_is_refused(given: Mapping[str, Any], told: str) -> None:
         ("workstation", {"requeue": 120}, "--requeue with the scheduler workstation: there is no queue"),
     ],
 )
-def test_a_job_that_cannot_be_queued_again_is_refused(name: str, given: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_job_that_cannot_be_queued_again_is_refused(name: str, given: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         job_script(name, ScriptRequest(("train.py",), "torchrun", **given))
 
 
@@ -225,7 +225,7 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ({"resources": {"nodes": 3}, "ranks": 4}, "4 ranks on 3 nodes with the same number on each"),
         ({"resources": {"nodes": 2, "tasks_per_node": 3}, "ranks": 4}, "with 3 on each"),
@@ -233,8 +233,8 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
         ({"hosts": ["a:x"]}, "the same number of slots"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         build_script_request("ssh", ("train.py",), **asked)
 
 
@@ -250,7 +250,7 @@ def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             "slurm --launcher torchrun --backend mpi",
@@ -260,13 +260,13 @@ def test_mpi_gets_a_launcher_that_starts_it(asked: Mapping[str, str]) -> None:
         ("slurm --backend native --transport mpi", "expected one of gloo, shm, nccl for the backend native, not mpi\n"),
     ],
 )
-def test_a_script_for_what_cannot_go_together_is_refused(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_a_script_with_conflicting_options_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--scheduler", *words.split(), "train.py"]) == 1
-    said = capsys.readouterr()
-    assert said.err.endswith(told)
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert output.err.endswith(message)
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_options_of_a_scheduler_want_one(base_env: Mapping[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--max-restarts 2", "--max-restarts: only for ranks that dualdist run starts itself"),
         ("--timeout 60", "--timeout: only"),
@@ -327,21 +327,21 @@ def test_options_of_a_scheduler_want_one(base_env: Mapping[str, str], tmp_path: 
         ("-H a:2,b:2", "hosts a:2,b:2: slurm chooses the nodes itself"),
     ],
 )
-def test_what_a_script_cannot_do_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_scripts_ignore_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--scheduler", "slurm", *words.split(), "train.py"]) == 1
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
 
 
 def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What a script cannot do is passed over, and told."""
+    """Scripts ignore some options of job files, with a warning."""
     (tmp_path / "job.yaml").write_text("program: train.py\nranks: 4\nhosts: a:2,b:2\ntag_output: true\n")
     words = ["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", "slurm", "--nodes", "2"]
     assert main(words) == 0
-    said = capsys.readouterr()
-    assert said.err == "dualdist run: slurm scripts ignore: tag_output, hosts\n"
-    assert "--ntasks-per-node=2" in said.out
+    output = capsys.readouterr()
+    assert output.err == "dualdist run: slurm scripts ignore: tag_output, hosts\n"
+    assert "--ntasks-per-node=2" in output.out
 
 
 @pytest.mark.parametrize(("scheduler", "line"), [("workstation", "ranks_per_node=4"), ("ssh", "hosts=(localhost)")])
@@ -349,14 +349,14 @@ def test_this_hosts_own_names_say_how_many_ranks_it_takes(
     scheduler: str, line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["run", "--scheduler", scheduler, "-H", "localhost:4", "train.py"]) == 0
-    said = capsys.readouterr()
-    assert {line, "ranks_per_node=4"} <= {*said.out.splitlines()}
+    output = capsys.readouterr()
+    assert {line, "ranks_per_node=4"} <= {*output.out.splitlines()}
     (tmp_path / "job.yaml").write_text("program: train.py\nhosts: localhost:4\n")
     assert main(["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", scheduler]) == 0
-    assert capsys.readouterr() == said
+    assert capsys.readouterr() == output
 
 
-def test_a_batch_scheduler_is_told_no_hosts_not_even_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_schedulers_refuse_hosts_even_this_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--scheduler", "slurm", "-H", "localhost:4", "train.py"]) == 1
     assert "hosts localhost:4: slurm chooses the nodes itself" in capsys.readouterr().err
 
@@ -364,7 +364,7 @@ def test_a_batch_scheduler_is_told_no_hosts_not_even_this_one(capsys: pytest.Cap
 def test_a_dry_run_writes_and_submits_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # nobody could take the job
+    monkeypatch.setenv("PATH", str(tmp_path))  # no scheduler
     words = ["--submit", "--write", str(tmp_path / "job.sh"), "--network-interface", "ib0"]
     assert main(["run", "--scheduler", "slurm", "--dry-run", *words, "train.py"]) == 0
     assert "GLOO_SOCKET_IFNAME=ib0" in capsys.readouterr().out
@@ -372,16 +372,16 @@ def test_a_dry_run_writes_and_submits_nothing(
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "told"),
+    ("scheduler", "message"),
     [
         ("slurm", "check that its setup() loads what a node needs, then sbatch < 'a job'"),
         ("kubernetes", "next: kubectl create -f - < 'a job'"),
         ("workstation", "check that its setup() loads what a node needs, then bash 'a job'"),
     ],
 )
-def test_what_was_written_is_told_with_what_to_do_next(
+def test_a_written_script_is_reported_with_the_next_step(
     scheduler: str,
-    told: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -389,7 +389,7 @@ def test_what_was_written_is_told_with_what_to_do_next(
     monkeypatch.chdir(tmp_path)
     options = ["--container", "image"] if scheduler == "kubernetes" else []
     assert main(["run", "--scheduler", scheduler, *options, "--write", "a job", "train.py"]) == 0
-    assert capsys.readouterr().err == f"dualdist run: wrote a job; {told}\n"
+    assert capsys.readouterr().err == f"dualdist run: wrote a job; {message}\n"
 
 
 def test_hosts_of_a_job_file_do_not_limit_a_scheduler_that_chooses_nodes(

@@ -52,7 +52,7 @@ def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     assert env_defaults.launcher_variables(environ) == {"HOME": "/h"}
 
 
-def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> None:
+def test_a_launcher_that_exports_everything_gets_what_ranks_may_have() -> None:
     site = Site("/v/python", {"horovodrun": "/v/horovodrun"}, "/v:/bin", folder="/here", launcher_env={"HOME": "/h"})
     environ = {"HF_TOKEN": "hush", "HOME": "/h"}
     job = Job(("x.py",), 2, hosts=(Host("a", 1, is_local=True), Host("b", 1)), env={"A": "b"})
@@ -63,7 +63,7 @@ def test_a_launcher_that_hands_all_on_gets_no_more_than_the_ranks_may_have() -> 
     assert here.environment(environ)["HF_TOKEN"] == "hush", "it is on no other host"
 
 
-def test_srun_which_hands_on_what_it_has_has_no_secrets_but_those_that_are_named() -> None:
+def test_srun_exports_no_secrets_but_those_of_the_job() -> None:
     environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
     site = Site(
         "/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secret_names=env_defaults.secret_names(environ)
@@ -82,11 +82,11 @@ def test_a_job_script_takes_the_value_of_a_named_variable_from_where_it_is_submi
         assert ("#PBS -v HF_TOKEN,B\n" in text) == (scheduler == "pbs"), "PBS alone hands none on unasked"
 
 
-def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start() -> None:
+def test_a_job_script_without_an_inherited_variable_does_not_start() -> None:
     text = job_script(
         "workstation", ScriptRequest(("x.py",), "torchrun", setup=("echo started",), handed_on=("HF_TOKEN",))
     )
-    for given, told in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
+    for given, message in (({}, "HF_TOKEN: is not set where this was submitted"), ({"HF_TOKEN": ""}, "torchrun: ")):
         done = subprocess.run(
             ["bash"],
             input=text,
@@ -97,11 +97,11 @@ def test_a_job_script_without_a_variable_that_it_should_hand_on_does_not_start()
             executable="/bin/bash",
         )
         assert done.returncode != 0
-        assert told in done.stderr
+        assert message in done.stderr
         assert ("started" in done.stdout) == bool(given)
 
 
-def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
+def test_a_job_script_recognises_secrets_by_the_same_names() -> None:
     names = [f"TORCH_{name}" for name in (*SECRETS, *OTHERS, "KEY", "KEYS", "MAX_TOKENS", "PASS", "PASSES", "PAT")]
     environ = dict.fromkeys(names, "hush")
     text = job_script("ssh", ScriptRequest(("x.py",), "mpirun", hosts=("a",)))
@@ -112,8 +112,8 @@ def test_the_shell_of_a_job_script_tells_secrets_by_the_same_names() -> None:
     assert kept & {*environ} == {name for name in names if not is_secret(name)}
 
 
-def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
-    """Everybody there, and here, sees those."""
+def test_secrets_are_on_no_command_line_of_another_host() -> None:
+    """All users of both hosts see command lines."""
     site = Site("/v/python", {}, "/v", folder="/here")
     built = wrap_in_ssh(
         Command(("python", "x.py"), {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a", "A": "b"}, host="n1"), site
@@ -129,7 +129,7 @@ def test_what_is_secret_stands_on_no_command_line_of_another_host() -> None:
     assert "hush" not in " ".join(probe_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
 
 
-def test_a_line_with_what_is_told_can_be_pasted() -> None:
+def test_a_shell_line_with_standard_input_can_be_pasted() -> None:
     built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
     done = subprocess.run(["sh", "-c", shell_line(built)], capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}
@@ -145,7 +145,7 @@ def test_a_dry_run_of_a_job_script_shows_no_secret(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("secret", ["hush", "hush it's", 'say "hush"', "a\nhush", "$(hush) 'a' \"b\""])
-def test_a_secret_in_a_line_for_a_shell_elsewhere_is_hidden_whole(secret: str) -> None:
+def test_a_secret_in_a_remote_shell_line_is_redacted_whole(secret: str) -> None:
     built = Command(("python", "x.py"), {"HF_TOKEN": secret, "A": "b c"}, host="n1")
     shown = redact_command(wrap_in_ssh(built, Site("/v/python", {}, "/v")).argv)
     assert "hush" not in " ".join(shown)
