@@ -90,7 +90,7 @@ def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_h
     argv = two_hosts.on(0, *RUN, "--launcher", "horovodrun", *HOSTS, ECHO)
     outcome = Launch(launch.env, folder)(argv, env=two_hosts.env, check=False)
     assert outcome.rc == 1
-    assert "as it is: start the job in a folder whose name" in outcome.stderr
+    assert "unquoted to the shells of other hosts: start the job in a folder whose name" in outcome.stderr
 
 
 @pytest.mark.smoke("torchrun", "mpirun")
