@@ -26,6 +26,7 @@ from harness.rank_pool import RankPool
 
 PROGRAM = str(Path(rank.__file__))
 SPAWNER = str(Path(rank.__file__).with_name("spawner.py"))
+PLUGIN = Path(rank.__file__).with_name("plugin")  # a backend of another package, found by its entry point
 TRANSPORT = "DUALDIST_TRANSPORT"
 
 
@@ -76,6 +77,7 @@ LAW_CELLS = [
     Cell("mpirun", "mpi", "mpirun", "mpi", "mpi"),
 ]
 FULL_LAW_CELLS = [
+    Cell("torchrun", "sockets", "torchrun", "sockets", "tcp"),
     Cell("python", "native", "none", "native", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "gloo", ranks=1),
     Cell("python", "horovod", "none", "horovod", "mpi", ranks=1, variables=MPI),
@@ -132,6 +134,8 @@ def ranks(
     cell: Cell = request.param
     launch = Launch(base_env, tmp_path_factory.mktemp("contract"))
     env = dict(cell.variables)
+    if cell.backend == "sockets":
+        env["PYTHONPATH"] = f"{base_env['PYTHONPATH']}:{PLUGIN}"
     if cell.started_by == "mpiexec-mpich":
         if shutil.which("mpiexec.mpich", path=base_env["PATH"]) is None:
             lack("mpiexec.mpich", "mpich")

@@ -1,0 +1,128 @@
+"""Backends by name: built in, of another package by its entry point, and registered by the program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dualdist.backends import registry
+from dualdist.backends.registry import BackendSpec
+from dualdist.cli import main
+from dualdist.errors import UsageError
+from dualdist.launch.job_file import loads
+from dualdist.rendezvous.backend_selection import check_choice
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "tests" / "contract" / "plugin"
+BUILTIN = ("native", "horovod", "mpi")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry() -> Iterator[None]:
+    registry._entry_points.cache_clear()
+    registry._registered.cache_clear()
+    yield
+    registry._entry_points.cache_clear()
+    registry._registered.cache_clear()
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+
+
+def install(folder: Path, name: str, value: str) -> None:
+    """Make a package whose entry point is a backend."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[dualdist.backends]\n{value}\n")
+
+
+def test_the_built_in_backends_are_found_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    assert registry.names() == BUILTIN
+    assert registry.choices() == ("auto", *BUILTIN)
+    assert [registry.get(name).name for name in (*BUILTIN, "single")] == [*BUILTIN, "single"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_the_package_declares_its_own_backends_as_others_do() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
+    assert declared == {point.name: point.value for point in registry.BUILTIN}
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert registry.names() == (*BUILTIN, "sockets")
+    assert registry.get("sockets").transports == ("tcp",)
+    assert "tcp" in registry.transports()
+    assert check_choice("sockets", registry.choices(), "backend", "DUALDIST_BACKEND") == "sockets"
+    assert loads("program: train.py\nbackend: sockets\ntransport: tcp", "job.yaml").backend == "sockets"
+    assert main(["run", "--dry-run", "-np", "2", "--backend", "sockets", "train.py"]) == 0
+    assert "DUALDIST_BACKEND=sockets" in capsys.readouterr().out
+    available = registry.availability({"torch": "2.9.0", "mpi4py": None}, None)
+    assert available["sockets"].available
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_unknown_backend_is_refused_with_the_known_names_and_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"'socket': expected one of native, horovod, mpi, sockets.*'sockets'"):
+        registry.get("socket")
+
+
+def test_a_program_registers_a_backend() -> None:
+    spec = registry.register("mine", lambda context: pytest.fail("not started"), ("tcp",), needs_mpi=True)
+    assert registry.get("mine") is spec
+    assert registry.names() == (*BUILTIN, "mine")
+    assert registry.needs_mpi("mine", None)
+    assert not registry.needs_mpi("native", "gloo")
+
+
+@pytest.mark.parametrize("name", ["native", "single", "auto", "mine"])
+def test_a_name_is_registered_once(name: str) -> None:
+    registry.register("mine", lambda context: pytest.fail("not started"), ("tcp",))
+    with pytest.raises(UsageError, match=name):
+        registry.register(name, lambda context: pytest.fail("not started"), ("tcp",))
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "other", "mpi = other:SPEC")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"two .* 'mpi': dualdist\.backends\.mpi:SPEC and other:SPEC"):
+        registry.names()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [("raise OSError('no driver')", "no driver"), ("SPEC = 1", "no BackendSpec")]
+)
+def test_a_backend_that_cannot_be_loaded_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    install(tmp_path, "broken", "broken = broken_backend:SPEC")
+    (tmp_path / "broken_backend.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=reason):
+        registry.get("broken")
+    available = registry.availability({"torch": "2.9.0", "mpi4py": None}, None)
+    assert (available["broken"].available, available["native"].available) == (False, True)
+    assert reason in available["broken"].reason
+    assert set(registry.backend_transports()) == set(BUILTIN)
+    sys.modules.pop("broken_backend", None)
+
+
+def test_a_description_holds_what_a_launcher_must_know() -> None:
+    specs = {name: registry.get(name) for name in BUILTIN}
+    assert {name: spec.launcher for name, spec in specs.items()} == {
+        "native": "torchrun",
+        "horovod": "horovodrun",
+        "mpi": "mpirun",
+    }
+    assert [name for name, spec in specs.items() if spec.needs_mpi] == ["mpi"]
+    assert isinstance(specs["native"], BackendSpec)
