@@ -65,7 +65,7 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
     assert "tcp" in registry.transports()
     assert check_choice("sockets", registry.choices(), "backend", "DUALDIST_BACKEND") == "sockets"
     assert loads("program: train.py\nbackend: sockets\ntransport: tcp", "job.yaml").backend == "sockets"
-    assert main(["run", "--dry-run", "-np", "2", "--backend", "sockets", "train.py"]) == 0
+    assert main(["run", "--dry-run", "-np", "2", "--backend", "sockets", str(PLUGIN / "dualdist_sockets.py")]) == 0
     assert "DUALDIST_BACKEND=sockets" in capsys.readouterr().out
     available = registry.availability({"torch": "2.9.0", "mpi4py": None}, None)
     assert available["sockets"].available
