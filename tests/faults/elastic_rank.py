@@ -78,7 +78,7 @@ def waits(folder: Path, _: str) -> None:
     """Until it is told to stop, by the test or by another rank."""
     if once(folder, f"waiting-{dd.rank()}"):
         last = training_state.last_step()
-        while not (last.notice.kind or last._has_answered):
+        while not (last.notice.kind or last._has_published):
             time.sleep(0.01)
 
 
