@@ -226,10 +226,9 @@ def join(*, group: Group | None = None) -> int:
         >>> last = dd.join()
         >>> dd.broadcast_parameters(torch.nn.Linear(2, 1), root=last)
     """
-    from dualdist.collectives.collectives import zero_contribution
     from dualdist.ddp.join import join
 
-    return join(session.group_or_world(group), zero_contribution)
+    return join(session.group_or_world(group))
 
 
 @disable_compile
@@ -288,9 +287,9 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
         >>> dd.broadcast_object({"lr": 0.1})
         {'lr': 0.1}
     """
-    from dualdist.collectives import objects
+    from dualdist.collectives import state
 
-    return objects.broadcast_object(session.group_or_world(group), obj, root)
+    return state.broadcast_object(session.group_or_world(group), obj, root)
 
 
 @disable_compile
@@ -307,9 +306,9 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
         >>> dd.allgather_object(f"rank {dd.rank()}")
         ['rank 0']
     """
-    from dualdist.collectives import objects
+    from dualdist.collectives import state
 
-    return objects.allgather_object(session.group_or_world(group), obj)
+    return state.allgather_object(session.group_or_world(group), obj)
 
 
 @disable_compile
@@ -335,9 +334,9 @@ def broadcast_parameters(
     Example:
         >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
     """
-    from dualdist.collectives import broadcast_state
+    from dualdist.collectives import state
 
-    broadcast_state.broadcast_parameters(session.group_or_world(group), params, root)
+    state.broadcast_parameters(session.group_or_world(group), params, root)
 
 
 @disable_compile
@@ -358,9 +357,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
         >>> model = torch.nn.Linear(2, 1)
         >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
-    from dualdist.collectives import broadcast_state
+    from dualdist.collectives import state
 
-    broadcast_state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
+    state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
 
 
 @disable_compile

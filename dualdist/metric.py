@@ -73,7 +73,7 @@ class Metric:
         group = session.group_or_world(self._group)
         sums = torch.tensor([float(self._total), self._count], dtype=torch.float64)
         name = group.next_name(f"metric {self.name}".strip())
-        total, count = collectives.allreduce(group, sums, "sum", name).wait().tolist()
+        total, count = collectives.allreduce(group, sums, "sum", name).run().tolist()
         return float(total / count) if count else float("nan")
 
     @property

@@ -1,4 +1,4 @@
-"""The operations on tensors that a training script calls: each finds the open session and hands over."""
+"""The collectives on tensors that a training script calls; each delegates to its description in the session."""
 
 from __future__ import annotations
 
@@ -6,124 +6,62 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from dualdist.collectives.arguments import as_list
+from dualdist.collectives.arguments import as_list, as_tensor
 from dualdist.collectives.compile import disable_compile
-from dualdist.session import current
-from dualdist.session import group_or_world as _group
+from dualdist.session import group_or_world
 
 if TYPE_CHECKING:
+    from typing import TypeAlias, TypedDict
+
     import torch
+    from torch import Tensor
+    from typing_extensions import Unpack
 
     from dualdist.collectives.group import Group
     from dualdist.collectives.reductions import Op
-    from dualdist.collectives.work import Handle
+    from dualdist.collectives.work import Collective, Handle
+
+    Splits: TypeAlias = Sequence[int] | Tensor
+    Async: TypeAlias = Literal[True]
+    Sync: TypeAlias = Literal[False]
+
+    class Common(TypedDict, total=False):
+        """The keywords that every collective takes."""
+
+        name: str | None
+        group: Group | None
+
+    class Scaled(Common, total=False):
+        """The keywords of a reduction."""
+
+        prescale: float
+        postscale: float
+
 
 T = TypeVar("T")
 
 
-def _traced_allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | None:
-    """What torch.compile follows in place of allreduce, if it can."""
+def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
+    return collective.start() if async_op else collective.run()
+
+
+def _trace_allreduce(
+    tensor: Tensor, op: Op = "mean", *, group: Group | None = None, async_op: bool = False, **options: Any
+) -> Tensor | None:
+    """Trace an allreduce for torch.compile; return None if it cannot follow."""
     from dualdist import traced_operations
-    from dualdist.collectives.reductions import is_traceable
-
-    if async_op or not is_traceable(_group(group).backend, tensor, op):
-        return None
-    place = traced_operations.WORLD if group is None or group is current().world else current().groups.index(group)
-    found: torch.Tensor = traced_operations.allreduce(tensor, op, name or "", place, float(prescale), float(postscale))
-    return found
-
-
-@overload
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
-@partial(disable_compile, unless=_traced_allreduce)
-def allreduce(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with the reduction of each element over all ranks; every rank passes the same shape and dtype.
-
-    `op` is "mean" (the sum, then divided by the number of ranks; floating point only), "sum", "min", "max", "product",
-    or "adasum" (Maleki et al., MLSys 2021; the number of ranks is a power of two). Any dtype of numbers will do; of
-    booleans "sum" and "max" are "or", "product" and "min" are "and". The tensor is multiplied by `prescale` before, the
-    result by `postscale` after. A sparse COO tensor gives the coalesced sum or mean.
-
-    With async_op=True returns a Handle at once, whose wait() gives the tensor; the caller leaves `tensor` alone until
-    then. Operations of other names may come in between, on each rank in another order. Else gradients flow back
-    through "mean" and "sum": the same reduction of the ranks' gradients.
-
-    MismatchError on every rank where shapes, dtypes, operations or names differ.
-
-    >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
-    tensor([2., 4.])
-    """
-    from dualdist.collectives import autograd, collectives, fast_allreduce
 
     if async_op:
-        return collectives.allreduce(_group(group), tensor, op, name, prescale, postscale).begin()
-    if autograd.wants_gradient([tensor]):
-        return autograd.allreduce(_group(group), tensor, op, name, prescale, postscale)
-    return fast_allreduce.allreduce(_group(group), tensor, op, name, prescale, postscale)
+        return None
+    return traced_operations.trace(traced_operations.allreduce, group_or_world(group), tensor, op, **options)
 
 
 @overload
-def allreduce_(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def allreduce(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]) -> Handle[Tensor]: ...
 @overload
-def allreduce_(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
-@disable_compile
-def allreduce_(
+def allreduce(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
+@partial(disable_compile, unless=_trace_allreduce)
+def allreduce(
     tensor: torch.Tensor,
     op: Op = "mean",
     *,
@@ -133,43 +71,84 @@ def allreduce_(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """allreduce in place: `tensor` itself holds the reduction afterwards, and is returned; no gradient flows.
+    """Reduce a tensor over all ranks into a new tensor; every rank of the group calls this.
 
-    Arguments and errors as allreduce's; after MismatchError the tensor is as it was.
+    Gradients flow through "mean" and "sum": the backward pass reduces the ranks' gradients in the same way.
 
-    >>> tensor = torch.ones(2)
-    >>> dd.allreduce_(tensor, op="sum") is tensor
-    True
+    Args:
+        tensor: of the same shape and dtype on every rank; any numeric dtype. Of booleans, "sum" and "max" are "or",
+            "product" and "min" are "and". A sparse COO tensor gives the coalesced sum or mean.
+        op: "mean" (the sum divided by the number of ranks; floating point only), "sum", "min", "max", "product", or
+            "adasum" (Maleki et al., MLSys 2021; the number of ranks must be a power of two).
+        name: identifies the call in errors and between ranks: asynchronous operations of different names may begin in
+            another order on another rank. If None, calls are numbered.
+        group: a group of new_group(), or None for all ranks.
+        prescale: the tensor is multiplied by this before the reduction.
+        postscale: the result is multiplied by this.
+        async_op: return a handle at once; leave `tensor` unchanged until its wait(). No gradient flows.
+
+    Returns:
+        A tensor of the same shape, or with async_op=True a handle whose wait() returns it.
+
+    Raises:
+        MismatchError: the ranks passed different shapes, dtypes, ops or names; raised on every rank.
+        CollectiveTimeoutError: a rank did not call this within the timeout_s of init().
+        UsageError: an argument is invalid.
+
+    Example:
+        >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
+        tensor([2., 4.])
     """
     from dualdist.collectives import collectives, fast_allreduce
 
     if async_op:
-        return collectives.allreduce_(_group(group), tensor, op, name, prescale, postscale).begin()
-    return fast_allreduce.allreduce(_group(group), tensor, op, name, prescale, postscale, in_place=True)
+        return collectives.allreduce(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale).start()
+    return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale)
 
 
 @overload
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
+def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]) -> Handle[Tensor]: ...
+@overload
+def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
+@disable_compile
+def allreduce_(
+    tensor: torch.Tensor,
     op: Op = "mean",
     *,
     name: str | None = None,
     group: Group | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
+    async_op: bool = False,
+) -> torch.Tensor | Handle[torch.Tensor]:
+    """Reduce a tensor over all ranks in place; no gradient flows.
+
+    Arguments and errors are those of allreduce(). After MismatchError the tensor is unchanged.
+
+    Returns:
+        `tensor` itself, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> dd.allreduce_(tensor, op="sum") is tensor
+        True
+    """
+    from dualdist.collectives import collectives, fast_allreduce
+
+    if async_op:
+        given = as_tensor(tensor)
+        return collectives.allreduce(group_or_world(group), given, op, name, prescale, postscale, in_place=True).start()
+    return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale, in_place=True)
+
+
 @overload
 def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]
+) -> Handle[list[Tensor]]: ...
+@overload
+def grouped_allreduce(
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]
+) -> list[Tensor]: ...
 @disable_compile
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
@@ -181,43 +160,31 @@ def grouped_allreduce(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allreduce of each tensor, all of them or none, in one message for each dtype.
+    """Reduce several tensors over all ranks, in one message per dtype; all of them or none.
 
-    Every rank passes the same number of tensors. Arguments and errors as allreduce's.
+    Args:
+        tensors: as many on every rank. The other arguments and the errors are those of allreduce().
 
-    >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
-    [tensor([1., 1.]), tensor([3])]
+    Returns:
+        A list of new tensors, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
+        [tensor([1., 1.]), tensor([3])]
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import allreduce
 
-    tensors = as_list(tensors)
-    if not async_op and autograd.wants_gradient(tensors):
-        return autograd.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale)
-    return _now_or_later(collectives.grouped_allreduce(_group(group), tensors, op, name, prescale, postscale), async_op)
+    return _call(allreduce(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op)
 
 
 @overload
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]
+) -> Handle[list[Tensor]]: ...
 @overload
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]
+) -> list[Tensor]: ...
 @disable_compile
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
@@ -229,177 +196,154 @@ def grouped_allreduce_(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """grouped_allreduce in place: the tensors themselves hold the reductions afterwards; no gradient flows.
+    """Reduce several tensors over all ranks in place; no gradient flows.
 
-    Arguments and errors as allreduce's; after MismatchError the tensors are as they were.
+    Arguments and errors are those of grouped_allreduce(). After MismatchError the tensors are unchanged.
 
-    >>> tensors = [torch.ones(2), torch.zeros(1)]
-    >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
-    True
+    Returns:
+        A list of `tensors`, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> tensors = [torch.ones(2), torch.zeros(1)]
+        >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
+        True
     """
-    from dualdist.collectives import collectives
+    from dualdist.collectives.collectives import allreduce
 
-    return _now_or_later(
-        collectives.grouped_allreduce_(_group(group), as_list(tensors), op, name, prescale, postscale), async_op
-    )
+    members = as_list(tensors)
+    return _call(allreduce(group_or_world(group), members, op, name, prescale, postscale, in_place=True), async_op)
 
 
 @overload
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[False] = False
-) -> torch.Tensor: ...
+def allgather(tensor: Tensor, *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
 @overload
-def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
+def allgather(tensor: Tensor, *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def allgather(
     tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n, *s) -> (sum of all n, *s). n may differ between ranks, s and dtype may not.
+    """Concatenate the rows of all ranks, in rank order: (n, *s) -> (sum of all n, *s).
 
-    A tensor without dimensions counts as one row. Back flows the mean over ranks of the gradients for this rank's rows.
-    MismatchError on every rank where the shapes do not fit.
+    The backward pass returns the mean over ranks of the gradients for this rank's rows.
 
-    >>> dd.allgather(torch.tensor([[1, 2]]))  # (1, 2) on each of two ranks gives (2, 2) on both
-    tensor([[1, 2]])
+    Args:
+        tensor: n may differ between ranks, s and the dtype may not. A tensor without dimensions counts as one row.
+        name, group, async_op: as for allreduce().
+
+    Returns:
+        The same tensor on every rank, or with async_op=True a handle whose wait() returns it.
+
+    Raises:
+        MismatchError: the ranks passed different row shapes or dtypes; raised on every rank.
+
+    Example:
+        >>> dd.allgather(torch.tensor([[1, 2]]))  # (1, 2) on each of two ranks gives (2, 2) on both
+        tensor([[1, 2]])
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import allgather
 
-    if not async_op and autograd.wants_gradient([tensor]):
-        return autograd.allgather(_group(group), tensor, name)
-    return _now_or_later(collectives.allgather(_group(group), tensor, name), async_op)
+    return _call(allgather(group_or_world(group), as_tensor(tensor), name), async_op)
 
 
 @overload
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor],
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
+    tensors: Sequence[Tensor], *, async_op: Async, **options: Unpack[Common]
+) -> Handle[list[Tensor]]: ...
 @overload
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[list[torch.Tensor]]: ...
+    tensors: Sequence[Tensor], *, async_op: Sync = ..., **options: Unpack[Common]
+) -> list[Tensor]: ...
 @disable_compile
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """allgather of each tensor, all of them or none, in one message.
+    """Gather several tensors from all ranks in one message; all of them or none.
 
-    Every rank passes the same number of tensors. MismatchError on every rank where they do not fit.
+    Args:
+        tensors: as many on every rank. The other arguments and the errors are those of allgather().
 
-    >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
-    [tensor([1.]), tensor([True])]
+    Returns:
+        A list of new tensors, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
+        [tensor([1.]), tensor([True])]
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import allgather
 
-    tensors = as_list(tensors)
-    if not async_op and autograd.wants_gradient(tensors):
-        return autograd.grouped_allgather(_group(group), tensors, name)
-    return _now_or_later(collectives.grouped_allgather(_group(group), tensors, name), async_op)
+    return _call(allgather(group_or_world(group), as_list(tensors), name), async_op)
 
 
 @overload
-def broadcast(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def broadcast(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
 @overload
-def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
+def broadcast(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def broadcast(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """A new tensor with root's values; every rank passes the same shape and dtype. `root` is a rank of the job.
+    """Return root's tensor on every rank; every rank of the group calls this.
 
-    Back flows to root the mean over ranks of the gradients, to the others zero. MismatchError on every rank where
-    shapes, dtypes or roots differ; UsageError where root is no rank of the group.
+    The backward pass returns to root the mean over ranks of the gradients, to the others zero.
 
-    >>> dd.broadcast(torch.tensor([7, 8]), root=0)
-    tensor([7, 8])
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        root: a rank of the job that is in the group.
+        name, group, async_op: as for allreduce().
+
+    Returns:
+        A new tensor, or with async_op=True a handle whose wait() returns it.
+
+    Raises:
+        MismatchError: the ranks passed different shapes, dtypes or roots; raised on every rank.
+        UsageError: root is not in the group.
+
+    Example:
+        >>> dd.broadcast(torch.tensor([7, 8]), root=0)
+        tensor([7, 8])
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import broadcast
 
-    if not async_op and autograd.wants_gradient([tensor]):
-        return autograd.broadcast(_group(group), tensor, root, name)
-    return _now_or_later(collectives.broadcast(_group(group), tensor, root, name), async_op)
+    return _call(broadcast(group_or_world(group), tensor, root, name), async_op)
 
 
 @overload
-def broadcast_(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
 @overload
-def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
+def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def broadcast_(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """broadcast in place: `tensor` itself holds root's values afterwards, and is returned; no gradient flows.
+    """Copy root's tensor to every rank in place; no gradient flows.
 
-    Arguments and errors as broadcast's.
+    Arguments and errors are those of broadcast().
 
-    >>> tensor = torch.ones(2)
-    >>> dd.broadcast_(tensor) is tensor
-    True
+    Returns:
+        `tensor` itself, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> tensor = torch.ones(2)
+        >>> dd.broadcast_(tensor) is tensor
+        True
     """
-    from dualdist.collectives import collectives
+    from dualdist.collectives.collectives import broadcast
 
-    return _now_or_later(collectives.broadcast_(_group(group), tensor, root, name), async_op)
+    return _call(broadcast(group_or_world(group), tensor, root, name, in_place=True), async_op)
 
 
 @overload
-def alltoall(
-    tensor: torch.Tensor,
-    splits: None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def alltoall(tensor: Tensor, splits: None = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
+@overload
+def alltoall(tensor: Tensor, splits: None = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @overload
 def alltoall(
-    tensor: torch.Tensor,
-    splits: None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
+    tensor: Tensor, splits: Splits, *, async_op: Async, **options: Unpack[Common]
+) -> Handle[tuple[Tensor, Tensor]]: ...
 @overload
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-@overload
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[True],
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
+    tensor: Tensor, splits: Splits, *, async_op: Sync = ..., **options: Unpack[Common]
+) -> tuple[Tensor, Tensor]: ...
 @disable_compile
 def alltoall(
     tensor: torch.Tensor,
@@ -409,49 +353,37 @@ def alltoall(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Any:
-    """The rows that the ranks sent here, in rank order; with splits also how many came from each: (n, *s) -> (m, *s).
+    """Send rows to each rank and return the rows that came, in rank order: (n, *s) -> (m, *s).
 
-    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts. With splits the result is a pair
-    of the rows and of their numbers (size,). Gradients flow back to where the rows came from.
+    The backward pass returns gradients to where the rows came from.
 
-    MismatchError on every rank where dtypes or shapes of a row differ; UsageError where splits do not add up to the
-    rows, or without splits the rows do not divide.
+    Args:
+        tensor: s and the dtype are the same on every rank.
+        splits: the next splits[i] rows of `tensor` go to rank i. If None, equal parts.
+        name, group, async_op: as for allreduce().
 
-    >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
-    tensor([0, 1, 2, 3])
+    Returns:
+        The received rows; with `splits` a pair of the rows and of how many came from each rank, (size,). With
+        async_op=True a handle whose wait() returns that.
+
+    Raises:
+        MismatchError: the ranks passed different row shapes or dtypes; raised on every rank.
+        UsageError: `splits` do not add up to n, or without splits n is not divisible by the size.
+
+    Example:
+        >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
+        tensor([0, 1, 2, 3])
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import alltoall
 
-    if not async_op and autograd.wants_gradient([tensor]):
-        found = autograd.alltoall(_group(group), tensor, splits, name)
-        return found[0] if splits is None else found
-    if splits is None:
-        return _now_or_later(collectives.alltoall_evenly(_group(group), tensor, name), async_op)
-    return _now_or_later(collectives.alltoall(_group(group), tensor, splits, name), async_op)
+    collective = alltoall(group_or_world(group), tensor, splits, name)
+    return _call(collective.map(lambda pair: pair[0]) if splits is None else collective, async_op)
 
 
 @overload
-def reducescatter(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]) -> Handle[Tensor]: ...
 @overload
-def reducescatter(
-    tensor: torch.Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
+def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
 @disable_compile
 def reducescatter(
     tensor: torch.Tensor,
@@ -463,45 +395,40 @@ def reducescatter(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """This rank's share of the rows of the reduction: (n, *s) -> (n/size, *s), the first ranks take the remainder.
+    """Reduce a tensor over all ranks and return this rank's share of the rows: (n, *s) -> (n/size, *s).
 
-    Every rank passes the same shape and dtype. `op`, `prescale`, `postscale` and the errors are those of allreduce.
-    Back flow the gradients of all shares; with "sum", times the number of ranks, as Horovod does.
+    The first ranks get one row more if n is not divisible by the size. The backward pass returns the gradients of all
+    shares; with "sum" times the number of ranks, as Horovod does.
 
-    >>> dd.reducescatter(torch.ones(3, 1), op="sum")  # of two ranks the first gets two rows
-    tensor([[1.],
-            [1.],
-            [1.]])
+    Args:
+        tensor: of the same shape, with at least one dimension, and dtype on every rank.
+        op, name, group, prescale, postscale, async_op: as for allreduce(), without "adasum".
+
+    Returns:
+        A new tensor, or with async_op=True a handle whose wait() returns it.
+
+    Raises:
+        MismatchError: the ranks passed different shapes, dtypes or ops; raised on every rank.
+
+    Example:
+        >>> dd.reducescatter(torch.ones(3, 1), op="sum")  # of two ranks the first gets two rows
+        tensor([[1.],
+                [1.],
+                [1.]])
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import reducescatter
 
-    if not async_op and autograd.wants_gradient([tensor]):
-        return autograd.reducescatter(_group(group), tensor, op, name, prescale, postscale)
-    return _now_or_later(collectives.reducescatter(_group(group), tensor, op, name, prescale, postscale), async_op)
+    return _call(reducescatter(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale), async_op)
 
 
 @overload
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[False] = False,
-) -> list[torch.Tensor]: ...
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]
+) -> Handle[list[Tensor]]: ...
 @overload
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: Literal[True],
-) -> Handle[list[torch.Tensor]]: ...
+    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]
+) -> list[Tensor]: ...
 @disable_compile
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
@@ -513,48 +440,36 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     async_op: bool = False,
 ) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
-    """reducescatter of each tensor, all of them or none.
+    """Reduce several tensors and return this rank's share of the rows of each; all of them or none.
 
-    Every rank passes the same number of tensors. Arguments and errors as reducescatter's.
+    Args:
+        tensors: as many on every rank. The other arguments and the errors are those of reducescatter().
 
-    >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
-    [tensor([1.]), tensor([0.])]
+    Returns:
+        A list of new tensors, or with async_op=True a handle whose wait() returns it.
+
+    Example:
+        >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
+        [tensor([1.]), tensor([0.])]
     """
-    from dualdist.collectives import autograd, collectives
+    from dualdist.collectives.collectives import reducescatter
 
-    tensors = as_list(tensors)
-    if not async_op and autograd.wants_gradient(tensors):
-        return autograd.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale)
-    return _now_or_later(
-        collectives.grouped_reducescatter(_group(group), tensors, op, name, prescale, postscale),
-        async_op,
-    )
-
-
-def _now_or_later(handle: Handle[T], async_op: bool) -> T | Handle[T]:
-    return handle.begin() if async_op else handle.wait()
+    return _call(reducescatter(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op)
 
 
 @overload
 def scatter(
-    tensor: torch.Tensor | None,
-    root: int = 0,
-    splits: Sequence[int] | torch.Tensor | None = None,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+    tensor: Tensor | None, root: int = ..., splits: Splits | None = ..., *, async_op: Async, **options: Unpack[Common]
+) -> Handle[Tensor]: ...
 @overload
 def scatter(
-    tensor: torch.Tensor | None,
-    root: int = 0,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    tensor: Tensor | None,
+    root: int = ...,
+    splits: Splits | None = ...,
     *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[True],
-) -> Handle[torch.Tensor]: ...
+    async_op: Sync = ...,
+    **options: Unpack[Common],
+) -> Tensor: ...
 @disable_compile
 def scatter(
     tensor: torch.Tensor | None,
@@ -565,50 +480,60 @@ def scatter(
     group: Group | None = None,
     async_op: bool = False,
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """The rows of root's tensor that are for this rank: root's (n, *s) -> (n/size, *s), the first ranks take the rest.
+    """Give each rank its share of the rows of root's tensor: root's (n, *s) -> (n/size, *s).
 
-    What the other ranks pass as `tensor` and `splits` does not count: None will do. With splits the next splits[i] rows
-    go to rank i. dtype, device and *s are root's. To root flow back the gradients of all rows, if its tensor wants one;
-    every rank must then run the backward. UsageError on every rank where root's tensor or splits will not do.
+    The backward pass returns the gradients of all rows to root if its tensor requires one; then every rank must run it.
 
-    >>> dd.scatter(torch.arange(3) if dd.rank() == 0 else None)
-    tensor([0, 1, 2])
+    Args:
+        tensor: root's tensor; ignored on the other ranks, where None will do.
+        root: a rank of the job that is in the group.
+        splits: the next splits[i] rows go to rank i; ignored on ranks other than root. If None, even shares, of which
+            the first ranks get one row more if n is not divisible by the size.
+        name, group, async_op: as for allreduce().
+
+    Returns:
+        This rank's rows, of root's dtype and device type, or with async_op=True a handle whose wait() returns them.
+
+    Raises:
+        UsageError: root's tensor or splits are invalid; raised on every rank.
+
+    Example:
+        >>> dd.scatter(torch.arange(3) if dd.rank() == 0 else None)
+        tensor([0, 1, 2])
     """
-    from dualdist.collectives import gather_scatter
+    from dualdist.collectives.collectives import scatter
 
-    if async_op:
-        return gather_scatter.scatter(_group(group), tensor, root, splits, name).begin()
-    return gather_scatter.scatter_through(_group(group), tensor, root, splits, name)
+    return _call(scatter(group_or_world(group), tensor, root, splits, name), async_op)
 
 
 @overload
-def gather(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
+def gather(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
 @overload
-def gather(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: Literal[True]
-) -> Handle[torch.Tensor]: ...
+def gather(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def gather(
     tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
 ) -> torch.Tensor | Handle[torch.Tensor]:
-    """On root everybody's rows in rank order, (n, *s) -> (sum of all n, *s); on the other ranks no rows, (0, *s).
+    """Concatenate the rows of all ranks on root, in rank order: (n, *s) -> (sum of all n, *s).
 
-    n may differ between ranks, s and dtype may not. A tensor without dimensions counts as one row. Root's gradients
-    flow back to where the rows came from, if some rank's tensor wants one; every rank must then run the backward, the
-    others for instance that of their result's sum. MismatchError on every rank where the shapes do not fit.
+    The backward pass returns root's gradients to where the rows came from if some rank's tensor requires one. Every
+    rank must then run it: the others, for instance, that of the sum of their empty result.
 
-    >>> dd.gather(torch.tensor([dd.rank()]))
-    tensor([0])
+    Args:
+        tensor: n may differ between ranks, s and the dtype may not. A tensor without dimensions counts as one row.
+        root: a rank of the job that is in the group.
+        name, group, async_op: as for allreduce().
+
+    Returns:
+        On root all rows, on the other ranks none, (0, *s); or with async_op=True a handle whose wait() returns them.
+
+    Raises:
+        MismatchError: the ranks passed different row shapes, dtypes or roots; raised on every rank.
+
+    Example:
+        >>> dd.gather(torch.tensor([dd.rank()]))
+        tensor([0])
     """
-    from dualdist.collectives import gather_scatter
+    from dualdist.collectives.collectives import gather
 
-    if async_op:
-        return gather_scatter.gather(_group(group), tensor, root, name).begin()
-    return gather_scatter.gather_through(_group(group), tensor, root, name)
+    return _call(gather(group_or_world(group), tensor, root, name), async_op)

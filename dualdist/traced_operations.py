@@ -1,44 +1,70 @@
-"""allreduce as one operator of torch's, which torch.compile puts into its graphs and does not look into.
+"""allreduce as an operator of torch, which torch.compile keeps in its graphs and does not look into.
 
-When a graph runs, the operator does what allreduce does where nothing is compiled: the ranks agree first, so that they
-may compile at different times, and some not at all. What is settled while a graph is traced cannot be agreed on: ranks
-compile again whenever their own shapes change, and one that asked the others then would meet them inside a graph.
+When a graph runs, the operator does what allreduce does in eager mode: the ranks agree first, so they may compile at
+different times, and some not at all. Nothing can be agreed on while a graph is traced: a rank compiles again whenever
+its own shapes change, and would wait for ranks that are inside a graph.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from dualdist import session
 from dualdist.collectives import collectives
-from dualdist.collectives.reductions import Op
+from dualdist.collectives.group import Group
+from dualdist.collectives.reductions import Op, is_traceable
 
 WORLD = -1
 
 
-@torch.library.custom_op("dualdist::allreduce", mutates_args=())
-def allreduce(tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float) -> torch.Tensor:
-    """collectives.allreduce; `name` may be empty, `group` is the place in the session's list, or WORLD."""
+def define_allreduce(
+    qualified_name: str, errors: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Callable[..., torch.Tensor]:
+    """Register an operator; its call runs in the context that `errors` returns, which may convert exceptions."""
+
+    @torch.library.custom_op(qualified_name, mutates_args=())
+    def allreduce(
+        tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float
+    ) -> torch.Tensor:
+        with errors():
+            current = session.current()
+            members = current.world if group == WORLD else current.groups[group]
+            return collectives.allreduce(members, tensor.detach(), cast(Op, op), name, prescale, postscale).run()
+
+    @allreduce.register_fake
+    def _(tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.op, ctx.name, ctx.group, ctx.prescale, ctx.postscale = inputs
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        name = f"{ctx.name}.backward" if ctx.name else ""
+        return allreduce(gradient, ctx.op, name, ctx.group, ctx.prescale, ctx.postscale), None, None, None, None, None
+
+    allreduce.register_autograd(backward, setup_context=setup_context)
+    return allreduce
+
+
+def trace(
+    operator: Callable[..., torch.Tensor],
+    group: Group,
+    tensor: torch.Tensor,
+    op: Op,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> torch.Tensor | None:
+    """Put `operator` into the graph that is being traced; return None if torch.compile cannot follow this call."""
+    if not is_traceable(group.backend, tensor, op):
+        return None
     current = session.current()
-    chosen = current.world if group == WORLD else current.groups[group]
-    return collectives.allreduce(chosen, tensor, cast(Op, op), name, prescale, postscale).wait()
+    index = WORLD if group is current.world else current.groups.index(group)
+    return operator(tensor, op, name or "", index, float(prescale), float(postscale))
 
 
-@allreduce.register_fake
-def _(tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.op, ctx.name, ctx.group, ctx.prescale, ctx.postscale = inputs
-
-
-def _back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-    name = f"{ctx.name}.backward" if ctx.name else ""
-    found = allreduce(gradient, ctx.op, name, ctx.group, ctx.prescale, ctx.postscale)
-    return found, None, None, None, None, None
-
-
-allreduce.register_autograd(_back, setup_context=_remember)
+allreduce = define_allreduce("dualdist::allreduce")

@@ -28,8 +28,8 @@ from dualdist.checkpoint.files import FORMAT, METADATA, FileProgress
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, shapes_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.objects import broadcast_object
-from dualdist.collectives.work import PendingOperation
+from dualdist.collectives.state import broadcast_object
+from dualdist.collectives.work import Collective
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import get_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
@@ -233,9 +233,8 @@ def _gather_random_states(
         received = channel.alltoall(state, sent, sizes, f"op.{name}").wait()
         return [unpickle(piece) for piece in received.split(sizes)] if channel.rank == ROOT else []
 
-    return group.submit(
-        PendingOperation(CollectiveRequest("save_checkpoint", name, terms, (len(state), report)), perform)
-    ).wait()
+    request = CollectiveRequest("save_checkpoint", name, terms, (len(state), report))
+    return Collective(group, request, perform).run()
 
 
 def _require_same_positions(found: Sequence[Positions], ranks: Sequence[int]) -> None:

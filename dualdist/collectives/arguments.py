@@ -1,4 +1,4 @@
-"""What callers pass, as the ranks compare it: plain numbers and words, of whatever kind the caller's were."""
+"""Checks and conversions of callers' arguments; loads without torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,39 @@ from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex, TypeVar
 from dualdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from dualdist.collectives.group import Group
+    import torch
 
+    from dualdist.collectives.group import Group
 
 T = TypeVar("T")
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
-    """The operation's name: the caller's, or where there is none the next of its kind."""
+    """Return the caller's name for a collective, or the next numbered one."""
     if name is not None and not isinstance(name, str):
         raise UsageError(f"name={name!r}: expected a str, not a {type(name).__name__}")
     return str(name) if name else group.next_name(kind)
 
 
+def as_tensor(given: object) -> torch.Tensor:
+    """Return `given`; raise UsageError unless it is a tensor."""
+    import torch
+
+    if not isinstance(given, torch.Tensor):
+        raise UsageError(f"expected a tensor, not a {type(given).__name__}")
+    return given
+
+
+def as_list(given: Iterable[T]) -> list[T]:
+    """Return the tensors of a grouped collective as a list; raise UsageError unless they are iterable."""
+    try:
+        return list(given)
+    except TypeError:
+        raise UsageError(f"expected a list of tensors, not a {type(given).__name__}") from None
+
+
 def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
-    """The numbers, NumPy's and tensors too, as int; UsageError unless they are integers."""
+    """Return the numbers, also NumPy's and tensors, as int; raise UsageError unless they are integers."""
     given: object = numbers
     try:
         given = list(numbers)
@@ -34,16 +52,8 @@ def as_ints(numbers: Iterable[SupportsIndex], what: str) -> list[int]:
         raise UsageError(f"{what} {given}: expected integers") from None
 
 
-def as_list(given: Iterable[T]) -> list[T]:
-    """What a grouped operation takes."""
-    try:
-        return list(given)
-    except TypeError:
-        raise UsageError(f"expected a list of tensors, not a {type(given).__name__}") from None
-
-
 def as_path(given: str | os.PathLike[str]) -> Path:
-    """A path in the file system."""
+    """Return `given` as a Path; raise UsageError unless it is a path."""
     try:
         return Path(given)
     except TypeError:
@@ -51,13 +61,13 @@ def as_path(given: str | os.PathLike[str]) -> Path:
 
 
 def root_of(group: Group, root: SupportsIndex) -> tuple[int, int]:
-    """One of the job's ranks, and its place in the group."""
+    """Return a rank of the job as int, and its index in the group."""
     (rank,) = as_ints([root], "root")
     return rank, group.group_rank_of(rank)
 
 
 def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float, float]:
-    """Both factors as float; UsageError unless they are numbers."""
+    """Return both factors as float; raise UsageError unless they are numbers."""
     try:
         return float(prescale), float(postscale)
     except (TypeError, ValueError):
@@ -65,7 +75,7 @@ def scales_of(prescale: SupportsFloat, postscale: SupportsFloat) -> tuple[float,
 
 
 def require_flags(**flags: object) -> None:
-    """UsageError where one is a part of a checkpoint that has the name of an argument."""
+    """Raise UsageError unless all are bools: a part of a checkpoint was given the name of an argument."""
     for name, value in flags.items():
         if not isinstance(value, int):
             raise UsageError(f"{name}={value!r}: expected True or False; a part of a checkpoint needs another name")

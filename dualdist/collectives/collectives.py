@@ -1,9 +1,15 @@
-"""Operations between ranks, written once on top of a backend's few moves, and agreed on before they move anything."""
+"""The description of each collective: its request, what it does on a backend, and how its gradient flows.
+
+A function here checks its arguments and returns a Collective, which run() waits for and start() begins. `tensors` is
+one tensor or, for a grouped collective, a list; the result has the same form. Gradients are those that Horovod defines:
+allgather and broadcast take the mean over ranks where a mathematician takes the sum, because losses are mostly means
+over the whole batch, so that gradients keep the size that they have in one process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,6 +20,7 @@ from dualdist.collectives.arguments import as_ints, name_of, root_of, scales_of
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.reductions import (
+    LINEAR,
     Op,
     adasum_,
     check_op,
@@ -25,111 +32,89 @@ from dualdist.collectives.reductions import (
     wire_op,
 )
 from dualdist.collectives.tensor_utils import (
-    checked,
-    copy_of,
-    flattened,
+    check_tensors,
+    copy_to_,
+    flatten,
     from_bytes,
-    put_back,
+    plain_copy,
+    plain_values,
     require_own_memory,
-    require_tensor,
-    row_bytes,
-    rows_of,
+    row_nbytes,
     spec_from,
     spec_of,
-    values_of,
+    with_rows,
 )
-from dualdist.collectives.work import Handle, PendingOperation
+from dualdist.collectives.work import Collective, is_differentiable, requires_grad
 from dualdist.errors import UnsupportedError, UsageError
 
 T = TypeVar("T")
+Tensors = TypeVar("Tensors", torch.Tensor, list[torch.Tensor])
+Splits = Sequence[int] | torch.Tensor | None
 
 
 def allreduce(
     group: Group,
-    tensor: torch.Tensor,
+    tensors: Tensors,
     op: Op,
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """The reduction over all ranks in a new tensor, shape and strides as given."""
-    require_tensor(tensor)
-    if tensor.is_sparse:
-        return sparse_allreduce(group, tensor, op, name, prescale, postscale)
-    return _allreduce(group, "allreduce", [copy_of(tensor)], op, name, (prescale, postscale), _first)
+    *,
+    in_place: bool = False,
+) -> Collective[Tensors]:
+    """Reduce over all ranks into new tensors, or `in_place`. Gradient: the same reduction of the ranks' gradients."""
+    if isinstance(tensors, torch.Tensor) and tensors.is_sparse and not in_place:
+        return sparse_allreduce(group, tensors, op, name, prescale, postscale)
+    members, kind, form = _parse(tensors, "allreduce")
+    scales = scales_of(prescale, postscale)
+    for tensor in members:
+        check_op(op, tensor.dtype)
+        check_scales(scales, tensor.dtype)
+        if in_place:
+            require_own_memory(tensor)
+    if op == "adasum" and group.size & (group.size - 1):
+        raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
+    targets = members if in_place else [plain_copy(tensor) for tensor in members]
+    name = name_of(group, kind, name)
+    terms = reduction_terms([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
+
+    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+        _reduce_in_place(backend, targets, op, scales, name)
+        return form(targets)
+
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> Tensors:
+        _require_linear(op)
+        return allreduce(group, form(gradients), op, f"{name}.backward", *scales).run()
+
+    request = CollectiveRequest(kind, name, terms)
+    return Collective(group, request, perform, members[0].device, () if in_place else members, backward)
 
 
-def allreduce_(
-    group: Group,
-    tensor: torch.Tensor,
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """The reduction over all ranks in place of the tensor."""
-    return _allreduce(group, "allreduce", [tensor], op, name, (prescale, postscale), _first)
-
-
-def grouped_allreduce(
-    group: Group,
-    tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> Handle[list[torch.Tensor]]:
-    """Each tensor's reduction over all ranks in a new tensor; all of them or none."""
-    copies = [copy_of(tensor) for tensor in tensors]
-    return _allreduce(group, "grouped_allreduce", copies, op, name, (prescale, postscale), list)
-
-
-def grouped_allreduce_(
-    group: Group,
-    tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> Handle[list[torch.Tensor]]:
-    """grouped_allreduce in place."""
-    return _allreduce(group, "grouped_allreduce", tensors, op, name, (prescale, postscale), list)
+def _parse(
+    tensors: Tensors, kind: str
+) -> tuple[Sequence[torch.Tensor], str, Callable[[Sequence[torch.Tensor]], Tensors]]:
+    """Return the checked tensors, the kind of the collective, and a function that gives results their form."""
+    is_grouped = isinstance(tensors, list)
+    form: Any = list if is_grouped else _first  # without a reference to the tensors
+    members = cast(Sequence[torch.Tensor], tensors if is_grouped else [tensors])
+    return check_tensors(members), f"grouped_{kind}" if is_grouped else kind, form
 
 
 def _first(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
-def _allreduce(
-    group: Group,
-    kind: str,
-    tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None,
-    scales: tuple[float, float],
-    pick: Callable[[Sequence[torch.Tensor]], T],
-) -> Handle[T]:
-    scales = scales_of(*scales)
-    for tensor in checked(tensors):
-        check_op(op, tensor.dtype)
-        check_scales(scales, tensor.dtype)
-        require_own_memory(tensor)
-    if op == "adasum" and group.size & (group.size - 1):
-        raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
-    name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **reduction_terms(tensors[0].device.type, op, scales)}
-
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        _reduce_in_place(backend, tensors, op, scales, name)
-        return pick(tensors)
-
-    return group.submit(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
+def _require_linear(op: Op) -> None:
+    if op not in LINEAR:
+        raise UnsupportedError(f"no gradient flows through a reduction by {op!r}: use 'mean' or 'sum', or detach()")
 
 
-def reduction_terms(device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
-    """What all ranks must pass alike, besides the tensors."""
+def reduction_terms(
+    specs: Sequence[str], device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)
+) -> dict[str, Any]:
+    """Return the terms of a reduction's request, which all ranks must pass alike."""
     scaled = {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
-    return {"device": device, "op": op, **scaled}
+    return {"tensors": specs, "device": device, "op": op, **scaled}
 
 
 def _reduce_in_place(
@@ -137,41 +122,37 @@ def _reduce_in_place(
 ) -> None:
     """Reduce the tensors, those of one dtype in one buffer."""
     prescale, postscale = scales
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kinds.setdefault(tensor.dtype, []).append(tensor)
-    flats = [flattened(members) for members in kinds.values()]
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    buffers = [flatten(members) for members in by_dtype.values()]
     works = []
-    for number, (flat, members) in enumerate(zip(flats, kinds.values(), strict=True)):
-        scale_(flat, prescale)
+    for number, (buffer, members) in enumerate(zip(buffers, by_dtype.values(), strict=True)):
+        scale_(buffer, prescale)
         if op == "adasum":
-            adasum_(backend, flat, [member.numel() for member in members], f"op.{name}.{number}")
+            adasum_(backend, buffer, [member.numel() for member in members], f"op.{name}.{number}")
         else:
-            works.append(reductions.allreduce_(backend, flat, wire_op(op), f"op.{name}.{number}"))
+            works.append(reductions.allreduce_(backend, buffer, wire_op(op), f"op.{name}.{number}"))
     for work in works:
         work.wait()
-    for flat, members in zip(flats, kinds.values(), strict=True):
-        finalize_(flat, op, backend.size, postscale)
-        for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
-            put_back(piece, member)
+    for buffer, members in zip(buffers, by_dtype.values(), strict=True):
+        finalize_(buffer, op, backend.size, postscale)
+        for piece, member in zip(buffer.split([member.numel() for member in members]), members, strict=True):
+            copy_to_(member, piece)
 
 
-def zero_contribution(offer: CollectiveRequest) -> PendingOperation[Any]:
-    """The part of a rank that has joined in a reduction of the others: zeros."""
-    device = device_of(offer.terms["device"])
-    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, offer.terms["tensors"])]
-    scales = offer.terms.get("prescale", 1.0), offer.terms.get("postscale", 1.0)
+def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[None]:
+    """Return the part of a rank that has joined in a reduction of the other ranks: zeros."""
+    terms = request.terms
+    device = local_device(terms["device"])
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, terms["tensors"])]
+    scales = terms.get("prescale", 1.0), terms.get("postscale", 1.0)
 
     def perform(backend: Backend, own: Sequence[Any]) -> None:
-        _reduce_in_place(backend, zeros, offer.terms["op"], scales, offer.name)
+        _reduce_in_place(backend, zeros, terms["op"], scales, request.name)
 
-    return PendingOperation(offer, perform, device)
-
-
-def device_of(kind: str) -> torch.device:
-    """This rank's device of a kind that another rank named."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return Collective(group, request, perform, device)
 
 
 def sparse_allreduce(
@@ -181,132 +162,136 @@ def sparse_allreduce(
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """The mean or sum over all ranks of a sparse COO tensor, coalesced; only what is stored travels."""
+) -> Collective[torch.Tensor]:
+    """Reduce a sparse COO tensor by mean or sum, coalesced; only stored values travel. Gradient: as of allreduce."""
     if op not in ("mean", "sum", "integer mean"):
         raise UsageError(f"op {op!r}: sparse tensors are reduced by 'mean' or 'sum'")
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} is not reduced: convert it to sparse COO")
     check_op(op, tensor.dtype)
     name = name_of(group, "sparse_allreduce", name)
-    mine, scales = tensor.detach(), scales_of(prescale, postscale)
-    terms: dict[str, Any] = {"tensors": [f"sparse {spec_of(tensor)}"], "sparse_dim": tensor.sparse_dim()}
-    terms |= reduction_terms(tensor.device.type, op, scales)
+    values, scales = tensor.detach(), scales_of(prescale, postscale)
+    terms = reduction_terms([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales)
+    terms["sparse_dim"] = tensor.sparse_dim()
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        return sparse_sum(backend, mine, op, f"op.{name}", scales)
+        return sparse_sum(backend, values, op, f"op.{name}", scales)
 
-    return group.submit(PendingOperation(CollectiveRequest("sparse_allreduce", name, terms), perform, tensor.device))
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+        _require_linear(op)
+        return allreduce(group, gradients[0], op, f"{name}.backward", *scales).run()
 
-
-def allgather(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
-    """Everybody's rows in rank order: (n_rank, *s) -> (sum of n_rank, *s); n may differ between ranks."""
-    return _allgather(group, "allgather", [tensor], name, _first)
-
-
-def grouped_allgather(
-    group: Group, tensors: Sequence[torch.Tensor], name: str | None = None
-) -> Handle[list[torch.Tensor]]:
-    """Everybody's rows of each tensor, in rank order; all of them or none."""
-    return _allgather(group, "grouped_allgather", tensors, name, list)
+    request = CollectiveRequest("sparse_allreduce", name, terms)
+    return Collective(group, request, perform, tensor.device, [tensor], backward)
 
 
-def _allgather(
-    group: Group,
-    kind: str,
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    pick: Callable[[Sequence[torch.Tensor]], T],
-) -> Handle[T]:
-    all_rows = [rows_of(values_of(tensor)) for tensor in checked(tensors)]
+def allgather(group: Group, tensors: Tensors, name: str | None = None) -> Collective[Tensors]:
+    """Concatenate the ranks' rows in rank order: (n_rank, *s) -> (sum of n_rank, *s).
+
+    Gradient: the mean over ranks of the gradients of this rank's rows.
+    """
+    members, kind, form = _parse(tensors, "allgather")
+    rows = [with_rows(plain_values(tensor)) for tensor in members]
     name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(rows, but_rows=True) for rows in all_rows], "device": tensors[0].device.type}
+    terms = {"tensors": [spec_of(tensor, any_rows=True) for tensor in rows], "device": members[0].device.type}
+    differentiable = [(number, tensor.shape) for number, tensor in enumerate(members) if is_differentiable(tensor)]
 
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        sizes = [[count * row_bytes(rows) for rows, count in zip(all_rows, counts, strict=True)] for counts in own]
-        mine = torch.cat([as_bytes(rows.contiguous()) for rows in all_rows])
-        blocks = allgather_bytes(backend, mine, [sum(size) for size in sizes], f"op.{name}")
+    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+        widths = [row_nbytes(each) for each in rows]
+        sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in own]
+        sent = torch.cat([as_bytes(each.contiguous()) for each in rows])
+        blocks = allgather_bytes(backend, sent, [sum(size) for size in sizes], f"op.{name}")
         pieces = blocks.split([nbytes for size in sizes for nbytes in size])
-        results = []
-        for number, rows in enumerate(all_rows):
-            everybody = torch.cat(pieces[number :: len(all_rows)])
-            results.append(from_bytes(everybody, rows.dtype, (sum(c[number] for c in own), *rows.shape[1:])))
-        return pick(results)
+        columns = [(torch.cat(pieces[i :: len(rows)]), sum(counts[i] for counts in own)) for i in range(len(rows))]
+        return form([_rows_like(rows[i], data, count) for i, (data, count) in enumerate(columns)])
 
-    offer = CollectiveRequest(kind, name, terms, [rows.shape[0] for rows in all_rows])
-    return group.submit(PendingOperation(offer, perform, tensors[0].device))
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> list[torch.Tensor]:
+        means = allreduce(group, list(gradients), "mean", f"{name}.backward").run()
+        starts = [sum(counts[number] for counts in own[: group.rank]) for number, _ in differentiable]
+        return [
+            mean[start : start + own[group.rank][number]].reshape(shape)
+            for mean, start, (number, shape) in zip(means, starts, differentiable, strict=True)
+        ]
+
+    request = CollectiveRequest(kind, name, terms, [each.shape[0] for each in rows])
+    return Collective(group, request, perform, members[0].device, members, backward)
 
 
-def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
-    """Root's values in a new tensor; the shape is the same on every rank."""
-    return broadcast_(group, copy_of(tensor), root, name)
+def _rows_like(like: torch.Tensor, data: torch.Tensor, count: int) -> torch.Tensor:
+    return from_bytes(data, like.dtype, (count, *like.shape[1:]))
 
 
-def broadcast_(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Handle[torch.Tensor]:
-    """Root's values in place of the tensor's on every rank; the shape is the same on every rank."""
-    root, place = root_of(group, root)
-    require_own_memory(checked([tensor])[0])
+def broadcast(
+    group: Group, tensor: torch.Tensor, root: int, name: str | None = None, *, in_place: bool = False
+) -> Collective[torch.Tensor]:
+    """Give every rank root's values, in a new tensor or `in_place`.
+
+    Gradient: to root the mean over ranks, to the others zero.
+    """
+    root, root_index = root_of(group, root)
+    check_tensors([tensor])
+    if in_place:
+        require_own_memory(tensor)
+    target = tensor if in_place else plain_copy(tensor)
     name = name_of(group, "broadcast", name)
     terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
     def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        buffer = values_of(tensor).contiguous()
+        buffer = plain_values(target).contiguous()
         if buffer.numel():
-            backend.broadcast_(as_bytes(buffer), place, f"op.{name}").wait()
-        put_back(buffer, tensor)
-        return tensor
+            backend.broadcast_(as_bytes(buffer), root_index, f"op.{name}").wait()
+        copy_to_(target, buffer)
+        return target
 
-    return group.submit(PendingOperation(CollectiveRequest("broadcast", name, terms), perform, tensor.device))
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+        mean = allreduce(group, gradients[0], "mean", f"{name}.backward").run()
+        # Zeros that depend on the mean, since second derivatives need every rank to take part.
+        return mean if group.rank == root_index else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)
+
+    request = CollectiveRequest("broadcast", name, terms)
+    return Collective(group, request, perform, tensor.device, () if in_place else [tensor], backward)
 
 
 def alltoall(
-    group: Group, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """What the ranks have sent here, in rank order, and how many rows came from each.
+    group: Group, tensor: torch.Tensor, splits: Splits = None, name: str | None = None
+) -> Collective[tuple[torch.Tensor, torch.Tensor]]:
+    """Send the next splits[i] rows to rank i, or equal parts; return the rows that came, and how many from each rank.
 
-    Of the tensor's rows, the next splits[i] go to rank i; without splits, equal parts.
+    Gradient: flows back to where the rows came from.
     """
-    return _alltoall(group, tensor, splits, name, _both)
-
-
-def alltoall_evenly(group: Group, tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
-    """What the ranks have sent here, in rank order: of every rank's rows, an equal part."""
-    return _alltoall(group, tensor, None, name, _first)
-
-
-def _both(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensors[0], tensors[1]
-
-
-def _alltoall(
-    group: Group,
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None,
-    name: str | None,
-    pick: Callable[[Sequence[torch.Tensor]], T],
-) -> Handle[T]:
-    rows = values_of(checked([tensor])[0])
-    sent = _splits(rows, splits, group.size)
+    rows = plain_values(check_tensors([tensor])[0])
+    sent = _send_counts(rows, splits, group.size)
     name = name_of(group, "alltoall", name)
-    terms = {"tensors": [spec_of(rows, but_rows=True)], "device": tensor.device.type}
+    terms = {"tensors": [spec_of(rows, any_rows=True)], "device": tensor.device.type}
+    like = splits[:0] if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        received = [theirs[backend.rank] for theirs in own]
-        width = row_bytes(rows)
+    def perform(backend: Backend, own: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        received = [counts[backend.rank] for counts in own]
+        moves = any(sum(counts) for counts in own)
+        return _move_rows(backend, rows, sent, received, name, moves=moves), like.new_tensor(received)
+
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+        received = [counts[group.rank] for counts in own]
+        return alltoall(group, gradients[0], received, f"{name}.backward").run()[0]
+
+    request = CollectiveRequest("alltoall", name, terms, sent)
+    return Collective(group, request, perform, tensor.device, [tensor], backward)
+
+
+def _move_rows(
+    backend: Backend, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str, *, moves: bool
+) -> torch.Tensor:
+    """Send rows to each rank and return those that came; every rank calls this, and `moves` is the same on all."""
+    width = row_nbytes(rows)
+    found = torch.empty(0, dtype=torch.uint8, device=rows.device)
+    if width and moves:
         sizes = [count * width for count in sent], [count * width for count in received]
-        if any(sum(theirs) for theirs in own) and width:
-            came = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
-        else:
-            came = torch.empty(0, dtype=torch.uint8, device=rows.device)
-        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
-        found = from_bytes(came, rows.dtype, (sum(received), *rows.shape[1:]))
-        return pick([found, like.new_tensor(received)])
-
-    return group.submit(PendingOperation(CollectiveRequest("alltoall", name, terms, sent), perform, tensor.device))
+        found = backend.alltoall(as_bytes(rows.contiguous()), *sizes, f"op.{name}").wait()
+    return _rows_like(rows, found, sum(received))
 
 
-def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
-    """How many rows go to each rank."""
+def _send_counts(rows: torch.Tensor, splits: Splits, size: int) -> list[int]:
+    """Return how many rows go to each rank."""
     if rows.dim() == 0:
         raise UsageError("alltoall sends rows: pass a tensor with at least one dimension")
     count = rows.shape[0]
@@ -314,11 +299,11 @@ def _splits(rows: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, siz
         if count % size:
             raise UsageError(f"alltoall of {count} rows between {size} ranks: they do not divide evenly, pass splits")
         return [count // size] * size
-    return splits_of(splits, count, size)
+    return _check_splits(splits, count, size)
 
 
-def splits_of(splits: Sequence[int] | torch.Tensor, count: int, size: int) -> list[int]:
-    """How many of `count` rows go to each rank, as the caller says; UsageError where that cannot be."""
+def _check_splits(splits: Sequence[int] | torch.Tensor, count: int, size: int) -> list[int]:
+    """Return `splits` as ints; raise UsageError unless they share out `count` rows between `size` ranks."""
     sent = as_ints(splits.tolist() if isinstance(splits, torch.Tensor) else splits, "splits")
     if len(sent) != size or any(split < 0 for split in sent) or sum(sent) != count:
         raise UsageError(f"splits {sent}: expected {size} numbers of rows, 0 or more, together {count}")
@@ -327,81 +312,171 @@ def splits_of(splits: Sequence[int] | torch.Tensor, count: int, size: int) -> li
 
 def reducescatter(
     group: Group,
-    tensor: torch.Tensor,
+    tensors: Tensors,
     op: Op,
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """This rank's share of the rows of the reduction; the first ranks have one more where they do not divide evenly."""
-    return _reducescatter(group, "reducescatter", [tensor], op, name, (prescale, postscale), _first)
+) -> Collective[Tensors]:
+    """Return this rank's rows of the reduction; the first ranks have one more where the rows do not divide evenly.
 
-
-def grouped_reducescatter(
-    group: Group,
-    tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> Handle[list[torch.Tensor]]:
-    """This rank's share of each tensor's reduction; all of them or none."""
-    return _reducescatter(group, "grouped_reducescatter", tensors, op, name, (prescale, postscale), list)
-
-
-def _reducescatter(
-    group: Group,
-    kind: str,
-    tensors: Sequence[torch.Tensor],
-    op: Op,
-    name: str | None,
-    scales: tuple[float, float],
-    pick: Callable[[Sequence[torch.Tensor]], T],
-) -> Handle[T]:
-    scales = scales_of(*scales)
-    for tensor in checked(tensors):
+    Gradient: the gradients of all ranks' rows; of a sum, times the number of ranks.
+    """
+    members, kind, form = _parse(tensors, "reducescatter")
+    scales = scales_of(prescale, postscale)
+    for tensor in members:
         check_op(op, tensor.dtype)
         check_scales(scales, tensor.dtype)
         if op == "adasum":
-            raise UsageError("op 'adasum' looks at as_ints tensors: use allreduce")
+            raise UsageError("op 'adasum' looks at whole tensors: use allreduce")
         if tensor.dim() == 0:
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
-    given = [values_of(tensor) if scales[0] == 1 else scale_(copy_of(tensor), scales[0]) for tensor in tensors]
+    given = [plain_values(each) if scales[0] == 1 else scale_(plain_copy(each), scales[0]) for each in members]
     name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(tensor) for tensor in tensors], **reduction_terms(tensors[0].device.type, op, scales)}
+    terms = reduction_terms([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        return pick([_share(backend, rows, op, scales[1], f"op.{name}.{i}") for i, rows in enumerate(given)])
+    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+        rows = (_own_rows(backend, each, op, scales[1], f"op.{name}.{i}") for i, each in enumerate(given))
+        return form(list(rows))
 
-    return group.submit(PendingOperation(CollectiveRequest(kind, name, terms), perform, tensors[0].device))
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> Tensors:
+        _require_linear(op)
+        factor = scales[0] * scales[1] * (group.size if op == "sum" else 1)
+        scaled = [scale_(gradient.clone(), factor) for gradient in gradients]
+        return allgather(group, form(scaled), f"{name}.backward").run()
+
+    return Collective(group, CollectiveRequest(kind, name, terms), perform, members[0].device, members, backward)
 
 
-def _share(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
-    """Everybody's values for this rank's rows, reduced here in rank order: alike on every backend."""
-    counts = shares(rows.shape[0], backend.size)
-    mine = counts[backend.rank]
-    width = row_bytes(rows)
-    shape = (backend.size, mine, *rows.shape[1:])
+def _own_rows(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
+    """Reduce all ranks' values of this rank's rows, here and in rank order: the same on every backend."""
+    counts = even_shares(rows.shape[0], backend.size)
+    count, width = counts[backend.rank], row_nbytes(rows)
+    shape = (backend.size, count, *rows.shape[1:])
     if not rows.numel():
         return rows.new_empty(shape[1:])
-    sizes = [count * width for count in counts], [mine * width] * backend.size
-    came = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
-    return finalize_(reduce_rows(came, wire_op(op)), op, backend.size, postscale)
+    sizes = [each * width for each in counts], [count * width] * backend.size
+    received = from_bytes(backend.alltoall(as_bytes(rows.contiguous()), *sizes, name).wait(), rows.dtype, shape)
+    return finalize_(reduce_rows(received, wire_op(op)), op, backend.size, postscale)
 
 
-def shares(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: as even as can be, the first ranks take the remainder."""
+def even_shares(rows: int, size: int) -> list[int]:
+    """Return how many rows each rank gets: as even as possible, the first ranks take the remainder."""
     each, more = divmod(rows, size)
     return [each + (rank < more) for rank in range(size)]
 
 
+def scatter(
+    group: Group, tensor: torch.Tensor | None, root: int, splits: Splits = None, name: str | None = None
+) -> Collective[torch.Tensor]:
+    """Give rank i the next splits[i] rows of root's tensor, or even shares; the others may pass None.
+
+    Gradient: to root that of all rows, if its tensor requires one. Only root knows the tensor and whether it is valid,
+    so its own part of the request carries both.
+    """
+    root, root_index = root_of(group, root)
+    inputs: list[torch.Tensor] = []
+    rows, own_part, device = None, None, _current_gpu()
+    if group.rank == root_index:
+        try:
+            rows, counts = _rows_to_scatter(tensor, splits, group.size)
+            own_part = ["", spec_of(rows), rows.device.type, counts, requires_grad([rows])]
+            rows, device = plain_values(rows), rows.device
+        except (UsageError, UnsupportedError) as error:
+            own_part = [f"{error}"]
+    name = name_of(group, "scatter", name)
+
+    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+        problem, *rest = own[root_index]
+        if problem:
+            raise UsageError(f"{name}: {problem} (on rank {root}, the root)")
+        spec, kind, counts, has_gradient = rest
+        dtype, shape = spec_from(spec)
+        given = torch.empty((0, *shape[1:]), dtype=dtype, device=local_device(kind)) if rows is None else rows
+        sent = [0] * backend.size if rows is None else counts
+        received = _only(root_index, counts[backend.rank], backend.size)
+        found = _move_rows(backend, given, sent, received, name, moves=any(counts))
+        if has_gradient:
+            inputs.append(_no_rows(tensor, found) if rows is None else cast(torch.Tensor, tensor))
+        return found
+
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+        return gather(group, gradients[0], root, f"{name}.backward").run()
+
+    request = CollectiveRequest("scatter", name, {"root": root}, own_part)
+    return Collective(group, request, perform, device, inputs, backward)
+
+
+def _rows_to_scatter(tensor: torch.Tensor | None, splits: Splits, size: int) -> tuple[torch.Tensor, list[int]]:
+    """Return root's tensor, and how many rows each rank gets."""
+    if tensor is None:
+        raise UsageError("the root of scatter passed None: pass the tensor whose rows are dealt out")
+    (rows,) = check_tensors([tensor])
+    if rows.dim() == 0:
+        raise UsageError("scatter deals out rows: pass a tensor with at least one dimension")
+    count = rows.shape[0]
+    return rows, even_shares(count, size) if splits is None else _check_splits(splits, count, size)
+
+
+def _no_rows(tensor: object, like: torch.Tensor) -> torch.Tensor:
+    """Return no rows, of `tensor` if it fits: with them a rank that scattered none takes part in the backward pass."""
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == like.dtype and tensor.shape[1:] == like.shape[1:]:
+        return _requiring_grad(tensor[:0])
+    return _requiring_grad(like[:0])
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = None) -> Collective[torch.Tensor]:
+    """Concatenate the ranks' rows on root, (n_rank, *s) -> (sum of n_rank, *s); the others get no rows, (0, *s).
+
+    Gradient: root's gradients flow back to where the rows came from, if some rank's tensor requires one.
+    """
+    root, root_index = root_of(group, root)
+    rows = with_rows(plain_values(check_tensors([tensor])[0]))
+    inputs: list[torch.Tensor] = []
+    shape = tensor.shape
+    name = name_of(group, "gather", name)
+    terms = {"tensors": [spec_of(rows, any_rows=True)], "device": rows.device.type, "root": root}
+
+    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+        counts = [count for count, _ in own]
+        if any(has_gradient for _, has_gradient in own):
+            inputs.append(_requiring_grad(tensor))
+        received = counts if backend.rank == root_index else [0] * backend.size
+        sent = _only(root_index, len(rows), backend.size)
+        return _move_rows(backend, rows, sent, received, name, moves=any(counts))
+
+    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+        counts = [count for count, _ in own]
+        return scatter(group, gradients[0], root, counts, f"{name}.backward").run().reshape(shape)
+
+    request = CollectiveRequest("gather", name, terms, [len(rows), requires_grad([tensor])])
+    return Collective(group, request, perform, tensor.device, inputs, backward)
+
+
+def _only(index: int, count: int, size: int) -> list[int]:
+    """Return `count` for one rank, and 0 for the others."""
+    return [count if rank == index else 0 for rank in range(size)]
+
+
+def local_device(kind: str) -> torch.device:
+    """Return this rank's device of a type that another rank named."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _current_gpu() -> torch.device | None:
+    """Return the device whose streams a rank that passes no tensor should use."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+
 def barrier(group: Group, name: str | None = None) -> None:
-    """Every rank has called this when it returns; it does not wait for what else is under way."""
+    """Return when every rank has called this; other collectives may still be under way."""
     run_agreed(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
 def run_agreed(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
-    """What `perform` returns, run at the same place by every rank once all agree on the terms."""
-    return group.submit(
-        PendingOperation(CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend))
-    ).wait()
+    """Run `perform` at the same point on every rank, once all ranks agree on the terms; return its result."""
+    return Collective(group, CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend)).run()

@@ -1,7 +1,14 @@
-"""Whether all ranks hold the same bits, and if not, which tensor is the first that differs, on which ranks and how."""
+"""Fingerprints of tensors, and the check that all ranks hold the same bits.
+
+Note [fingerprint]: it is computed where the tensor lies, so that a model on a GPU need not be copied. Each chunk of
+32-bit words becomes the sum of the words times as many random numbers, modulo 2**64 (multilinear hashing; Lemire and
+Kaser, "Strongly universal string hashing is fast", The Computer Journal 57, 2014): two chunks that differ have the same
+sum with a probability of at most 2**-32. That protects against accidents, not against an attacker.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,52 +20,114 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
 from dualdist.collectives.collectives import run_agreed
-from dualdist.collectives.fingerprint import DIGEST_BYTES, fingerprints
 from dualdist.collectives.group import Group
-from dualdist.collectives.tensor_utils import spec
+from dualdist.collectives.tensor_utils import plain_values, spec
 from dualdist.errors import DriftError, UnsupportedError, UsageError
 from dualdist.utils.suggest import format_ranks
 
-Named = Sequence[tuple[str, torch.Tensor]]
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+WORD_BYTES = 4
+CHUNK_WORDS = 1 << 16  # with their products they fit a processor's L2 cache
+# Chunks at a time: on a GPU a call costs more than its work.
+CHUNKS_ON_CPU, CHUNKS_ELSEWHERE = 1, 64
+DIGEST_BYTES = 16
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of all bits of the tensors, in this order."""
+    return hashlib.sha256(b"".join(fingerprints(list(tensors)))).hexdigest()
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return DIGEST_BYTES per tensor, the same for the same bits on any device; wait once per device."""
+    found: list[bytes] = [b""] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        hasher = ChunkHasher(device)
+        sums = [hasher.sums(plain_values(tensors[number]).contiguous()) for number in numbers]
+        on_cpu = torch.cat(sums).cpu()
+        for number, chunks in zip(numbers, on_cpu.split(list(map(len, sums))), strict=True):
+            # With the length, since zeros at the end add nothing to a sum.
+            data = tensors[number].nbytes.to_bytes(8, "little") + chunks.numpy().tobytes()
+            found[number] = hashlib.sha256(data).digest()[:DIGEST_BYTES]
+    return found
+
+
+class ChunkHasher:
+    """Sums the chunks of one tensor after the other, in the same memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._step = CHUNKS_ON_CPU if device.type == "cpu" else CHUNKS_ELSEWHERE
+        self._factors = _factors(device)
+        self._products = torch.empty(self._step, CHUNK_WORDS, dtype=torch.int64, device=device)
+
+    def sums(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one number per chunk of a contiguous tensor."""
+        words = _words(as_bytes(tensor))
+        whole = len(words) // CHUNK_WORDS
+        rows, rest = words[: whole * CHUNK_WORDS].view(whole, CHUNK_WORDS), words[whole * CHUNK_WORDS :]
+        pieces = [*(rows.split(self._step) if whole else ()), *([rest.view(1, -1)] if len(rest) else [])]
+        return torch.cat([self._sum(piece) for piece in pieces] or [words.new_empty(0, dtype=torch.int64)])
+
+    def _sum(self, rows: torch.Tensor) -> torch.Tensor:
+        width = rows.shape[1]
+        products = self._products[: len(rows), :width]
+        return torch.mul(rows, self._factors[:width], out=products).sum(1)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes as 32-bit words; they are copied if they are not aligned."""
+    missing = -len(data) % WORD_BYTES
+    if missing or data.storage_offset() % WORD_BYTES:
+        data = torch.cat([data, data.new_zeros(missing)])
+    return data.view(torch.int32)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return the random numbers, which are the same on all ranks and with all versions of torch."""
+    stream = hashlib.shake_256(b"dualdist").digest(8 * CHUNK_WORDS)
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64).to(device)
 
 
 def check_consistency(group: Group, given: Any, *, buffers: bool) -> None:
-    """DriftError on every rank unless all hold the same bits; MismatchError where they hold other tensors."""
-    tensors = _named(given, buffers=buffers)
+    """Raise DriftError on every rank if bits differ; MismatchError if names, shapes or dtypes do."""
+    tensors = _named_tensors(given, buffers=buffers)
     require_same(group, tensors, group.next_name("check_consistency"))
 
 
-def require_same(group: Group, tensors: Named, name: str, when: str = "") -> None:
-    """DriftError on every rank unless all hold the same bits; all of them call this, under the same name."""
-    found = run_agreed(group, "check_consistency", name, {}, lambda line: difference(line, tensors, name))
+def require_same(group: Group, tensors: NamedTensors, name: str, when: str = "") -> None:
+    """Raise DriftError on every rank if the ranks hold different bits; all ranks call this with the same name."""
+    found = run_agreed(group, "check_consistency", name, {}, lambda backend: difference(backend, tensors, name))
     if found:
         raise DriftError(
-            f"{when}{found}. The ranks did not begin alike, which dd.broadcast_parameters(model) sees to, or one has "
-            "changed something by itself since"
+            f"{when}{found}. The ranks started from different values, which dd.broadcast_parameters(model) prevents, "
+            "or one has changed something on its own since"
         )
 
 
-def difference(line: Backend, tensors: Named, name: str) -> str:
-    """What differs between the ranks, in words, the same on every rank; nothing where all is the same."""
+def difference(backend: Backend, tensors: NamedTensors, name: str) -> str:
+    """Return how the ranks' tensors differ, as text, the same on every rank; "" if they are equal."""
     prints = fingerprints([tensor for _, tensor in tensors])
-    kinds = "\n".join(f"{own} {spec(tensor.dtype, tensor.shape)}" for own, tensor in tensors)
-    mine = hashlib.sha256(kinds.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
-    if len(set(ControlAllgather(line, mine, name).wait())) == 1:
+    specs = "\n".join(f"{name} {spec(tensor.dtype, tensor.shape)}" for name, tensor in tensors)
+    summary = hashlib.sha256(specs.encode()).digest() + hashlib.sha256(b"".join(prints)).digest()
+    if len(set(ControlAllgather(backend, summary, name).wait())) == 1:
         return ""
-    check_same_tensors(line, tensors, 0, f"{name}.tensors")
-    said = ControlAllgather(line, b"".join(prints), f"{name}.prints").wait()
-    everybodys = [[row[start : start + DIGEST_BYTES] for row in said] for start in range(0, len(said[0]), DIGEST_BYTES)]
-    differing = [number for number, theirs in enumerate(everybodys) if len(set(theirs)) > 1]
-    (own, tensor), theirs = tensors[differing[0]], everybodys[differing[0]]
-    reference = _most_common(theirs)
-    how = _in_words(line.ranks, theirs, reference, _distances(line, tensor, reference, name))
+    check_same_tensors(backend, tensors, 0, f"{name}.tensors")
+    rows = ControlAllgather(backend, b"".join(prints), f"{name}.prints").wait()
+    by_tensor = [[row[start : start + DIGEST_BYTES] for row in rows] for start in range(0, len(rows[0]), DIGEST_BYTES)]
+    differing = [number for number, ranks_prints in enumerate(by_tensor) if len(set(ranks_prints)) > 1]
+    (tensor_name, tensor), ranks_prints = tensors[differing[0]], by_tensor[differing[0]]
+    reference = _most_common(ranks_prints)
+    how = _describe(backend.ranks, ranks_prints, reference, _compare_with(backend, tensor, reference, name))
     count = f"{len(differing)} of {len(tensors)} tensors differ between the ranks"
-    return f"{count}, the first is {own} {spec(tensor.dtype, tensor.shape)}: {how}"
+    return f"{count}, the first is {tensor_name} {spec(tensor.dtype, tensor.shape)}: {how}"
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a rank's tensor differs from another's: in how many elements, and by how much where both are finite."""
+    """A comparison of a rank's tensor with the reference: elements that differ, and the largest finite distance."""
 
     elements: int
     most: float
@@ -67,65 +136,69 @@ class TensorDifference:
 
 
 def _most_common(prints: Sequence[bytes]) -> int:
-    """The first rank that holds what most ranks hold."""
-    return max(range(len(prints)), key=lambda place: (prints.count(prints[place]), -place))
+    """Return the first rank that holds what most ranks hold."""
+    return max(range(len(prints)), key=lambda rank: (prints.count(prints[rank]), -rank))
 
 
-def _distances(line: Backend, tensor: torch.Tensor, root: int, name: str) -> list[TensorDifference]:
-    """Everybody's distance from what root holds."""
-    mine = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    theirs = mine.clone()
-    if mine.numel():
-        line.broadcast_(as_bytes(theirs), root, f"{name}.first").wait()
-    said = json.dumps([*_distance(mine, theirs)]).encode()
-    return [TensorDifference(*json.loads(text)) for text in ControlAllgather(line, said, f"{name}.distances").wait()]
+def _compare_with(backend: Backend, tensor: torch.Tensor, root: int, name: str) -> list[TensorDifference]:
+    """Return each rank's difference from root's tensor."""
+    values = plain_values(tensor).contiguous()
+    reference = values.clone()
+    if values.numel():
+        backend.broadcast_(as_bytes(reference), root, f"{name}.first").wait()
+    payload = json.dumps([*_compare(values, reference)]).encode()
+    rows = ControlAllgather(backend, payload, f"{name}.distances").wait()
+    return [TensorDifference(*json.loads(text)) for text in rows]
 
 
-def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int, int]:
-    """By bits, as NaN is not equal to itself."""
-    rows = [as_bytes(tensor).view(tensor.numel(), -1) for tensor in (mine, theirs)]
+def _compare(values: torch.Tensor, reference: torch.Tensor) -> tuple[int, float, int, int]:
+    """Return the fields of a TensorDifference. Elements are compared by their bits, since NaN is not equal to NaN."""
+    rows = [as_bytes(tensor).view(tensor.numel(), -1) for tensor in (values, reference)]
     elements = int((rows[0] != rows[1]).any(1).sum())
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    apart = (mine.to(wide) - theirs.to(wide)).abs().view(-1)
-    apart = apart[apart.isfinite()]
-    nans, infinities = counts_of(mine)
-    return elements, float(apart.max()) if len(apart) else 0.0, nans, infinities
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    distances = (values.to(wide) - reference.to(wide)).abs().view(-1)
+    distances = distances[distances.isfinite()]
+    return elements, float(distances.max()) if len(distances) else 0.0, *count_nonfinite(values)
 
 
-def counts_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many elements are NaN, and how many infinite."""
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many elements are NaN, and how many are infinite."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0, 0
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
     return int(wide.isnan().sum()), int(wide.isinf().sum())
 
 
-def _in_words(ranks: Sequence[int], prints: Sequence[bytes], reference: int, told: Sequence[TensorDifference]) -> str:
-    """Which ranks hold something else than those that agree with the reference, and what."""
-    agree = [rank for rank, one in zip(ranks, prints, strict=True) if one == prints[reference]]
+def _describe(
+    ranks: Sequence[int], prints: Sequence[bytes], reference: int, differences: Sequence[TensorDifference]
+) -> str:
+    """Return which ranks differ from those that agree with the reference, and by how much."""
+    agree = [rank for rank, each in zip(ranks, prints, strict=True) if each == prints[reference]]
     groups: dict[bytes, list[int]] = {}
-    for place, one in enumerate(prints):
-        if one != prints[reference]:
-            groups.setdefault(one, []).append(place)
+    for index, each in enumerate(prints):
+        if each != prints[reference]:
+            groups.setdefault(each, []).append(index)
     clauses = []
-    for places in groups.values():
-        those, far = [ranks[place] for place in places], told[places[0]]
-        verb = "differs" if len(those) == 1 else "differ"
+    for members in groups.values():
+        found = differences[members[0]]
+        verb = "differs" if len(members) == 1 else "differ"
         clauses.append(
-            f"{format_ranks(those)} {verb} from {format_ranks(agree)} in {far.elements} elements, "
-            f"by {far.most:.3g} at most" + _not_finite(far)
+            f"{format_ranks([ranks[index] for index in members])} {verb} from {format_ranks(agree)} in "
+            f"{found.elements} elements, by {found.most:.3g} at most" + _nonfinite(found)
         )
-    own = _not_finite(told[reference])
-    return "; ".join(clauses) + (f"; {format_ranks(agree)}{own.removeprefix(',')}" if own else "")
+    in_reference = _nonfinite(differences[reference])
+    if in_reference:
+        clauses.append(f"{format_ranks(agree)}{in_reference.removeprefix(',')}")
+    return "; ".join(clauses)
 
 
-def _not_finite(found: TensorDifference) -> str:
+def _nonfinite(found: TensorDifference) -> str:
     kinds = [f"{count} {word}" for count, word in ((found.nans, "NaN"), (found.infinities, "infinite")) if count]
     return f", holding {' and '.join(kinds)}" if kinds else ""
 
 
-def _named(given: Any, *, buffers: bool) -> Named:
-    """The tensors of a module, a state_dict or named tensors, in their order."""
+def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
+    """Return the tensors of a module, a state_dict or named tensors, in their order."""
     pairs: list[Any]
     if isinstance(given, torch.nn.Module):
         pairs = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
@@ -139,11 +212,11 @@ def _named(given: Any, *, buffers: bool) -> Named:
                 "check_consistency takes a module, a state_dict or named tensors: pass model or "
                 "model.named_parameters(), not model.parameters()"
             )
-        _require_plain(*pair)
+        _require_comparable(*pair)
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
-def _require_plain(name: str, tensor: Any) -> None:
+def _require_comparable(name: str, tensor: Any) -> None:
     if tensor is None:
         return
     if not isinstance(tensor, torch.Tensor):

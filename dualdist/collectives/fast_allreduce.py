@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.backends.base import Backend
+from dualdist.backends.base import Backend, ReduceOp
 from dualdist.collectives import collectives, reductions
-from dualdist.collectives.arguments import name_of
+from dualdist.collectives.arguments import as_tensor, name_of
 from dualdist.collectives.negotiation import ENCODE, PAYLOAD_MARK, CollectiveRequest, RankRequests
-from dualdist.collectives.reductions import Op, check_op, finalize_, reduce_rows, wire_op
+from dualdist.collectives.reductions import LOCAL_OPS, Op, check_op, divide_, wire_op
 from dualdist.collectives.tensor_utils import spec
-from dualdist.collectives.work import Handle, PendingOperation
+from dualdist.collectives.work import Collective, Handle
 
 if TYPE_CHECKING:
     from dualdist.collectives.group import Group
 
 KIND = "allreduce"
-# Bytes of values that ride along; with the rest of the message they fit the first sheet of every kind of exchange.
-RIDERS_BYTES = 128
-# What NumPy hands out as bytes, and torch calculates with as it is.
-PLAIN = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+# Largest payload; with the request it fits the first fragment of every kind of exchange.
+INLINE_BYTES = 128
+# Dtypes that NumPy has, and in which torch computes without conversion.
+FAST_DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+FAST_OPS = ("mean", "sum", "min", "max", "product")
 ANY_NAME = "?"
 
 
@@ -44,92 +45,95 @@ def allreduce(
     *,
     in_place: bool = False,
 ) -> torch.Tensor:
-    """What collectives.allreduce gives, or allreduce_ in place, waited for."""
-    if prescale == 1.0 == postscale and fits(tensor, op):
-        express = FastAllreduce(group, tensor, op, name, in_place=in_place)
-        found = group.run_blocking(express)
-        if found is not None:
-            return found.wait() if isinstance(found, Handle) else found
-        name = express.name
-    usual = collectives.allreduce_ if in_place else collectives.allreduce
-    return usual(group, tensor, op, name, prescale, postscale).wait()
-
-
-def fits(tensor: torch.Tensor, op: object) -> bool:
-    """Whether the quick way is open to an allreduce of this tensor."""
-    return (
+    """Return the result of collectives.allreduce(); tensors that need a gradient, GPUs and so on take that path."""
+    if (
         isinstance(tensor, torch.Tensor)
-        and tensor.dtype in PLAIN
+        and prescale == 1.0 == postscale
+        and (in_place or not (tensor.requires_grad and torch.is_grad_enabled()))
+        and tensor.dtype in FAST_DTYPES
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and tensor.numel() > 0
         and type(op) is str
-        and op != "adasum"
-    )
+        and op in FAST_OPS
+    ):
+        fast = FastAllreduce(group, tensor, op, name, in_place=in_place)
+        found = group.run_blocking(fast)
+        if found is not None:
+            return found.wait() if isinstance(found, Handle) else found
+        name = fast.name
+    return collectives.allreduce(group, as_tensor(tensor), op, name, prescale, postscale, in_place=in_place).run()
 
 
 @dataclass(frozen=True)
 class AllreduceSignature:
-    """What all calls with the same kind of tensor have in common: the message is the name between two texts."""
+    """The part of an allreduce that all calls with the same op, dtype and shape share."""
 
     terms: dict[str, Any]
-    before_name: str
+    before_name: str  # of the message, whose other variable part is the name
     after_name: str
-    values_ride: bool
+    wire_op: ReduceOp
+    is_inline: bool
 
 
 @functools.lru_cache(maxsize=4096)
 def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> AllreduceSignature:
-    """UsageError where numbers of this dtype cannot be reduced by `op`."""
+    """Return what such calls share; raise UsageError if numbers of this dtype cannot be reduced by `op`."""
     check_op(op, dtype)
-    terms = {"tensors": [spec(dtype, shape)], **collectives.reduction_terms("cpu", op)}
+    terms = collectives.reduction_terms([spec(dtype, shape)], "cpu", op)
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, terms),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
-    return AllreduceSignature(terms, before_name, after_name, shape.numel() * dtype.itemsize <= RIDERS_BYTES)
+    is_inline = shape.numel() * dtype.itemsize <= INLINE_BYTES
+    return AllreduceSignature(terms, before_name, after_name, wire_op(op), is_inline)
 
 
 class FastAllreduce:
-    """An allreduce of a tensor that fits, whose caller waits for it."""
+    """One call that takes the fast path."""
 
     def __init__(self, group: Group, tensor: torch.Tensor, op: Op, name: str | None, *, in_place: bool) -> None:
-        known = signature(op, tensor.dtype, tensor.shape)
-        self.name = name_of(group, KIND, name)
+        self._signature = known = signature(op, tensor.dtype, tensor.shape)
+        self.name = name if name and type(name) is str else name_of(group, KIND, name)
         self.agreed = f"{known.before_name}{ENCODE(self.name)}{known.after_name}".encode() + PAYLOAD_MARK
-        self.message = self.agreed + tensor.detach().numpy().tobytes() if known.values_ride else self.agreed
-        self._known = known
+        self.message = self.agreed + tensor.detach().numpy().tobytes() if known.is_inline else self.agreed
+        self._group = group
         self._tensor = tensor
         self._op = op
         self._in_place = in_place
 
     def __str__(self) -> str:
-        return self._offer.what
+        return f"{self._request}"
 
     @property
-    def _offer(self) -> CollectiveRequest:
-        return CollectiveRequest(KIND, self.name, self._known.terms)
+    def _request(self) -> CollectiveRequest:
+        return CollectiveRequest(KIND, self.name, self._signature.terms)
 
-    def operation(self) -> PendingOperation[torch.Tensor]:
-        """The same, for the usual way."""
-        return PendingOperation(self._offer, lambda backend, own: self._reduced(backend), self._tensor.device)
+    def collective(self) -> Collective[torch.Tensor]:
+        """Return the same call for the general path."""
+        return Collective(self._group, self._request, lambda backend, own: self._reduce(backend), self._tensor.device)
 
     def perform(self, backend: Backend, inline_payloads: Sequence[bytes]) -> torch.Tensor:
-        """The reduction, given what has come along with every rank's message."""
-        if not self._known.values_ride:
-            return self._reduced(backend)
+        """Return the reduction, given the payloads that came with the requests."""
+        if not self._signature.is_inline:
+            return self._reduce(backend)
         rows = torch.frombuffer(bytearray(b"".join(inline_payloads)), dtype=self._tensor.dtype)
-        found = reduce_rows(rows.view(len(inline_payloads), *self._tensor.shape), wire_op(self._op))
-        finalize_(found, self._op, backend.size, 1.0)
+        reduce = LOCAL_OPS[self._signature.wire_op]
+        result, *rest = rows.view(-1, *self._tensor.shape).unbind()
+        for row in rest:
+            result = reduce(result, row)
+        if self._op == "mean":
+            divide_(result, backend.size)
         if not self._in_place:
-            return found
-        self._tensor.detach().copy_(found)
+            return result
+        self._tensor.detach().copy_(result)
         return self._tensor
 
-    def _reduced(self, backend: Backend) -> torch.Tensor:
-        """The reduction by the backend."""
+    def _reduce(self, backend: Backend) -> torch.Tensor:
+        """Return the reduction by the backend."""
         target = self._tensor if self._in_place else self._tensor.detach().clone()
         flat = target.detach().view(-1)
-        reductions.allreduce_(backend, flat, wire_op(self._op), f"op.{self.name}.0").wait()
-        finalize_(flat, self._op, backend.size, 1.0)
+        reductions.allreduce_(backend, flat, self._signature.wire_op, f"op.{self.name}.0").wait()
+        if self._op == "mean":
+            divide_(flat, backend.size)
         return target

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 WHY = (
-    "between ranks, torch.compile(fullgraph=True) follows dd.allreduce only, on the native backend, of a dense tensor, "
-    "by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without async_op; Horovod's "
-    "engine is no part of torch, so that its operations cannot be followed: leave fullgraph out"
+    "between ranks, torch.compile(fullgraph=True) follows dd.allreduce and hvd.allreduce only, on the native backend, "
+    "of a dense tensor, by sum, mean, min, max or product (where gradients are wanted, by sum or mean), without "
+    "async_op or compression; Horovod's engine is no part of torch, so that its operations cannot be followed: leave "
+    "fullgraph out"
 )
 
 

@@ -1,13 +1,13 @@
-"""A group of ranks, and the operations that their programs have begun on it.
+"""A group of ranks, and the collectives that their programs have begun on it.
 
 Note [agreement]: transports take what they are given. Gloo reduces tensors of different dtypes into garbage, and waits
-for ever where the sizes differ. So before an operation moves anything, the ranks exchange what each of them is ready to
-do, and every rank decides alike (negotiation.py). Operations are matched by their names: those that a program has
-begun without waiting for them may come in another order on another rank.
+for ever where the sizes differ. So before a collective moves data, the ranks exchange requests, and every rank computes
+the same response (negotiation.py). Requests are matched by name: asynchronous collectives may begin in another order on
+another rank.
 
-Note [who drives]: one thread at a time carries the operations of a group forward. A program that waits does it itself;
-what was begun with async_op=True is carried on by a thread of ours, so that the other ranks never wait for a program
-that computes.
+Note [progress]: one thread at a time makes the collectives of a group progress. A program that waits does it itself; a
+background thread does it for what was begun with async_op=True, so that the other ranks never wait for a program that
+computes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.exchange import ShmExchange, ShmMessage
-from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, Response, compute_response
-from dualdist.collectives.work import Handle, PendingOperation, own_parts
+from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
+from dualdist.collectives.work import Collective, Handle, own_parts
 from dualdist.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -44,24 +44,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds between two exchanges where the first one found nothing that all ranks are ready for.
+# Seconds between two exchanges if the first one found nothing that all ranks are ready for.
 PAUSE_S = 0.001
-# Seconds that our thread leaves what a program begins alone, unless somebody waits for it: what is begun together goes
-# in one exchange, and a name is still in use when it is given again at once, as Horovod's programs expect.
+# Seconds before the background thread acts on an asynchronous collective that no program waits for: what is begun
+# together shares one exchange, and a name that is reused at once is still in use, as Horovod's programs expect.
 CYCLE_S = 0.001
-# Seconds that what is under way may take at shutdown, and that the thread may take to see that it is over.
+# Seconds that close() waits for collectives under way, and then for the background thread.
 DRAIN_S = 2.0
-# For a rank that has joined: it waits for as long as the others go on.
+# The timeout of a rank that has joined: it waits for as long as the others go on.
 PATIENCE_S = 7 * 24 * 3600.0
-# Seconds after which a wait counts as one that cannot end by itself where a program has several threads: until then
-# another one may begin what the other ranks wait for.
+# Seconds after which a wait in a program of several threads is reported as one that blocks the program: until then
+# another thread may begin what the other ranks wait for.
 THREADS_S = 2.0
-# Errors that are alike on all ranks, and leave them where they were.
+# Errors that are raised on all ranks alike, after which the group goes on.
 HARMLESS = (MismatchError, UnsupportedError, UsageError)
 
 
 class BreakOnError:
-    """A block after whose failure nothing more is done in the group."""
+    """A context after whose CollectiveError the group refuses all calls."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -75,7 +75,13 @@ class BreakOnError:
 
 
 class Group:
-    """Some of the job's ranks, or all of them, and what they have begun together."""
+    """Some or all ranks of the job, and the collectives that they have begun together.
+
+    Attributes:
+        ranks: The members' ranks in the job, in ascending order.
+        rank: This process's index in `ranks`, or -1 if it is no member.
+        size: The number of members.
+    """
 
     def __init__(
         self, backend: Backend, monitor: Monitor, parent: Backend | None = None, mailbox: ShmExchange | None = None
@@ -85,58 +91,54 @@ class Group:
         self.rank = backend.rank
         self.size = backend.size
         self.monitor = monitor
-        self.observer: Callable[[str, CollectiveRequest | None], None] | None = (
-            None  # is told of every step, see _notify()
-        )
-        self.wait_times: WaitTimes | None = None  # where somebody asks who waits for whom
-        self.rounds = 0  # of gradients reduced with this rank's own
-        self.reducers: list[
-            Any
-        ] = []  # weak references to those of this group, in the order in which all ranks made them
-        self._mailbox = mailbox  # where the ranks share a host: the quickest way to tell each other what they do
-        self._parent = parent or backend  # which ends with the group, and with it all its lines
-        self._gradients: MonitoredBackend | None = None
-        self.num_unnamed = 0  # operations that were given a number
+        self.observer: Callable[[str, CollectiveRequest | None], None] | None = None  # see _notify()
+        self.wait_times: WaitTimes | None = None  # if the waits of the ranks are recorded
+        self.rounds = 0  # gradient reductions in which this rank had gradients
+        self.reducers: list[Any] = []  # ReductionPlans of this group's reducers, in the order of their creation
+        self.num_unnamed = 0  # collectives that were given a numbered name
         self.exchanges = 0
-        self._others: Sequence[RankRequests] = ()  # what all ranks said when nothing could be done
+        self._mailbox = mailbox  # if all ranks share a host
+        self._parent = parent or backend  # closed with the group, and with it all channels
+        self._gradients: MonitoredBackend | None = None
+        self._last_requests: Sequence[RankRequests] = ()  # of all ranks, when nothing could be done
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for programs that wait
-        self._left_alone = threading.Condition(lock)  # for our thread: there is something that nobody drives
+        self._unattended = threading.Condition(lock)  # for the background thread
         self._pending: dict[str, Handle[Any]] = {}
-        self._waiting: dict[str, float] = {}  # what programs wait for, each with the time when it began
-        self._moved_at = 0.0
+        self._waiting: dict[str, float] = {}  # names that programs wait for -> when the wait began
+        self._progressed_at = 0.0
         self._failure: BaseException | None = None
         self._refusals = RefusedCalls()
-        self._breaking = BreakOnError(self)
-        self._name_at_once = ""  # of what happens at once
-        self._is_driven = False
+        self._break_on_error = BreakOnError(self)
+        self._blocking_name = ""  # of the collective in run_blocking()
+        self._is_progressing = False  # Note [progress]
         self._thread: threading.Thread | None = None
-        self._drives_from = 0.0  # our thread, seconds on the monotonic clock
+        self._thread_starts_at = 0.0  # earliest next round of the background thread, on the monotonic clock
         self._is_closed = False
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is one of the group's ranks."""
+        """Return True if this process is one of the group's ranks."""
         return self.rank >= 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the session goes on, and the group has not been removed."""
+        """Return True until the session ends or the group is removed."""
         return not self._is_closed
 
     @property
     def is_usable(self) -> bool:
-        """Whether this rank can do something with the others, as far as it knows."""
+        """Return True if this rank can begin collectives, as far as it knows."""
         return self.is_open and self.is_member and self._failure is None
 
     @property
     def ignored_failure(self) -> str:
-        """The failure after which the program went on in this group, if it did."""
+        """Return the failure after which the program kept calling this group, or ""."""
         return str(self._failure) if self._refusals else ""
 
     @property
     def gradients(self) -> Backend:
-        """The line on which gradients travel, whose operations are agreed on once; every member asks for it first."""
+        """Return the channel of gradients, whose reductions are agreed on once; all members ask for it first."""
         if self._failure is not None:
             self.require_usable()
         if self._gradients is None:
@@ -144,37 +146,18 @@ class Group:
         return self._gradients
 
     def next_name(self, kind: str) -> str:
-        """For an operation that the caller left unnamed; alike on all ranks, which call in the same order."""
+        """Return a name for an unnamed collective; the same on all ranks, which call in the same order."""
         self.num_unnamed += 1
         return f"{kind}.{self.num_unnamed}"
 
     def group_rank_of(self, rank: int) -> int:
-        """The place in this group of one of the job's ranks; UsageError where it has none."""
+        """Return the index in this group of a rank of the job; raise UsageError if it is no member."""
         if rank not in self.ranks:
             raise UsageError(f"root={rank}: expected a rank of this group, one of {list(self.ranks)}")
         return self.ranks.index(rank)
 
-    def submit(self, operation: PendingOperation[T]) -> Handle[T]:
-        """Let the operation happen when all ranks are ready for it, and somebody carries it on: Note [who drives]."""
-        self.require_usable()
-        operation.offer.encoded  # noqa: B018  raises here what cannot be told to the others
-        handle = Handle(self, operation)
-        if self.size == 1:
-            self._notify("entered", operation.offer)
-            self._perform(handle, [operation.offer.own])
-            return handle
-        with self._changed:
-            if handle.name in self._pending or handle.name == self._name_at_once:
-                raise UsageError(
-                    f"{operation.offer.what}: an operation of this name is still under way; wait for it, or choose "
-                    "another name"
-                )
-            self._pending[handle.name] = handle
-        self._notify("entered", operation.offer)
-        return handle
-
     def require_usable(self) -> None:
-        """NotInitializedError, UsageError or CollectiveError unless this rank can do something with the others."""
+        """Raise NotInitializedError, UsageError or CollectiveError if this rank cannot begin a collective."""
         if self._is_closed:
             raise NotInitializedError("this group has been closed: by dd.shutdown(), or by dd.remove_group()")
         if not self.is_member:
@@ -187,183 +170,219 @@ class Group:
             ) from self._failure
 
     def fail(self, error: BaseException) -> None:
-        """After this error the ranks may be at different places: nothing more is done with them."""
+        """Refuse all further calls, unless the error left all ranks at the same point."""
         if self._failure is None and not isinstance(error, HARMLESS):
             self._failure = error
 
     def fail_on_error(self) -> BreakOnError:
-        """A block whose failure is that of the group."""
-        return self._breaking
+        """Return a context after whose CollectiveError the group refuses all calls."""
+        return self._break_on_error
+
+    def submit(self, collective: Collective[T]) -> Handle[T]:
+        """Queue a collective, which is performed once all ranks are ready for it: Note [progress]."""
+        self.require_usable()
+        collective.request.encoded  # noqa: B018  raises here if it cannot be sent
+        handle = Handle(collective)
+        if self.size > 1:
+            with self._changed:
+                if handle.name in self._pending or handle.name == self._blocking_name:
+                    raise UsageError(
+                        f"{handle.request}: an operation of this name is still under way; wait for it, or choose "
+                        "another name"
+                    )
+                self._pending[handle.name] = handle
+        self._notify("entered", handle.request)
+        if self.size == 1:
+            self._perform(handle, [handle.request.own])
+        return handle
 
     def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
-        offer = handle.offer
-        self._notify("agreed", offer)
+        self._notify("agreed", handle.request)
         handle._perform(self.backend, own, self.monitor)
         if handle.error is not None:
             self.fail(handle.error)
         if self.wait_times is not None:
             self.wait_times.record_operation(handle.began, self._waiting.get(handle.name, handle.waits_since))
-        self._notify("done", offer)
+        self._notify("done", handle.request)
 
-    def _notify(self, event: str, offer: CollectiveRequest | None) -> None:
-        """Tell the observer that an operation was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
+    def _notify(self, event: str, request: CollectiveRequest | None) -> None:
+        """Tell the observer that a request was "entered" here, "agreed" on or "done", or that a "cycle" begins."""
         if self.observer is not None:
-            self.observer(event, offer)
+            self.observer(event, request)
 
-    def _let_thread_drive(self) -> None:
-        """What is pending goes on while the program does something else."""
-        with self._changed:
-            now = time.monotonic()
-            if self._drives_from < now:
-                self._drives_from = now + CYCLE_S
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._progress_loop, name="dualdist-progress", daemon=True)
-                self._thread.start()
-            self._left_alone.notify_all()
+    def run_blocking(self, fast: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
+        """Perform an allreduce that its caller waits for.
 
-    def _carry_on_until(self, handle: Handle[Any]) -> None:
-        """Drive, or let drive, until the handle is done; rounds without a result leave the others time."""
-        with self._changed:
-            now = time.monotonic()
-            self._moved_at = now if not self._waiting else self._moved_at
-            self._waiting[handle.name] = now
-            try:
-                while not handle.done():
-                    if self._is_driven:
-                        self._changed.wait()
-                    else:
-                        self._drive_one_round()
-            finally:
-                self._waiting.pop(handle.name, None)
-                if self._pending:
-                    self._left_alone.notify_all()
-
-    def run_blocking(self, express: FastAllreduce) -> torch.Tensor | Handle[torch.Tensor] | None:
-        """Do what this rank's program waits for with as little as possible around it.
-
-        None, and nothing has been sent, where something else is under way. A handle, to be waited for, where not all
-        ranks do the same.
+        Returns:
+            The result; a handle to wait for if not all ranks do the same; or None, with nothing sent, if other
+            collectives are under way.
         """
-        self.require_usable()
+        if self._failure is not None or self._is_closed or self.rank < 0:
+            self.require_usable()
         with self._changed:
-            if self._is_driven or self._pending or self.observer is not None or self.size == 1:
+            if self._is_progressing or self._pending or self.observer is not None or self.size == 1:
                 return None
-            self._is_driven, self._name_at_once = True, express.name
+            self._is_progressing, self._blocking_name = True, fast.name
         began = 0.0 if self.wait_times is None else time.monotonic()
+        probe = self.monitor.probe
+        before = None if probe is None else probe.enter(fast)
         try:
-            with self.monitor.operation(express):
-                exchange = self.exchange(express.message)
-                values = exchange.suffixes(express.agreed)
-                if values is not None:
-                    found = express.perform(self.backend, values)
-                    if self.wait_times is not None:
-                        self.wait_times.record_operation(began, began or None)
-                    return found
-                said = exchange.wait()
-            handle = Handle(self, express.operation())
+            self.exchanges += 1
+            exchange = (
+                ControlAllgather(self.backend, fast.message, "exchange")
+                if self._mailbox is None
+                else ShmMessage(self._mailbox, fast.message)
+            )
+            payloads = exchange.suffixes(fast.agreed)
+            if payloads is not None:
+                result = fast.perform(self.backend, payloads)
+                if self.wait_times is not None:
+                    self.wait_times.record_operation(began, began or None)
+                return result
+            messages = exchange.wait()
+            handle = Handle(fast.collective())
             handle.began, handle.waits_since = began, began or None
             with self._changed:
                 self._pending[handle.name] = handle
-            self._carry_out(said, [handle])
+            self._respond(messages, [handle])
             return handle
         except Exception as error:
-            self.fail(error)
-            raise
+            described = self.monitor.describe(error, fast)
+            self.fail(described)
+            if described is error:
+                raise
+            raise described from error.__cause__
         finally:
+            if probe is not None:
+                probe.leave(before)
             with self._changed:
-                self._name_at_once = ""
-                self._released()
+                self._blocking_name = ""
+                if self._pending:
+                    self._end_round()
+                else:
+                    self._is_progressing = False
+                    self._changed.notify_all()
+
+    def _progress_in_background(self) -> None:
+        """Let the background thread perform what is pending while the program does something else."""
+        with self._changed:
+            now = time.monotonic()
+            if self._thread_starts_at < now:
+                self._thread_starts_at = now + CYCLE_S
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._progress_loop, name="dualdist-progress", daemon=True)
+                self._thread.start()
+            self._unattended.notify_all()
+
+    def _progress_until(self, handle: Handle[Any]) -> None:
+        """Make progress, or wait for the thread that does, until the handle is done."""
+        with self._changed:
+            now = time.monotonic()
+            self._progressed_at = now if not self._waiting else self._progressed_at
+            self._waiting[handle.name] = now
+            try:
+                while not handle.done():
+                    if self._is_progressing:
+                        self._changed.wait()
+                    else:
+                        self._run_round()
+            finally:
+                self._waiting.pop(handle.name, None)
+                if self._pending:
+                    self._unattended.notify_all()
 
     def finish_pending(self) -> None:
-        """What this rank has begun is over; where it failed, its own wait() says so."""
+        """Wait for all that this rank has begun; errors are left to each handle's own wait()."""
         for handle in list(self._pending.values()):
-            self._carry_on_until(handle)
+            self._progress_until(handle)
 
     def _progress_loop(self) -> None:
-        """What the thread does: carry on whatever is pending and not exclusive_progress by a waiting program."""
+        """Run the background thread: perform what is pending unless a waiting program does."""
         with self._changed:
             while not self._is_closed:
-                early_s = self._drives_from - time.monotonic()
-                if self._is_driven or not self._pending:
-                    self._left_alone.wait()
+                early_s = self._thread_starts_at - time.monotonic()
+                if self._is_progressing or not self._pending:
+                    self._unattended.wait()
                 elif early_s > 0:
-                    self._left_alone.wait(early_s)
+                    self._unattended.wait(early_s)
                 else:
-                    self._drive_one_round()
+                    self._run_round()
 
-    def _drive_one_round(self) -> None:
-        """One exchange, and what it decides; called with the lock held, which is free meanwhile."""
-        self._is_driven = True
+    def _run_round(self) -> None:
+        """Exchange requests once and respond; called with the lock held, which is released meanwhile."""
+        self._is_progressing = True
         offered = list(self._pending.values())
-        row = RankRequests(tuple(handle.offer for handle in offered), self._waits_for())
+        requests = RankRequests(tuple(handle.request for handle in offered), self._blocked_on())
         self._changed.release()
         try:
-            moved = self._round(offered, row)
-            if not moved:
-                self._expire(offered)
+            if not self._exchange_requests(offered, requests):
+                self._check_timeout(offered)
                 time.sleep(PAUSE_S)
         finally:
             self._changed.acquire()
-            self._released()
+            self._end_round()
 
-    def _released(self) -> None:
-        """Nobody drives any more; called with the lock held."""
-        for name, handle in list(self._pending.items()) if self._pending else ():
+    def _end_round(self) -> None:
+        """Let another thread make progress; called with the lock held."""
+        for name, handle in list(self._pending.items()):
             if handle.done():
                 del self._pending[name]
-        self._is_driven = False
+        self._is_progressing = False
         self._changed.notify_all()
         if self._pending:
-            self._left_alone.notify_all()
+            self._unattended.notify_all()
 
-    def _round(self, offered: Sequence[Handle[Any]], row: RankRequests) -> bool:
-        """Whether anything happened. What fails in here fails the operations that were offered."""
+    def _exchange_requests(self, offered: Sequence[Handle[Any]], requests: RankRequests) -> bool:
+        """Return True if anything was performed or refused. An error here fails all that was offered."""
         self._notify("cycle", None)
         try:
-            mine = row.dumps()
-            with self.monitor.operation(offered[0].offer):
-                exchange = self.exchange(mine)
-                are_alike = len(offered) == 1 and exchange.all_equal()
-                said = [] if are_alike else exchange.wait()
-        except Exception as error:  # whatever it is, those who wait shall see it
+            with self.monitor.operation(offered[0].request):
+                exchange = self.exchange(requests.dumps())
+                all_equal = len(offered) == 1 and exchange.all_equal()
+                messages = [] if all_equal else exchange.wait()
+        except Exception as error:  # of any kind: those who wait must see it
             self._fail_all(offered, error)
             return True
-        if are_alike:
-            self._perform(offered[0], [offered[0].offer.own] * self.size)
-            self._moved_at = time.monotonic()
+        if all_equal:
+            self._perform(offered[0], [offered[0].request.own] * self.size)
+            self._progressed_at = time.monotonic()
             return True
-        return self._carry_out(said, offered)
+        return self._respond(messages, offered)
 
-    def _carry_out(self, said: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
-        """Do what the ranks' messages compute_response; whether that was anything."""
-        rows = [RankRequests.loads(data) for data in said]
-        decision = compute_response(rows, self.ranks)
-        self._settle(decision, offered, rows)
-        has_moved = bool(decision.agreed or decision.refused)
-        if has_moved:
-            self._moved_at = time.monotonic()
-        else:
-            self._others = rows
-        return has_moved
+    def _respond(self, messages: Sequence[bytes], offered: Sequence[Handle[Any]]) -> bool:
+        """Do what follows from the ranks' messages; return True if that is anything."""
+        rows = [RankRequests.loads(message) for message in messages]
+        response = compute_response(rows, self.ranks)
+        handles = {handle.name: handle for handle in offered}
+        for name, reason in response.refused:
+            if name in handles:
+                handles[name]._fail(MismatchError(f"{handles[name].request}: {reason}"))
+        for name in response.agreed:
+            self._perform(handles[name], own_parts(rows, name))
+        if response.agreed or response.refused:
+            self._progressed_at = time.monotonic()
+            return True
+        self._last_requests = rows
+        return False
 
-    def _waits_for(self) -> str:
-        """What this rank's program does not go on without, as far as can be known."""
+    def _blocked_on(self) -> str:
+        """Return the name of the collective that blocks this rank's program, as far as can be known."""
         if not self._waiting:
             return ""
         name, since = next(iter(self._waiting.items()))
-        return name if _is_only_thread() or time.monotonic() - since > THREADS_S else ""
+        return name if _has_one_thread() or time.monotonic() - since > THREADS_S else ""
 
-    def _expire(self, offered: Sequence[Handle[Any]]) -> None:
-        """Give up where a program has waited for as long as it may: the others may go on exchanging for ever."""
+    def _check_timeout(self, offered: Sequence[Handle[Any]]) -> None:
+        """Fail what was offered if a program has waited longer than the timeout without progress."""
         timeout_s = self.backend.timeout_s
-        if not self._waiting or time.monotonic() - self._moved_at < timeout_s:
+        if not self._waiting or time.monotonic() - self._progressed_at < timeout_s:
             return
-        what = next((handle.what for handle in offered if handle.name in self._waiting), "")
-        said = "; ".join(
-            f"rank {rank} is ready for {row.words}" for rank, row in zip(self.ranks, self._others, strict=True)
+        what = next((f"{handle.request}" for handle in offered if handle.name in self._waiting), "")
+        ready = "; ".join(
+            f"rank {rank} is ready for {row.summary}" for rank, row in zip(self.ranks, self._last_requests, strict=True)
         )
         self._fail_all(
-            offered, CollectiveTimeoutError(f"{what}: not all ranks began it within {timeout_s:g} s: {said}")
+            offered, CollectiveTimeoutError(f"{what}: not all ranks began it within {timeout_s:g} s: {ready}")
         )
 
     def _fail_all(self, offered: Sequence[Handle[Any]], error: BaseException) -> None:
@@ -371,16 +390,8 @@ class Group:
         for handle in offered:
             handle._fail(error)
 
-    def _settle(self, decision: Response, offered: Sequence[Handle[Any]], rows: Sequence[RankRequests]) -> None:
-        handles = {handle.name: handle for handle in offered}
-        for name, reason in decision.refused:
-            if name in handles:
-                handles[name]._fail(MismatchError(f"{handles[name].offer.what}: {reason}"))
-        for name in decision.agreed:
-            self._perform(handles[name], own_parts(rows, name))
-
     def exchange(self, payload: bytes) -> ControlAllgather | ShmMessage:
-        """Every rank's payload, on every rank; one at a time, so that its name can stay, which Horovod remembers."""
+        """Begin to exchange one payload per rank; one exchange at a time, under a name that Horovod can cache."""
         self.exchanges += 1
         if self._mailbox is not None:
             return ShmMessage(self._mailbox, payload)
@@ -388,18 +399,14 @@ class Group:
 
     @contextlib.contextmanager
     def exclusive_progress(self) -> Iterator[None]:
-        """For the block the caller alone drives, as patiently as can be; UsageError where operations are under way."""
+        """Let only the caller make progress, without timeouts; raise UsageError if collectives are under way."""
         self.require_usable()
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_driven)
+            self._changed.wait_for(lambda: not self._is_progressing)
             if self._pending:
                 raise UsageError(f"still under way: {', '.join(self._pending)}; wait for them before this call")
-            self._is_driven = True
-        waiters: list[Any] = [
-            self.backend,
-            *filter(None, [self._gradients]),
-            *filter(None, [self._mailbox and self._mailbox.peers]),
-        ]
+            self._is_progressing = True
+        waiters: list[Any] = [self.backend, self._gradients, self._mailbox and self._mailbox.peers]
         usual_s = self.backend.timeout_s
         try:
             for waiter in filter(None, waiters):
@@ -409,18 +416,18 @@ class Group:
             for waiter in filter(None, waiters):
                 waiter.timeout_s = usual_s
             with self._changed:
-                self._is_driven = False
+                self._is_progressing = False
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the group; what is still under way then is reported, and never finishes."""
+        """End the group; warn of collectives under way, which never finish."""
         with self._changed:
             under_way = list(self._pending.values())
             if self._thread is not None:
                 self._changed.wait_for(lambda: not self._pending, DRAIN_S)
             self._is_closed = True
-            self._left_alone.notify_all()
-        unfinished = [handle.what for handle in under_way if not handle.done() or handle.failed()]
+            self._unattended.notify_all()
+        unfinished = [f"{handle.request}" for handle in under_way if not handle.done() or handle.failed()]
         if unfinished:
             warnings.warn(
                 f"dualdist: shut down with {len(unfinished)} operation(s) unfinished, for which not all ranks were "
@@ -434,9 +441,9 @@ class Group:
         if self._thread is not None:
             self._thread.join(DRAIN_S)
         for handle in self._pending.values():
-            handle._fail(CollectiveError(f"{handle.what}: the session ended before all ranks were ready"))
+            handle._fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
 
 
-def _is_only_thread() -> bool:
-    """Whether the program has no other thread than the one that waits."""
+def _has_one_thread() -> bool:
+    """Return True if the waiting thread is the only one of the program."""
     return sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1

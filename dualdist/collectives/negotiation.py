@@ -1,10 +1,10 @@
-"""What the ranks of a group do next, decided by every rank alike from what each of them is ready to do."""
+"""Which collectives the ranks of a group perform next, computed by every rank alike from the requests of all."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -12,15 +12,15 @@ from dualdist.errors import UsageError
 from dualdist.utils.suggest import SHOWN, format_ranks
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
-# Between what a rank says and what comes along with it: Note [inline payload]. JSON does not hold it.
+# Between a rank's requests and an inline payload: Note [inline payload]. JSON does not contain it.
 PAYLOAD_MARK = b"\0"
-# What the ranks that go on may still do when others have joined, who take part with zeros.
+# The collectives in which ranks that have joined take part with zeros.
 WITH_JOINED = ("allreduce", "grouped_allreduce")
 
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """An operation that a rank is ready for: terms are the same on every rank, its own part (say, its rows) is not."""
+    """A collective that a rank is ready for. `terms` must be the same on all ranks; the rank's `own` part need not."""
 
     kind: str
     name: str
@@ -28,24 +28,19 @@ class CollectiveRequest:
     own: Any = None
 
     def __str__(self) -> str:
-        return self.what
-
-    @functools.cached_property
-    def what(self) -> str:
-        """In the words of an error."""
         return f"{self.kind} {self.name!r}{self._tensors}"
 
     @functools.cached_property
     def encoded(self) -> str:
-        """As JSON; UsageError where it holds something else than texts, numbers, and lists of them."""
+        """Return the request as JSON; raise UsageError if it holds anything but texts, numbers, and lists of them."""
         try:
             return ENCODE([self.kind, self.name, self.terms, self.own])
         except TypeError as error:
             raise UsageError(f"{self.kind} {self.name!r}: {error}: pass plain numbers and texts") from error
 
     @property
-    def words(self) -> str:
-        """Without its name, and with all that the ranks must agree on."""
+    def arguments(self) -> str:
+        """Return the kind and the terms as text, without the name."""
         others = [f"{key} {value}" for key, value in self.terms.items() if key != "tensors"]
         return f"{self.kind}{self._tensors}" + "".join(f", {other}" for other in others)
 
@@ -58,54 +53,56 @@ class CollectiveRequest:
 
 @dataclass(frozen=True)
 class JoinedAt:
-    """When a rank joined: after so many exchanges and gradient rounds of its group, at this second of its clock.
+    """When a rank joined: after this many exchanges and gradient reductions, at this second of its clock.
 
-    The clock decides only between ranks that have done nothing with each other in between.
+    The clock decides only between ranks that have done nothing together in between.
     """
 
     exchanges: int
     rounds: int
     clock_s: float
-    num_unnamed: int  # operations that the rank has given a number; afterwards all go on from the highest
+    num_unnamed: int  # afterwards all ranks go on from the highest
 
 
 @dataclass(frozen=True)
 class RankRequests:
-    """What a rank says of itself; `waiting` names the operation without which its program does not go on."""
+    """The state of one rank: its requests, and the name of the one that blocks its program."""
 
-    offers: tuple[CollectiveRequest, ...] = ()
+    requests: tuple[CollectiveRequest, ...] = ()
     waiting: str = ""
     joined: JoinedAt | None = None
 
     @property
-    def words(self) -> str:
-        """What it is ready for, in the words of an error."""
+    def summary(self) -> str:
+        """Return what the rank is ready for, as text."""
         if self.joined:
             return "join"
-        return ", ".join(offer.what for offer in self.offers[:SHOWN]) or "nothing"
+        return ", ".join(map(str, self.requests[:SHOWN])) or "nothing"
 
     def dumps(self) -> bytes:
-        offers = ",".join(offer.encoded for offer in self.offers)
+        requests = ",".join(request.encoded for request in self.requests)
         joined = None if self.joined is None else astuple(self.joined)
-        return f"[[{offers}],{ENCODE(self.waiting)},{ENCODE(joined)}]".encode()
+        return f"[[{requests}],{ENCODE(self.waiting)},{ENCODE(joined)}]".encode()
 
     @staticmethod
     def loads(data: bytes) -> RankRequests:
-        offers, waiting, joined = json.loads(data.partition(PAYLOAD_MARK)[0])
+        requests, waiting, joined = json.loads(data.partition(PAYLOAD_MARK)[0])
         return RankRequests(
-            tuple(CollectiveRequest(*offer) for offer in offers), waiting, None if joined is None else JoinedAt(*joined)
+            tuple(CollectiveRequest(*request) for request in requests),
+            waiting,
+            None if joined is None else JoinedAt(*joined),
         )
 
-    def offer(self, name: str) -> CollectiveRequest | None:
-        """The operation of this name, if the rank is ready for it."""
-        return next((offer for offer in self.offers if offer.name == name), None)
+    def request(self, name: str) -> CollectiveRequest | None:
+        """Return the request of this name, if the rank has one."""
+        return next((request for request in self.requests if request.name == name), None)
 
 
 @dataclass(frozen=True)
 class Response:
-    """What happens now, in this order; refused are the names of operations, each with the reason for its error.
+    """The next steps of all ranks: names to perform, in this order, and names to refuse, each with a reason.
 
-    Once all ranks have joined, nothing is left to do, and `last_joined` is the one that joined last.
+    Once all ranks have joined nothing is left to do, and `last_joined` is the rank that joined last.
     """
 
     agreed: tuple[str, ...] = ()
@@ -114,9 +111,13 @@ class Response:
 
 
 def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Response:
-    """Whatever all ranks are ready for, in the order of the first of them; rows come in the order of ranks.
+    """Agree on what all ranks are ready for, in the order of the first rank that has not joined.
 
-    Where all programs wait, and not for the same, no rank can ever go on: then what they wait for is refused.
+    If all programs are blocked, and not on the same collective, they can never go on: what they wait for is refused.
+
+    Args:
+        rows: The state of each rank, in the order of `ranks`.
+        ranks: The ranks of the group.
     """
     active = [(rank, row) for rank, row in zip(ranks, rows, strict=True) if not row.joined]
     if not active:
@@ -125,44 +126,43 @@ def compute_response(rows: Sequence[RankRequests], ranks: Sequence[int]) -> Resp
     joined = [rank for rank, row in zip(ranks, rows, strict=True) if row.joined]
     agreed: list[str] = []
     refused: list[tuple[str, str]] = []
-    for offer in active[0][1].offers:
-        offers = [(rank, row.offer(offer.name)) for rank, row in active]
-        found = [(rank, other) for rank, other in offers if other is not None]
+    for request in active[0][1].requests:
+        found = [(rank, other) for rank, row in active if (other := row.request(request.name)) is not None]
         if len(found) < len(active):
             continue
-        reason = _objection(offer, found, joined)
+        reason = _objection(request, found, joined)
         if reason:
-            refused.append((offer.name, reason))
+            refused.append((request.name, reason))
         else:
-            agreed.append(offer.name)
-    if not agreed and not refused and all(row.offer(row.waiting) for _, row in active):
-        said = "; ".join(f"{format_ranks(ranks)} in {what}" for what, ranks in _by_words(active).items())
-        reason = f"the ranks wait for different operations: {said}" + (
-            f"; {format_ranks(joined)} in join" if joined else ""
+            agreed.append(request.name)
+    blocking = [(rank, other) for rank, row in active if (other := row.request(row.waiting)) is not None]
+    if not agreed and not refused and len(blocking) == len(active):
+        by_request = _ranks_by_text((rank, f"{other}") for rank, other in blocking)
+        reason = "the ranks wait for different operations: " + "; ".join(
+            [f"{format_ranks(members)} in {text}" for text, members in by_request.items()]
+            + [f"{format_ranks(joined)} in join"] * bool(joined)
         )
         names = dict.fromkeys(row.waiting for _, row in active)
         return Response(refused=tuple((name, reason) for name in names))
     return Response(tuple(agreed), tuple(refused))
 
 
-def _objection(offer: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]) -> str:
-    """Why the ranks cannot do this together, or nothing."""
-    if any((other.kind, other.terms) != (offer.kind, offer.terms) for _, other in found):
-        said: dict[str, list[int]] = {}
-        for rank, other in found:
-            said.setdefault(other.words, []).append(rank)
+def _objection(
+    request: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]
+) -> str:
+    """Return why the ranks cannot perform the request together, or ""."""
+    if any((other.kind, other.terms) != (request.kind, request.terms) for _, other in found):
+        by_arguments = _ranks_by_text((rank, other.arguments) for rank, other in found)
         return "the ranks passed different arguments: " + "; ".join(
-            f"{format_ranks(ranks)} {words}" for words, ranks in said.items()
+            f"{format_ranks(ranks)} {text}" for text, ranks in by_arguments.items()
         )
-    if joined and offer.kind not in WITH_JOINED:
+    if joined and request.kind not in WITH_JOINED:
         return f"{format_ranks(joined)} called join, and until all have, the others can only {' or '.join(WITH_JOINED)}"
     return ""
 
 
-def _by_words(active: Sequence[tuple[int, RankRequests]]) -> dict[str, list[int]]:
-    said: dict[str, list[int]] = {}
-    for rank, row in active:
-        offer = row.offer(row.waiting)
-        assert offer is not None, "only asked where every rank waits for something that it offers"
-        said.setdefault(offer.what, []).append(rank)
-    return said
+def _ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for rank, text in texts:
+        grouped.setdefault(text, []).append(rank)
+    return grouped

@@ -94,20 +94,16 @@ def divide_(total: torch.Tensor, size: int) -> torch.Tensor:
         return total
     if total.dtype in STORED_ONLY:
         return total.copy_(total.to(WIDER[total.dtype]).div_(size))
-    return total.mul_(1 / size) if _multiplies(total, size) else total.div_(size)
+    # Where 1/size is a power of two, multiplying by it is faster and gives the same bits.
+    return total.mul_(1 / size) if total.is_floating_point() and size & (size - 1) == 0 else total.div_(size)
 
 
 def divide(total: torch.Tensor, size: int, mean: torch.Tensor) -> None:
-    """divide_, with the result in another place."""
-    if _multiplies(total, size):
+    """Write the result of divide_() to `mean`."""
+    if total.is_floating_point() and size & (size - 1) == 0:
         torch.mul(total, 1 / size, out=mean)
     else:
         torch.div(total, size, out=mean)
-
-
-def _multiplies(total: torch.Tensor, size: int) -> bool:
-    """Whether multiplying by 1/size, which is quicker, gives the same bits: where that is a power of two, it does."""
-    return total.is_floating_point() and size & (size - 1) == 0
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""An operation on a group of ranks, and the handle by which a program waits for it."""
+"""One rank's call of a collective, and the handle by which a program waits for it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
@@ -19,105 +19,159 @@ if TYPE_CHECKING:
     from dualdist.collectives.group import Group
 
 T = TypeVar("T")
+U = TypeVar("U")
+# Maps the gradients of the results, and each rank's own part of the request, to the gradients of the inputs.
+Backward = Callable[[Sequence[torch.Tensor], Sequence[Any]], torch.Tensor | Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class PendingOperation(Generic[T]):
-    """What to tell the other ranks, and what to do once they agree, given each rank's own part (None: joined)."""
+class Collective(Generic[T]):
+    """The description of one call: its request to the other ranks, its work on a backend, and its gradient.
 
-    offer: CollectiveRequest
+    Attributes:
+        group: The ranks that take part.
+        request: Compared with the requests of the other ranks before any data moves.
+        perform: Called as `perform(backend, own)` once all ranks agree; own[i] is rank i's own part of the request,
+            None if it has joined.
+        device: The device of the tensors, if there are any.
+        inputs: The tensors through which gradients flow. `perform` may fill a list that is given here.
+        backward: Called on every rank with the gradients of the results, and `own`, in the backward pass. Leaves out
+            tensors whose dtype has no gradient. Must hold no reference to an input or a result.
+    """
+
+    group: Group
+    request: CollectiveRequest
     perform: Callable[[Backend, Sequence[Any]], T]
-    device: torch.device | None = None  # of the tensors, if there are any
+    device: torch.device | None = None
+    inputs: Sequence[torch.Tensor] = ()
+    backward: Backward | None = None
+
+    def map(self, function: Callable[[T], U]) -> Collective[U]:
+        """Return the same collective with `function` applied to its result."""
+        return replace(cast("Collective[U]", self), perform=lambda backend, own: function(self.perform(backend, own)))
+
+    def start(self) -> Handle[T]:
+        """Begin, and return at once; no gradient flows."""
+        return self.group.submit(self).begin()
+
+    def run(self) -> T:
+        """Wait for the result; gradients flow through it if an input requires one."""
+        handle = self.group.submit(self)
+        result = handle.wait()
+        if self.backward is None or not requires_grad(self.inputs):
+            return result
+        results = [result] if isinstance(result, torch.Tensor) else cast(Sequence[torch.Tensor], result)
+        tracked = _Gradient.apply(results, handle.own, self.backward, *self.inputs)  # type: ignore[no-untyped-call]
+        return cast(T, tracked[0] if isinstance(result, torch.Tensor) else type(result)(tracked))  # type: ignore[call-arg]
 
     def streams(self) -> contextlib.AbstractContextManager[Any]:
-        """A block in which work goes to the stream that is the current one now, wherever it runs."""
+        """Return a context in which work goes to the CUDA stream that is the current one now."""
         if self.device is None or self.device.type != "cuda":
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.current_stream(self.device))
 
 
-class Handle(Generic[T]):
-    """An operation under way; wait() finishes it and returns its result, every time it is called."""
+class _Gradient(torch.autograd.Function):
+    """Connect the results of a collective to its inputs; second derivatives follow `backward`."""
 
-    def __init__(self, group: Group, operation: PendingOperation[T]) -> None:
-        self._offer = operation.offer
-        self.name = operation.offer.name
-        self._group = group
-        self._operation: PendingOperation[T] | None = operation
-        self._streams = operation.streams()
+    @staticmethod
+    def forward(
+        ctx: Any, results: Sequence[torch.Tensor], own: Sequence[Any], backward: Backward, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.own, ctx.backward_of = own, backward
+        ctx.of_inputs = [is_differentiable(tensor) for tensor in inputs]
+        ctx.of_results = [is_differentiable(tensor) for tensor in results]
+        ctx.mark_non_differentiable(*(tensor for tensor in results if not is_differentiable(tensor)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        given = [gradient.contiguous() for gradient, has in zip(gradients, ctx.of_results, strict=True) if has]
+        found = ctx.backward_of(given, ctx.own)
+        remaining = iter([found] if isinstance(found, torch.Tensor) else found)
+        return (None, None, None, *(next(remaining) if has else None for has in ctx.of_inputs))
+
+
+def requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if autograd follows any of the tensors now."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Return True if tensors of this dtype can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Handle(Generic[T]):
+    """A collective under way. Every call of wait() returns its result, or raises its error."""
+
+    def __init__(self, collective: Collective[T]) -> None:
+        self.request = collective.request
+        self.name = collective.request.name
+        self.own: Sequence[Any] = ()  # each rank's own part of the request, once it was performed
+        self.error: BaseException | None = None
+        self.began = 0.0 if collective.group.wait_times is None else time.monotonic()
+        self.waits_since: float | None = None  # if the program waited before it called wait()
+        self._group = collective.group
+        self._collective: Collective[T] | None = collective
+        self._streams = collective.streams()
         self._is_inference = torch.is_inference_mode_enabled()
-        self.began = 0.0 if group.wait_times is None else time.monotonic()
-        self.waits_since: float | None = None  # before anybody calls wait()
         self._result: T
-        self._error: BaseException | None = None
         self._is_done = False
 
-    @property
-    def what(self) -> str:
-        """In the words of an error."""
-        return self._offer.what
-
     def done(self) -> bool:
-        """Whether wait() would return at once."""
+        """Return True if wait() would return at once."""
         return self._is_done
 
     def failed(self) -> bool:
-        """Whether wait() would raise at once."""
-        return self._error is not None
+        """Return True if wait() would raise at once."""
+        return self.error is not None
 
     @disable_compile
     def begin(self) -> Handle[T]:
-        """Let it go on by itself, while the program does something else; returns this handle."""
+        """Let a thread carry the collective on while the program does something else; return this handle."""
         if not self._is_done:
-            self._group._let_thread_drive()
+            self._group._progress_in_background()
         return self
 
     @disable_compile
     def wait(self) -> T:
-        """The result; raises CollectiveError where the operation failed."""
+        """Wait for the result, and return it; raise CollectiveError if the collective failed."""
         if not self._is_done:
-            self._group._carry_on_until(self)
-        if self._error is not None:
-            raise self._error
+            self._group._progress_until(self)
+        if self.error is not None:
+            raise self.error
         return self._result
 
-    @property
-    def offer(self) -> CollectiveRequest:
-        return self._offer
-
     def _perform(self, backend: Backend, own: Sequence[Any], monitor: Monitor) -> None:
-        assert self._operation is not None, "an operation is performed once"
+        assert self._collective is not None, "a collective is performed once"
+        self.own = own
         try:
-            with monitor.operation(self._offer), self._streams, _inference_mode(self._is_inference):
-                result = self._operation.perform(backend, own)
-        except Exception as error:  # whoever waits for it shall see it, whatever it is
+            with monitor.operation(self.request), self._streams, _inference_mode(self._is_inference):
+                result = self._collective.perform(backend, own)
+        except Exception as error:  # of any kind: wait() raises it
             self._fail(error)
         else:
             self._result = result
             self._end()
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
         self._end()
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed, if it did."""
-        return self._error
-
     def _end(self) -> None:
-        self._operation = None  # and the tensors that it holds
+        self._collective = None  # frees the tensors that it holds
         self._is_done = True
 
 
-def _inference_mode(wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """A block in the mode in which the operation was begun, whichever thread performs it."""
-    if torch.is_inference_mode_enabled() == wanted:
+def _inference_mode(is_wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with the inference mode of the call, for the thread that performs it."""
+    if torch.is_inference_mode_enabled() == is_wanted:
         return contextlib.nullcontext()
-    return torch.inference_mode(wanted)
+    return torch.inference_mode(is_wanted)
 
 
 def own_parts(rows: Sequence[RankRequests], name: str) -> list[Any]:
-    """Each rank's own part of an operation, None where it has joined."""
-    offers = [row.offer(name) for row in rows]
-    return [None if offer is None else offer.own for offer in offers]
+    """Return each rank's own part of a request, None where the rank has joined."""
+    requests = [row.request(name) for row in rows]
+    return [None if request is None else request.own for request in requests]

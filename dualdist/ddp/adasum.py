@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualdist.collectives.collectives import grouped_allreduce
+from dualdist.collectives.collectives import allreduce
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, BucketPlan, ReducerConfig
 from dualdist.ddp.buckets import Bucket
 
@@ -107,7 +107,7 @@ class DeltaSteps:
     def _combine(self, deltas: Sequence[torch.Tensor], device_index: int) -> list[torch.Tensor]:
         group, name = self._reducer.group, f"{self._reducer.name}.step.{device_index}"
         if self._compressor is None:
-            return grouped_allreduce(group, deltas, "adasum", name).wait()
+            return allreduce(group, list(deltas), "adasum", name).run()
         compressed = [self._compressor.compress(delta) for delta in deltas]
-        sums = grouped_allreduce(group, [tensor for tensor, _ in compressed], "adasum", name).wait()
+        sums = allreduce(group, [tensor for tensor, _ in compressed], "adasum", name).run()
         return [self._compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(sums, compressed, strict=True)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from dualdist.collectives.collectives import zero_contribution
 from dualdist.collectives.group import Group
-from dualdist.collectives.negotiation import CollectiveRequest, JoinedAt, RankRequests, compute_response
-from dualdist.collectives.work import PendingOperation, own_parts
+from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
+from dualdist.collectives.work import own_parts
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
@@ -110,12 +110,12 @@ class JoinedRank:
         return bucket
 
 
-def join(group: Group, zero_contribution: Callable[[CollectiveRequest], PendingOperation[Any]]) -> int:
+def join(group: Group) -> int:
     """Take part in the other ranks' operations until all have joined; return the rank that joined last.
 
     The other ranks may begin a user's operation or a round of gradients next, each on a separate channel: this rank
     begins both and follows the one that arrives, for as long as the others respond. Its own pending operations are
-    finished first. `zero_contribution` makes this rank's part of an operation that the others request.
+    finished first.
     """
     group.require_usable()
     if group.size == 1:
@@ -146,7 +146,7 @@ def join(group: Group, zero_contribution: Callable[[CollectiveRequest], PendingO
                 group.rounds = max(each.rounds for each in joined)
                 return response.last_joined
             for name in response.agreed:
-                request = next(found for each in requests if (found := each.offer(name)) is not None)
-                zero_contribution(request).perform(group.backend, own_parts(requests, name))
+                request = next(found for each in requests if (found := each.request(name)) is not None)
+                zero_contribution(group, request).perform(group.backend, own_parts(requests, name))
                 if group.wait_times is not None:
                     group.wait_times.skip(group.wait_times.operations)

@@ -226,12 +226,12 @@ def _reduced_loss(group: Group, loss: Any, op: Op) -> Any:
     name = f"the closure's {kind}, {group.next_name('loss')}"
     if kind != "loss":
         # An allreduce, which works while other ranks have joined.
-        allreduce(group, torch.empty(0), op, name).wait()
+        allreduce(group, torch.empty(0), op, name).run()
         return loss
     if not isinstance(loss, torch.Tensor):
-        return allreduce(group, torch.tensor(float(loss), dtype=torch.float64), op, name).wait().item()
+        return allreduce(group, torch.tensor(float(loss), dtype=torch.float64), op, name).run().item()
     is_divisible = loss.is_floating_point() or loss.is_complex()
-    return allreduce(group, loss if is_divisible else loss.double(), op, name).wait()
+    return allreduce(group, loss if is_divisible else loss.double(), op, name).run()
 
 
 def names_by_id(

@@ -32,7 +32,7 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.control_plane import broadcast_object
-from dualdist.collectives.objects import allgather_object
+from dualdist.collectives.state import allgather_object
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, ReducerConfig
 from dualdist.ddp.flat_buffer import refuse_capture
 from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds

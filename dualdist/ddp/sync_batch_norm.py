@@ -175,11 +175,11 @@ class _Statistics:
         shift = torch.zeros_like(mean)
         if batch.dtype == torch.float64:
             sums = torch.cat([counted, count * mean])
-            collectives.allreduce_(group, sums, "sum", f"{name}.mean").wait()
+            collectives.allreduce(group, sums, "sum", f"{name}.mean", in_place=True).run()
             shift = sums[1:] / sums[0].clamp(min=1)
         shifted = mean - shift
         message = torch.cat([counted, count * shifted, count * (var + shifted * shifted)])
-        collectives.allreduce_(group, message, "sum", name).wait()
+        collectives.allreduce(group, message, "sum", name, in_place=True).run()
         total = message[0]
         if count < 2 and total.item() == 1:  # item() waits for the GPU, only where count does not decide
             raise UsageError(
@@ -237,7 +237,7 @@ class _Normalize(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, *own, None, None
         totals = sums.double()
-        collectives.allreduce_(ctx.group, totals, "sum", f"{ctx.name}.backward").wait()
+        collectives.allreduce(ctx.group, totals, "sum", f"{ctx.name}.backward", in_place=True).run()
         mean_dy, mean_dy_normal = (part.to(dy.dtype).view_as(mean) for part in totals / total.clamp(min=1))
         scale = inverse if weight is None else inverse * weight.view_as(mean)
         dx = normal.mul_(mean_dy_normal).neg_().add_(dy).sub_(mean_dy).mul_(scale)

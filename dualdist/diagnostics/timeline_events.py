@@ -94,7 +94,7 @@ class EventListener:
             start_ns, *agreed = self._open.pop(key)
             parts = tuple(("agreeing with the other ranks", start_ns, at) for at in agreed[:1])
             self._keep(
-                TraceSpan(COMMUNICATION, f"{request.kind} {request.name}", start_ns, now, {"what": request.what}, parts)
+                TraceSpan(COMMUNICATION, f"{request.kind} {request.name}", start_ns, now, {"what": str(request)}, parts)
             )
 
     def transfer(self, group: int, event: str, kind: str, name: str, nbytes: int) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
-from dualdist.collectives.objects import allgather_object
+from dualdist.collectives.state import allgather_object
 from dualdist.diagnostics.timeline_events import EventListener
 from dualdist.diagnostics.trace_format import (
     TIMELINE,
@@ -129,7 +129,7 @@ class TimelineWriter:
         data = zlib.compress(pickle.dumps((events, self.listener.is_full)), 1)
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         splits = [len(packed), *([0] * (world.size - 1))]
-        received, sizes = collectives.alltoall(world, packed, splits, world.next_name("timeline")).wait()
+        received, sizes = collectives.alltoall(world, packed, splits, world.next_name("timeline")).run()
         if world.rank != 0:
             return []
         found = []

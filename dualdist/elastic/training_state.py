@@ -15,10 +15,14 @@ import torch
 from dualdist import api, session
 from dualdist.checkpoint.files import EXTRA, METADATA
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, has_state, load_state
-from dualdist.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from dualdist.collectives.compile import disable_compile
 from dualdist.collectives.group import Group
-from dualdist.collectives.objects import allgather_object, broadcast_object
+from dualdist.collectives.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import move_to_group
 from dualdist.errors import CheckpointError, UsageError

@@ -1,4 +1,4 @@
-"""hvd.init() and hvd.shutdown(), and what a process may ask in between."""
+"""hvd.init(), hvd.shutdown(), and the job's ranks and build features (horovod.common.basics)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Any
 
 from dualdist import session
 from dualdist.collectives.group import Group
-from dualdist.collectives.objects import allgather_object
+from dualdist.collectives.state import allgather_object
 from dualdist.errors import UsageError
-from dualdist.hvd.face import KEY, CrossRank, HorovodSession, current
-from dualdist.hvd.process_sets import DYNAMIC, ProcessSet, global_process_set, register
+from dualdist.hvd.process_sets import (
+    DYNAMIC,
+    KEY,
+    CrossRank,
+    HorovodSession,
+    ProcessSet,
+    current,
+    global_process_set,
+    register,
+)
 from dualdist.hvd.timeline import HorovodTimeline
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.temporary_env import temporary_variables
@@ -23,40 +31,46 @@ WAIT_FOR_START = "DYNAMIC"  # as a timeline: none until start_timeline()
 
 
 def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job; does nothing where this process has joined. Every process that was started calls this.
+    """Join the job; every process calls this. Does nothing if this process has joined.
 
-    `comm` are the ranks to form a job with, or an mpi4py communicator over them: each of these ranks passes the same,
-    and sees them numbered from 0. `process_sets` are made at once; with "dynamic" they can be added later.
+    Args:
+        comm: ranks to form a job with, or an mpi4py communicator over them; the same on each of these ranks, which are
+            then numbered from 0. If None, all ranks.
+        process_sets: sets to register; with "dynamic" they can be added later.
+
+    Raises:
+        ValueError: an argument is invalid, or the ranks passed different `comm`.
+        HorovodInternalError: the ranks cannot work together.
     """
     is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
     if is_dynamic:
         process_sets = []
     elif isinstance(process_sets, str):
         raise UsageError(f"process_sets={process_sets!r}: expected process sets, or 'dynamic'")
-    if session.is_open() and KEY in session.current().extras:
+    if is_initialized():
         if any(given.process_set_id is None for given in process_sets or ()):
             raise UsageError("hvd.init() has been called; add process sets by hvd.add_process_set()")
         return
-    wanted = _ranks_of(comm)
+    ranks = _ranks_of(comm)
     if not session.is_open():
         with temporary_variables(
             os.environ, {DYNAMIC: "1"} if is_dynamic else {}
         ):  # a real Horovod reads it when it starts
             session.init(os.environ.get(BACKEND) or "native")
     try:
-        _open_face(wanted, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
+        _open_face(ranks, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
     except BaseException:
         shutdown()
         raise
 
 
-def _open_face(wanted: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
+def _open_face(ranks: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
     opened = session.current()
-    base = _base(opened.world, wanted)
-    seats = allgather_object(base, (opened.topology.node_rank, opened.topology.local_rank))
-    seat = _seat(base.rank, seats)
-    face = HorovodSession(base, seat, is_dynamic, {0: base})
-    _export(base, seat)
+    base = _base_group(opened.world, ranks)
+    positions = allgather_object(base, (opened.topology.node_rank, opened.topology.local_rank))
+    position = _cross_rank(base.rank, positions)
+    face = HorovodSession(base, position, is_dynamic, {0: base})
+    _export(base, position)
     opened.extras[KEY] = face
     global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
     for process_set in process_sets:
@@ -75,21 +89,17 @@ def shutdown() -> None:
     face: HorovodSession | None = session.current().extras.pop(KEY, None)
     try:
         if face is not None:
-            _close_face(face)
+            for process_set in face.sets.values():
+                process_set._invalidate()
+            global_process_set.ranks = []
+            if face.timeline is not None:
+                face.timeline.close()
     finally:
         session.shutdown()
 
 
-def _close_face(face: HorovodSession) -> None:
-    for process_set in face.sets.values():
-        process_set._invalidate()
-    global_process_set.ranks = []
-    if face.timeline is not None:
-        face.timeline.close()
-
-
 def _ranks_of(comm: Sequence[int] | Any | None) -> list[int]:
-    """The job's ranks that are meant; none for all."""
+    """Return the ranks of the job in `comm`; none means all."""
     if comm is None:
         return []
     if isinstance(comm, Iterable):
@@ -104,87 +114,92 @@ def _ranks_of(comm: Sequence[int] | Any | None) -> list[int]:
     return ranks_in_world(comm)
 
 
-def _base(world: Group, wanted: list[int]) -> Group:
-    """The group of the wanted ranks. Other ranks may want others: all find out, and make all groups together."""
-    everybodys = allgather_object(world, sorted(wanted) or list(range(world.size)))
-    mine = everybodys[world.rank]
-    if world.rank not in mine:
-        raise UsageError(f"comm={wanted}: rank {world.rank} is to form a job with these ranks, and is none of them")
-    if any(rank >= world.size or everybodys[rank] != mine for rank in mine):
-        raise UsageError(f"comm={mine}: not all of these ranks passed the same: {everybodys}")
+def _base_group(world: Group, ranks: list[int]) -> Group:
+    """Return the group of `ranks`. Other ranks may want other groups: all exchange theirs, and create all groups."""
+    wanted = allgather_object(world, sorted(ranks) or list(range(world.size)))
+    own = wanted[world.rank]
+    if world.rank not in own:
+        raise UsageError(f"comm={ranks}: rank {world.rank} is to form a job with these ranks, and is none of them")
+    if any(rank >= world.size or wanted[rank] != own for rank in own):
+        raise UsageError(f"comm={own}: not all of these ranks passed the same: {wanted}")
     found = world
-    for ranks in sorted({tuple(ranks) for ranks in everybodys}):
-        if len(ranks) < world.size:
-            group = session.new_group(ranks)
+    for members in sorted({tuple(members) for members in wanted}):
+        if len(members) < world.size:
+            group = session.new_group(members)
             found = group if group.is_member else found
     return found
 
 
-def _seat(rank: int, seats: Sequence[tuple[int, int]]) -> CrossRank:
-    """Where this rank sits among (node, local rank) of all."""
-    node = seats[rank][0]
-    neighbours = sorted((local, place) for place, (other, local) in enumerate(seats) if other == node)
-    local_rank = [place for _, place in neighbours].index(rank)
-    sizes = Counter(other for other, _ in seats)
-    nodes = [other for other in sorted(sizes) if sizes[other] > local_rank]
+def _cross_rank(rank: int, positions: Sequence[tuple[int, int]]) -> CrossRank:
+    """Return this rank's position, given (node rank, local rank) of all ranks."""
+    node = positions[rank][0]
+    on_node = sorted((local, other) for other, (other_node, local) in enumerate(positions) if other_node == node)
+    local_rank = [other for _, other in on_node].index(rank)
+    sizes = Counter(other_node for other_node, _ in positions)
+    nodes = [other_node for other_node in sorted(sizes) if sizes[other_node] > local_rank]
     return CrossRank(local_rank, sizes[node], nodes.index(node), len(nodes), len(set(sizes.values())) == 1)
 
 
-def _export(base: Group, seat: CrossRank) -> None:
-    """Horovod's launcher sets these variables, and scripts read them; under other launchers they are set here."""
+def _export(base: Group, position: CrossRank) -> None:
+    """Set the variables of Horovod's launcher, which scripts read, if another launcher started the ranks."""
     values = {
         "RANK": base.rank,
         "SIZE": base.size,
-        "LOCAL_RANK": seat.local_rank,
-        "LOCAL_SIZE": seat.local_size,
-        "CROSS_RANK": seat.cross_rank,
-        "CROSS_SIZE": seat.cross_size,
+        "LOCAL_RANK": position.local_rank,
+        "LOCAL_SIZE": position.local_size,
+        "CROSS_RANK": position.cross_rank,
+        "CROSS_SIZE": position.cross_size,
     }
     session.export_env({f"HOROVOD_{name}": str(value) for name, value in values.items()})
 
 
 def is_initialized() -> bool:
-    """Whether this process is between hvd.init() and hvd.shutdown()."""
+    """Return True between hvd.init() and hvd.shutdown()."""
     return session.is_open() and KEY in session.current().extras
 
 
 def rank() -> int:
-    """0 <= rank < size; unique in the job."""
+    """Return this process's rank in the job, 0 <= rank < size."""
     return current().rank
 
 
 def size() -> int:
-    """The number of ranks in the job."""
+    """Return the number of ranks in the job."""
     return current().base.size
 
 
 def local_rank() -> int:
-    """0 <= local_rank < local_size; unique on this node."""
-    return current().seat.local_rank
+    """Return this process's rank on its node, 0 <= local_rank < local_size."""
+    return current().position.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node."""
-    return current().seat.local_size
+    """Return the number of ranks on this node."""
+    return current().position.local_size
 
 
 def cross_rank() -> int:
-    """This node's place among those that have a rank of this local rank."""
-    return current().seat.cross_rank
+    """Return this node's index among the nodes that have a rank of this local rank."""
+    return current().position.cross_rank
 
 
 def cross_size() -> int:
-    """The number of nodes that have a rank of this local rank."""
-    return current().seat.cross_size
+    """Return the number of nodes that have a rank of this local rank."""
+    return current().position.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have equally many ranks."""
-    return current().seat.is_homogeneous
+    """Return True if all nodes have the same number of ranks."""
+    return current().position.is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a Chrome trace to a file from now on, on rank 0; every rank may call this."""
+    """Write a Chrome trace from now on, on rank 0; every rank may call this.
+
+    Args:
+        file_path: of the trace.
+        mark_cycles: show when the ranks exchange requests.
+    """
     face = current()
     stop_timeline()
     if face.rank == 0:
@@ -194,7 +209,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete the trace, if one is being written."""
+    """Complete the trace that start_timeline() began, if any."""
     face = current()
     if face.timeline is not None:
         face.timeline.close()
@@ -203,62 +218,87 @@ def stop_timeline() -> None:
         face.observe(group)
 
 
-def _built(what: str) -> bool:
-    """Whether the backend in use has it; before hvd.init(), whether native has."""
-    return bool(session.built_with()[what])
-
-
 def mpi_threads_supported() -> bool:
-    """Whether other MPI libraries may be used beside; ValueError where MPI is not in use."""
+    """Return True: other MPI libraries may be used in this process. ValueError if MPI is not in use."""
     if not mpi_enabled():
         raise UsageError("MPI is not in use here: Horovod over MPI is, under mpirun with DUALDIST_BACKEND=horovod")
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the operations."""
+    """Return True if MPI is the transport."""
     return session.is_open() and session.current().backend.transport == "mpi"
 
 
 def mpi_built() -> bool:
-    """Whether the backend in use has MPI; native has none."""
-    return _built("mpi")
+    """Return True if the backend in use, or native before hvd.init(), has MPI."""
+    return bool(session.built_with()["mpi"])
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo carries the operations on CPU tensors."""
+    """Return True if MPI is not the transport of CPU tensors."""
     return session.is_open() and session.current().backend.transport != "mpi"
 
 
 def gloo_built() -> bool:
-    """Whether the backend in use has Gloo."""
-    return _built("gloo")
+    """Return True if the backend in use, or native before hvd.init(), has Gloo."""
+    return bool(session.built_with()["gloo"])
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that the backend in use has, such as 21805, or 0."""
+    """Return the version of the NCCL that the backend in use has, such as 21805, or 0."""
     return session.built_with()["nccl"]
 
 
 def ddl_built() -> bool:
-    """IBM's DDL: never."""
+    """Return False: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """Intel's oneCCL: never."""
+    """Return False: Intel's oneCCL is not supported."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether torch has CUDA."""
+    """Return True if torch was built with CUDA."""
     import torch
 
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch has ROCm."""
+    """Return True if torch was built with ROCm."""
     import torch
 
     return torch.version.hip is not None
+
+
+class HorovodBasics:
+    """The functions of this module as methods, for programs that use horovod.common.basics; nothing is loaded."""
+
+    def __init__(self, pkg_path: str, *args: str) -> None:
+        pass
+
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    is_initialized = staticmethod(is_initialized)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)
+    size = staticmethod(size)
+    local_size = staticmethod(local_size)
+    cross_size = staticmethod(cross_size)
+    rank = staticmethod(rank)
+    local_rank = staticmethod(local_rank)
+    cross_rank = staticmethod(cross_rank)
+    is_homogeneous = staticmethod(is_homogeneous)
+    mpi_threads_supported = staticmethod(mpi_threads_supported)
+    mpi_enabled = staticmethod(mpi_enabled)
+    mpi_built = staticmethod(mpi_built)
+    gloo_enabled = staticmethod(gloo_enabled)
+    gloo_built = staticmethod(gloo_built)
+    nccl_built = staticmethod(nccl_built)
+    ddl_built = staticmethod(ddl_built)
+    ccl_built = staticmethod(ccl_built)
+    cuda_built = staticmethod(cuda_built)
+    rocm_built = staticmethod(rocm_built)

@@ -1,4 +1,4 @@
-"""Horovod's compressors, by which gradients may become smaller on the wire."""
+"""Horovod's compressors, which make tensors smaller on the wire (horovod.torch.compression)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dualdist.ddp.compression import CASTS
 
 
 class Compressor:
-    """What a compressor has; one of your own subclasses this."""
+    """The interface of a compressor; subclass it for another one."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What to send, and what decompress() needs to know."""
+        """Return the tensor to send, and a context for decompress()."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor again, from what was received."""
+        """Return the result in the form of the original tensor."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -36,7 +36,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floats travel in 16 bits."""
+    """Sends floating point tensors in 16 bits."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
@@ -48,7 +48,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors that there are."""
+    """The available compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects from one rank to the others, by Horovod's names."""
+"""Parameters, optimizer state and objects from one rank to the others (horovod.torch.functions)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dualdist.collectives import broadcast_state, objects
+from dualdist.collectives import state
 from dualdist.errors import UsageError
-from dualdist.hvd.exceptions import horovods_errors
-from dualdist.hvd.face import current
-from dualdist.hvd.process_sets import ProcessSet, global_process_set, joined_group
+from dualdist.hvd.common import horovods_errors
+from dualdist.hvd.process_sets import ProcessSet, current, global_process_set, member_group
 
 T = TypeVar("T")
 
@@ -22,14 +21,20 @@ T = TypeVar("T")
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor], root_rank: int
 ) -> None:
-    """Every rank holds the values of `root_rank`, in place.
+    """Copy the values of `root_rank` to every rank, in place; every rank calls this.
 
-    `params` are a state_dict, named parameters, or parameters; ValueError for anything else.
+    Args:
+        params: a state_dict, named parameters, or parameters.
+        root_rank: a rank of the job.
+
+    Raises:
+        HorovodInternalError: names, shapes or dtypes differ between ranks.
+        ValueError: `params` is anything else.
     """
     pairs = _pairs(params)
     with horovods_errors():
         face = current()
-        broadcast_state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
+        state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
 
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
@@ -51,10 +56,15 @@ def _last(pair: Any) -> Any:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Every rank's optimizer has the state and options of that of `root_rank`; `model` does not matter.
+    """Give every rank's optimizer the state and options of that of `root_rank`; every rank calls this.
 
-    Nothing steps: weights, and the state of a fresh optimizer, stay as they are. As Horovod leaves them, parameters of
-    a fresh optimizer that had no gradient have one of zeros afterwards, until the next backward or step.
+    The optimizer does not step: weights, and the state of a fresh optimizer, do not change. As with Horovod, parameters
+    of a fresh optimizer without a gradient have one of zeros afterwards, until the next backward or step.
+
+    Args:
+        optimizer: of the same class and for as many parameters on every rank; not LBFGS.
+        root_rank: a rank of the job.
+        model: ignored.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS is not broadcast: broadcast the parameters before its first step")
@@ -62,29 +72,29 @@ def broadcast_optimizer_state(
         face = current()
         if not optimizer.state:
             _ZeroGradients(optimizer)
-        broadcast_state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
+        state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
 
 
 class _ZeroGradients:
-    """Gradients that Horovod's step on a fresh optimizer left behind, for programs that look at them.
+    """The gradients of zeros that Horovod's step on a fresh optimizer leaves behind, for programs that read them.
 
-    They go before a backward adds to them, or a step uses them: else weights that no loss touches would decay, and
-    sparse gradients become dense. What a program has written into one stays.
+    They are removed before a backward adds to them or a step uses them: otherwise weights that no loss touches would
+    decay, and sparse gradients become dense. A gradient that the program has written to stays.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._given: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        mine = optimizer.register_step_pre_hook(self._go)  # stays: torch lets no hook go while it goes through them
-        hooks = optimizer._optimizer_step_pre_hooks  # ours goes first: the wrapping's reduces
-        hooks |= {number: hooks.pop(number) for number in list(hooks) if number != mine.id}
+        own = optimizer.register_step_pre_hook(self._remove)  # stays: a hook cannot be removed while hooks run
+        hooks = optimizer._optimizer_step_pre_hooks  # move it to the front: that of wrap_optimizer reduces
+        hooks |= {number: hooks.pop(number) for number in list(hooks) if number != own.id}
         self._hooks: list[RemovableHandle] = []
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
                 self._given.append((weakref.ref(param), param.grad))
-                self._hooks.append(param.register_hook(self._go))
+                self._hooks.append(param.register_hook(self._remove))
 
-    def _go(self, *_: Any) -> None:
+    def _remove(self, *_: Any) -> None:
         for reference, zeros in self._given:
             param = reference()
             if param is not None and param.grad is zeros and not zeros.any():
@@ -98,25 +108,32 @@ class _ZeroGradients:
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """The object of `root_rank`, pickled, on every rank."""
+    """Return the object of `root_rank` on every rank; objects are pickled.
+
+    Args:
+        obj: a picklable object; ignored on the other ranks.
+        root_rank: a rank of the job.
+        name: identifies the call between ranks; if None, calls are numbered.
+        process_set: the ranks that take part.
+    """
     with horovods_errors():
         root = current().job_rank(root_rank)
-        return objects.broadcast_object(joined_group(process_set), obj, root, _named(name), _dumps())
+        return state.broadcast_object(member_group(process_set), obj, root, _object_name(name), _dumps())
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Everybody's object, pickled, in rank order."""
+    """Return the objects of all ranks, in rank order; objects are pickled."""
     with horovods_errors():
-        return objects.allgather_object(current().base, obj, _named(name), _dumps())
+        return state.allgather_object(current().base, obj, _object_name(name), _dumps())
 
 
-def _named(name: str | None) -> str | None:
-    """A tensor of the same name may be under way."""
+def _object_name(name: str | None) -> str | None:
+    """Return a name that differs from that of a tensor under way."""
     return None if name is None else f"{name}.object"
 
 
 def _dumps() -> Callable[[Any], bytes]:
-    """cloudpickle's where it is installed: it takes functions and classes of a script or notebook too."""
+    """Return cloudpickle.dumps if it is installed: it pickles functions and classes of scripts and notebooks too."""
     try:
         import cloudpickle
     except ImportError:

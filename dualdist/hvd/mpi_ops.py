@@ -1,137 +1,513 @@
-"""What horovod.torch.mpi_ops has, by the same names."""
+"""Horovod's collectives by its names and signatures (horovod.torch.mpi_ops), over dualdist's collectives."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import torch
+
+from dualdist import traced_operations
+from dualdist.collectives import collectives, fast_allreduce
+from dualdist.collectives.arguments import as_list
+from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.group import Group
+from dualdist.collectives.reductions import INTEGERS, Op
+from dualdist.collectives.work import Collective
+from dualdist.ddp.join import join as join_group
+from dualdist.errors import UsageError
 from dualdist.hvd import basics
-from dualdist.hvd.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from dualdist.hvd.exceptions import HorovodInternalError, horovods_errors
-from dualdist.hvd.face import poll, synchronize
-from dualdist.hvd.moving import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from dualdist.hvd.ops import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
-from dualdist.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from dualdist.hvd.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
+from dualdist.hvd.basics import ccl_built as ccl_built
+from dualdist.hvd.basics import cross_rank as cross_rank
+from dualdist.hvd.basics import cross_size as cross_size
+from dualdist.hvd.basics import cuda_built as cuda_built
+from dualdist.hvd.basics import ddl_built as ddl_built
+from dualdist.hvd.basics import gloo_built as gloo_built
+from dualdist.hvd.basics import gloo_enabled as gloo_enabled
+from dualdist.hvd.basics import is_homogeneous as is_homogeneous
+from dualdist.hvd.basics import is_initialized as is_initialized
+from dualdist.hvd.basics import local_rank as local_rank
+from dualdist.hvd.basics import local_size as local_size
+from dualdist.hvd.basics import mpi_built as mpi_built
+from dualdist.hvd.basics import mpi_enabled as mpi_enabled
+from dualdist.hvd.basics import mpi_threads_supported as mpi_threads_supported
+from dualdist.hvd.basics import nccl_built as nccl_built
+from dualdist.hvd.basics import rank as rank
+from dualdist.hvd.basics import rocm_built as rocm_built
+from dualdist.hvd.basics import size as size
+from dualdist.hvd.basics import start_timeline as start_timeline
+from dualdist.hvd.basics import stop_timeline as stop_timeline
+from dualdist.hvd.common import HorovodInternalError, get_average_backwards_compatibility_fun, horovods_errors
+from dualdist.hvd.compression import Compression, Compressor
+from dualdist.hvd.process_sets import ProcessSet as ProcessSet
+from dualdist.hvd.process_sets import add_process_set as add_process_set
+from dualdist.hvd.process_sets import current, global_process_set, member_group
+from dualdist.hvd.process_sets import remove_process_set as remove_process_set
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+Average, Sum, Adasum, Min, Max, Product = range(6)
+OPS: dict[int, Op] = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
+
+F = TypeVar("F", bound=Callable[..., Any])
+Tensors = Sequence[torch.Tensor]
+Given = TypeVar("Given", torch.Tensor, list[torch.Tensor])
+Arguments = tuple[Group, Given, Op, "str | None", float, float]
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
+    SimpleNamespace(Average=Average, Sum=Sum)
+)
+traced_allreduce = traced_operations.define_allreduce("dualdist::horovod_allreduce", horovods_errors)
 
 
+def _public(function: F, unless: Callable[..., Any] | None = None) -> F:
+    """Raise Horovod's errors, and keep torch.compile out unless `unless` traces the call."""
+    converted: F = horovods_errors()(function)
+    return disable_compile(converted, unless)
+
+
+@horovods_errors()
 def init(*args: Any, **kwargs: Any) -> None:
     """Join the job: init(comm=None, process_sets=None), see dualdist.hvd.basics.init."""
-    with horovods_errors():
-        basics.init(*args, **kwargs)
+    basics.init(*args, **kwargs)
 
 
 def shutdown(*args: Any, **kwargs: Any) -> None:
     """Leave the job; init() may follow."""
     basics.shutdown(*args, **kwargs)
+
+
+def _op_of(op: int, tensors: Tensors, process_set: ProcessSet) -> Op:
+    """Return dualdist's op. Horovod averages integers too: the sum, divided in float64 and truncated."""
+    if op not in OPS:
+        raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
+    if op == Adasum:
+        members = process_set.size() or 1
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum works on all ranks, not on other process sets")
+        if members & (members - 1):
+            raise NotImplementedError(f"Adasum pairs the ranks: their number is a power of two, not {members}")
+    are_integers = {tensor.dtype in INTEGERS for tensor in tensors}
+    if op == Average and True in are_integers:
+        if len(are_integers) > 1:
+            raise UsageError("integers and floats are averaged in different ways: reduce them in two calls")
+        return "integer mean"
+    return OPS[op]
+
+
+def _arguments(
+    tensors: Given, op: int, name: str | None, prescale: float, postscale: float, process_set: ProcessSet
+) -> Arguments[Given]:
+    """Return the arguments of dualdist's reductions."""
+    group = member_group(process_set)
+    members = tensors if isinstance(tensors, list) else [tensors]
+    return group, tensors, _op_of(op, members, process_set), name, prescale, postscale
+
+
+def _compressed(
+    tensors: Tensors, compression: type[Compressor], reduce: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Reduce compressed tensors and return the decompressed results."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = reduce([tensor for tensor, _ in pairs])
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(results, pairs, strict=True)]
+
+
+def start(collective: Collective[Any]) -> int:
+    """Begin a collective and return its number, for poll() and synchronize()."""
+    session = current()
+    number = next(session.numbers)
+    session.pending[number] = collective.start()
+    return number
+
+
+def poll(handle: int) -> bool:
+    """Return True if synchronize() would return at once.
+
+    Args:
+        handle: the number that a function with `_async` in its name returned.
+
+    Raises:
+        ValueError: there is no such collective under way, or it was synchronized.
+    """
+    pending = current().pending
+    if handle not in pending:
+        raise UsageError(f"handle {handle} is of no operation under way: was it synchronized already?")
+    return pending[handle].done()
+
+
+@_public
+def synchronize(handle: int) -> Any:
+    """Wait for a collective and return its result, or None if there is no such collective under way.
+
+    Args:
+        handle: the number that a function with `_async` in its name returned.
+
+    Raises:
+        HorovodInternalError: the collective failed.
+    """
+    found = current().pending.pop(handle, None)
+    return None if found is None else found.wait()
+
+
+def _trace_allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | None:
+    """Trace an allreduce for torch.compile; return None if it cannot follow."""
+    if average is not None or compression is not Compression.none:
+        return None
+    arguments = _arguments(tensor, Average if op is None else op, name, prescale_factor, postscale_factor, process_set)
+    return traced_operations.trace(traced_allreduce, *arguments)
+
+
+@_public
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin allreduce() and return a handle for synchronize()."""
+    op = handle_average_backwards_compatibility(op, average)
+    return start(collectives.allreduce(*_arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)))
+
+
+@partial(_public, unless=_trace_allreduce)
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over the process set into a new tensor; gradients flow through Average and Sum.
+
+    Every rank of the process set calls this, as all functions here.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        average: deprecated: True for op=Average, False for op=Sum.
+        name: identifies the call between ranks; if None, calls are numbered.
+        compression: how the tensor is sent, one of `Compression`.
+        op: Average (the default; of integers truncated), Sum, Adasum, Min, Max or Product.
+        prescale_factor: the tensor is multiplied by this before the reduction.
+        postscale_factor: the result is multiplied by this.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: the ranks passed different arguments, a rank is missing, or this rank is not in the set.
+        ValueError: an argument is invalid.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    sent, ctx = compression.compress(tensor)
+    arguments = _arguments(sent, op, name, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(fast_allreduce.allreduce(*arguments), ctx)
+
+
+@_public
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin allreduce_() and return a handle for synchronize()."""
+    op = handle_average_backwards_compatibility(op, average)
+    arguments = _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
+    return start(collectives.allreduce(*arguments, in_place=True))
+
+
+@_public
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over the process set in place, and return it; arguments as of allreduce()."""
+    op = handle_average_backwards_compatibility(op, average)
+    arguments = _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
+    return fast_allreduce.allreduce(*arguments, in_place=True)
+
+
+@_public
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin grouped_allreduce() and return a handle for synchronize(), which returns a tuple."""
+    op = handle_average_backwards_compatibility(op, average)
+    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
+    return start(collectives.allreduce(*arguments).map(tuple))
+
+
+@_public
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors, all of them or none; the other arguments as of allreduce()."""
+    kind = handle_average_backwards_compatibility(op, average)
+
+    def reduce(sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        arguments = _arguments(sent, kind, name, prescale_factor, postscale_factor, process_set)
+        return collectives.allreduce(*arguments).run()
+
+    return _compressed(tensors, compression, reduce)
+
+
+@_public
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin grouped_allreduce_() and return a handle for synchronize()."""
+    op = handle_average_backwards_compatibility(op, average)
+    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
+    return start(collectives.allreduce(*arguments, in_place=True).map(tuple))
+
+
+@_public
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, ...]:
+    """Reduce several tensors in place, all of them or none; arguments as of allreduce()."""
+    op = handle_average_backwards_compatibility(op, average)
+    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
+    return tuple(collectives.allreduce(*arguments, in_place=True).run())
+
+
+@_public
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Begin to reduce a sparse COO tensor by Average or Sum; return a function that waits for the result."""
+    arguments = _arguments(tensor, op, name, 1.0, 1.0, process_set)
+    return horovods_errors()(collectives.sparse_allreduce(*arguments).start().wait)
+
+
+def _reducescatter(
+    tensors: Given, op: int, name: str | None, prescale: float, postscale: float, process_set: ProcessSet
+) -> Collective[Given]:
+    if op == Adasum:
+        raise HorovodInternalError("Adasum looks at whole tensors, and reducescatter only at shares: use allreduce")
+    return collectives.reducescatter(*_arguments(tensors, op, name, prescale, postscale, process_set))
+
+
+@_public
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin reducescatter() and return a handle for synchronize()."""
+    return start(_reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set))
+
+
+@_public
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's share of the rows of the reduction; gradients flow through it. Arguments as of allreduce()."""
+    sent, ctx = compression.compress(tensor)
+    found = _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
+    return compression.decompress(found, ctx)
+
+
+@_public
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin grouped_reducescatter() and return a handle for synchronize(), which returns a tuple."""
+    described = _reducescatter(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
+    return start(described.map(tuple))
+
+
+@_public
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return this rank's share of the reduction of each tensor, all of them or none; arguments as of allreduce()."""
+
+    def reduce(sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        return _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
+
+    return _compressed(tensors, compression, reduce)
+
+
+@_public
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin allgather() and return a handle for synchronize()."""
+    return start(collectives.allgather(member_group(process_set), tensor, name))
+
+
+@_public
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate the rows of all ranks, in rank order: (n, *s) -> (sum of all n, *s); gradients flow through it."""
+    return collectives.allgather(member_group(process_set), tensor, name).run()
+
+
+@_public
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin grouped_allgather() and return a handle for synchronize()."""
+    return start(collectives.allgather(member_group(process_set), as_list(tensors), name).map(tuple))
+
+
+@_public
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """Gather several tensors, all of them or none; gradients flow through it."""
+    return tuple(collectives.allgather(member_group(process_set), as_list(tensors), name).run())
+
+
+def _broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+) -> Collective[torch.Tensor]:
+    group, root = member_group(process_set), current().job_rank(root_rank)
+    return collectives.broadcast(group, tensor, root, name, in_place=in_place)
+
+
+@_public
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin broadcast() and return a handle for synchronize()."""
+    return start(_broadcast(tensor, root_rank, name, process_set))
+
+
+@_public
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return a new tensor with the values of `root_rank`, a rank of the job; gradients flow through it."""
+    return _broadcast(tensor, root_rank, name, process_set).run()
+
+
+@_public
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin broadcast_() and return a handle for synchronize()."""
+    return start(_broadcast(tensor, root_rank, name, process_set, in_place=True))
+
+
+@_public
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Copy the values of `root_rank`, a rank of the job, to every rank in place, and return the tensor."""
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True).run()
+
+
+@_public
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin alltoall() and return a handle for synchronize(); its result is always the rows and their numbers."""
+    return start(collectives.alltoall(member_group(process_set), tensor, splits, name))
+
+
+@_public
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send the next splits[i] rows to rank i, or equal parts, and return the rows that came; gradients flow through it.
+
+    With `splits` the result is a pair of the rows and of how many came from each rank.
+    """
+    found = collectives.alltoall(member_group(process_set), tensor, splits, name).run()
+    return found[0] if splits is None else found
+
+
+@_public
+def join(device: int = -1) -> int:
+    """Contribute zeros to the other ranks' allreduces until all ranks have called this; return the last one.
+
+    What this rank has begun is finished first, so the others must begin that before they need this rank to join.
+
+    Args:
+        device: ignored.
+    """
+    base = current().base
+    return base.ranks.index(join_group(base))
+
+
+@_public
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank of the process set has called this."""
+    group = member_group(process_set)
+    collectives.barrier(group)
+    # Once more, so that ranks leave within one message of each other: scripts measure times from barrier to barrier.
+    collectives.barrier(group)

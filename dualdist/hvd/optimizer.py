@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer it is given, wrapped as dualdist wraps one, with Horovod's controls on it."""
+"""Horovod's DistributedOptimizer: dualdist's wrapping of an optimizer, with Horovod's methods on it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dualdist.ddp.compression import GradientCompressor as AnyCompressor
 from dualdist.ddp.optimizer import get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
+from dualdist.hvd.common import horovods_errors
 from dualdist.hvd.compression import Compression
-from dualdist.hvd.exceptions import horovods_errors
-from dualdist.hvd.ops import Adasum, Average, Sum
+from dualdist.hvd.mpi_ops import Adasum, Average, Sum
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, group_of
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -40,24 +40,38 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> OptimizerT:
-    """The same optimizer, whose parameters' gradients are reduced over the set's ranks when a backward returns.
+    """Wrap an optimizer: its parameters' gradients are reduced over the process set before backward() returns.
 
-    Every rank of the set calls this, with the same parameters in the same order; a rank outside of it steps alone. An
-    optimizer that was wrapped before is wrapped anew. With op=Adasum every rank steps on its own gradients, and the
-    steps are combined.
+    Every rank of the set calls this, with the same parameters in the same order; a rank outside of it steps alone. A
+    wrapped optimizer is wrapped again. With op=Adasum each rank steps on its own gradients and the steps are combined.
 
-    The optimizer gains synchronize(), skip_synchronize() and set_backward_passes_per_step(). No script needs them any
-    more: gradients are reduced before anything can look at them, and step() sees to what is left.
+    The optimizer gains synchronize(), skip_synchronize() and set_backward_passes_per_step(). Scripts do not need them:
+    gradients are reduced before anything can read them, and step() reduces what is left.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: names for errors, for instance model.named_parameters().
+        compression: how gradients are sent, one of `Compression`.
+        backward_passes_per_step: gradients are reduced in every so many backward passes.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: of Average: gradients are divided by it before the sum, and multiplied after it.
+        num_groups: deprecated: use groups.
+        groups: a number of groups, or lists of parameters, whose gradients are reduced together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: the ranks that take part.
+
+    Returns:
+        The same optimizer.
 
     Raises:
-        ValueError: where arguments contradict each other or are out of range.
-        NotImplementedError: for Adasum on a process set or on a number of ranks that is no power of two. It is what
-            Horovod 0.28.1 raises there, and scripts may catch it.
+        ValueError: arguments contradict each other or are out of range.
+        NotImplementedError: Adasum on a process set, or on a number of ranks that is not a power of two, as Horovod
+            0.28.1 raises.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor is for op=Average only, which it divides before and after the sum")
     if num_groups != 0:
-        warnings.warn("num_groups is Horovod's older way; pass groups=... instead", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups is deprecated in Horovod: pass groups=... instead", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: backward_passes_per_step must be > 0")
@@ -104,7 +118,7 @@ def DistributedOptimizer(
 
 
 class _Controls:
-    """What a script can tell an optimizer that went through DistributedOptimizer."""
+    """The methods that DistributedOptimizer adds to an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
         self._optimizer = optimizer
@@ -114,7 +128,7 @@ class _Controls:
         self.undo: Callable[[], None] = lambda: None
 
     def attach(self, **known: Any) -> None:
-        """Become attributes of this one optimizer; copies and pickles of it have none of them."""
+        """Set the attributes on this optimizer object; copies and pickles of it have none of them."""
         attributes = known | {
             CONTROLS: self,
             "synchronize": self.synchronize,
@@ -133,9 +147,9 @@ class _Controls:
         self.undo = undo
 
     def synchronize(self) -> None:
-        """The gradients are reduced, also where fewer backwards have run than backward_passes_per_step.
+        """Reduce the gradients, also after fewer backward passes than backward_passes_per_step.
 
-        Every rank of the process set calls this. With op=Adasum there is nothing to do: the step does it all.
+        Every rank of the process set calls this. With op=Adasum it does nothing: the step does.
         """
         if not self._skips:
             return
@@ -146,7 +160,7 @@ class _Controls:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In the block step() takes the gradients as they are. AssertionError with op=Adasum."""
+        """Return a context in which step() uses the gradients as they are; AssertionError with op=Adasum."""
         if not self._skips:
             raise AssertionError("skip_synchronize() is not for op=Adasum, where it is the steps that are combined")
         wrapper = get_wrapper(self._optimizer)
@@ -162,7 +176,7 @@ class _Controls:
             wrapper.skip_reduction = is_skipping
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on gradients are reduced on every `passes`-th backward; every rank of the set calls this."""
+        """Reduce gradients in every `passes`-th backward pass from now on; every rank of the set calls this."""
         if passes <= 0:
             raise UsageError(f"backward_passes_per_step={passes}: backward_passes_per_step must be > 0")
         self._optimizer.backward_passes_per_step = passes  # type: ignore[attr-defined]
@@ -184,7 +198,7 @@ class _Controls:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """What was given, or Horovod's names for what was not."""
+    """Return the named parameters, with Horovod's names if none were given."""
     if named_parameters is not None:
         return list(named_parameters)
     return [
@@ -197,7 +211,7 @@ def _named(
 def _fused_groups(
     optimizer: torch.optim.Optimizer, groups: int | list[list[torch.Tensor]] | None
 ) -> Sequence[Sequence[torch.Tensor]]:
-    """The parameters whose gradients travel together; of so many groups, the first ones have one more."""
+    """Return the parameters whose gradients are reduced together; the first groups have one more."""
     if groups is None:
         return ()
     if isinstance(groups, list):
@@ -205,7 +219,7 @@ def _fused_groups(
         if not all(isinstance(param, torch.Tensor) for param in members):
             raise UsageError("groups takes lists of parameters: each entry is a list of torch tensors")
         if len({id(param) for param in members}) < len(members):
-            raise UsageError("groups names a parameter twice: each one travels once")
+            raise UsageError("groups names a parameter twice: each belongs to one group")
         return groups
     if groups <= 0:
         raise UsageError(f"groups={groups}: expected a number above 0, or lists of parameters")
@@ -216,7 +230,7 @@ def _fused_groups(
 
 
 def _compressor(compression: Any) -> AnyCompressor | None:
-    """Horovod's own two as dualdist knows them, which compress whole buckets; others as they are."""
+    """Return dualdist's form of Horovod's compressors, which compresses whole buckets, or a user's own."""
     if compression is Compression.none or compression is None:
         return None
     return CASTS["fp16"] if compression is Compression.fp16 else resolve_compressor(compression)

@@ -1,24 +1,77 @@
-"""Process sets: some of the ranks, for the operations that take `process_set`."""
+"""Process sets (groups of ranks), and the state of Horovod's face between hvd.init() and hvd.shutdown()."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dualdist import session
 from dualdist.collectives.group import Group
-from dualdist.errors import UsageError
-from dualdist.hvd.exceptions import HorovodInternalError
-from dualdist.hvd.face import HorovodSession, current
+from dualdist.collectives.work import Handle
+from dualdist.errors import NotInitializedError, UsageError
+from dualdist.hvd.common import HorovodInternalError
 
+if TYPE_CHECKING:
+    from dualdist.hvd.timeline import HorovodTimeline
+
+KEY = "hvd"  # of a HorovodSession in a session's extras
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 WHERE = f'only after hvd.init(process_sets="dynamic"), or where {DYNAMIC}=1 was set before it'
 
 
-class ProcessSet:
-    """Some of the ranks; known to every rank once it was given to hvd.init() or add_process_set().
+@dataclass(frozen=True)
+class CrossRank:
+    """The position of a rank: cross ranks count the nodes that have this local rank."""
 
-    `ranks_or_comm` are ranks, or an mpi4py communicator over them.
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+@dataclass
+class HorovodSession:
+    """The job of hvd: `base` is the group of the ranks of hvd.init(), `groups` and `sets` go by process_set_id."""
+
+    base: Group
+    position: CrossRank
+    is_dynamic: bool
+    groups: dict[int, Group]
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    pending: dict[int, Handle[Any]] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of handles; threads share it
+    timeline: HorovodTimeline | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.base.rank
+
+    def observe(self, group: Group) -> None:
+        """Show the group's events in the timeline, if there is one."""
+        session.set_observers(group, self.timeline, None if self.timeline is None else self.timeline.moved)
+
+    def job_rank(self, rank: int) -> int:
+        """Return the job's number of one of the ranks of hvd.init()."""
+        return self.base.ranks[rank] if 0 <= rank < self.base.size else rank
+
+
+def current() -> HorovodSession:
+    """Return the open session; raise NotInitializedError, a ValueError as Horovod's, if there is none."""
+    found = session.current().extras.get(KEY) if session.is_open() else None
+    if found is None:
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    assert isinstance(found, HorovodSession)
+    return found
+
+
+class ProcessSet:
+    """A set of ranks, for `process_set=`; every rank passes it to hvd.init() or add_process_set().
+
+    Args:
+        ranks_or_comm: ranks, or an mpi4py communicator over them.
     """
 
     process_set_id: int | None = None
@@ -40,11 +93,11 @@ class ProcessSet:
         self.process_set_id = None
 
     def size(self) -> int | None:
-        """How many ranks are in the set; None before it is known."""
+        """Return the number of ranks in the set, or None before it is registered."""
         return None if self.process_set_id is None else group_of(self).size
 
     def rank(self) -> int | None:
-        """This process's place in the set; None before it is known. ValueError where it is not in the set."""
+        """Return this process's rank in the set, or None before it is registered; ValueError if it has none."""
         if self.process_set_id is None:
             return None
         group = group_of(self)
@@ -53,7 +106,7 @@ class ProcessSet:
         return group.rank
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None where its ranks are not known."""
+        """Return True if this process is in the set, or None if the set's ranks are not known yet."""
         return None if self.ranks is None else current().rank in self.ranks
 
     def __str__(self) -> str:
@@ -65,7 +118,14 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """The set, known to every rank from now on; every rank calls this. hvd.init(process_sets="dynamic") allows it."""
+    """Register a process set after hvd.init(process_sets="dynamic"); every rank calls this.
+
+    Args:
+        process_set: the set, or its ranks.
+
+    Raises:
+        ValueError: there is a set of the same ranks, or sets cannot be added after this hvd.init().
+    """
     face = current()
     if not face.is_dynamic:
         raise UsageError(f"process sets are added {WHERE}")
@@ -76,7 +136,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Whether the set was there, and is no more; every rank calls this. The set of all ranks stays."""
+    """Remove a process set and return True, or False if it is not registered or global; every rank calls this."""
     face = current()
     number = process_set.process_set_id
     if not face.is_dynamic:
@@ -90,7 +150,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def register(face: HorovodSession, process_set: ProcessSet) -> ProcessSet:
-    """Make the set known; ValueError where one of the same ranks is known already."""
+    """Create the set's group; raise ValueError if there is a set of the same ranks."""
     ranks = process_set.ranks
     assert ranks is not None, "callers have found the ranks"
     if face.base.size != session.current().topology.size:
@@ -108,16 +168,15 @@ def register(face: HorovodSession, process_set: ProcessSet) -> ProcessSet:
 
 
 def group_of(process_set: ProcessSet) -> Group:
-    """The group that the set stands for; ValueError where it is not known."""
-    face = current()
-    number = process_set.process_set_id
-    if number is None or number not in face.groups:
+    """Return the group of the set; raise ValueError if it is not registered."""
+    number, groups = process_set.process_set_id, current().groups
+    if number is None or number not in groups:
         raise UsageError(f"{process_set} is not known: give it to hvd.init() or hvd.add_process_set() on every rank")
-    return face.groups[number]
+    return groups[number]
 
 
-def joined_group(process_set: ProcessSet) -> Group:
-    """group_of, for an operation; HorovodInternalError where this process is not in the set."""
+def member_group(process_set: ProcessSet) -> Group:
+    """Return the group of the set; raise HorovodInternalError if this process is not in it."""
     group = group_of(process_set)
     if not group.is_member:
         raise HorovodInternalError(f"rank {current().rank} is not in the process set of ranks {process_set.ranks}")

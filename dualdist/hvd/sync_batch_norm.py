@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks, by Horovod's name and signature."""
+"""Batch normalization over all ranks, by Horovod's name and signature."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from dualdist.collectives.group import Group
 from dualdist.ddp import sync_batch_norm
-from dualdist.hvd.exceptions import horovods_errors
-from dualdist.hvd.face import current
+from dualdist.hvd.common import horovods_errors
+from dualdist.hvd.process_sets import current
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):

@@ -1,6 +1,6 @@
-"""A Chrome trace of what the ranks agreed on and did, by tensor, as Horovod's timeline shows it.
+"""Horovod's timeline: a Chrome trace of the negotiation and execution of each collective, by tensor.
 
-Gradients are shown by bucket, from when it leaves to when this rank finds it reduced.
+Gradients are shown by bucket, from the start of the reduction to when this rank sees its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIXES = {
 
 
 class HorovodTimeline:
-    """Writes events to a file as they happen; complete JSON after close(), which load in chrome://tracing anyway."""
+    """Writes events to a file as they happen; chrome://tracing also loads the file before close() completes it."""
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
         self._mark_cycles = mark_cycles
@@ -36,17 +36,17 @@ class HorovodTimeline:
         since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
         self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}, first=True)
 
-    def __call__(self, event: str, offer: CollectiveRequest | None) -> None:
-        """For Group.observer."""
+    def __call__(self, event: str, request: CollectiveRequest | None) -> None:
+        """Record an event of a collective; for Group.observer."""
         with self._lock:
             if self._file is None:
                 return
-            if offer is None:
+            if request is None:
                 if self._mark_cycles:
                     self._write(instant_event(0, "CYCLE_START", self._now()))
                 return
-            row = self._row(f"{PREFIXES.get(offer.kind, offer.kind)}.{offer.name}")
-            phase = PHASES.get(offer.kind, offer.kind.upper())
+            row = self._row(f"{PREFIXES.get(request.kind, request.kind)}.{request.name}")
+            phase = PHASES.get(request.kind, request.kind.upper())
             if event == "entered":
                 self._write(begin_event(row, f"NEGOTIATE_{phase}", self._now()))
             elif event == "agreed":
@@ -56,7 +56,7 @@ class HorovodTimeline:
                 self._write(end_event(row, self._now()))
 
     def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
-        """For Watch.observer: of gradients, whose buckets the ranks have agreed on before."""
+        """Record the reduction of a bucket; for Monitor.observer."""
         with self._lock:
             if self._file is None:
                 return
@@ -66,7 +66,7 @@ class HorovodTimeline:
             )
 
     def close(self) -> None:
-        """No event comes any more, and the file is complete."""
+        """Complete the file and ignore later events."""
         with self._lock:
             if self._file is not None:
                 self._file.write("\n]\n")
@@ -74,7 +74,7 @@ class HorovodTimeline:
                 self._file = None
 
     def _row(self, name: str) -> int:
-        """The number of a tensor's row, which gets its name when it is new."""
+        """Return the number of a tensor's row, named in the trace when it is new."""
         if name not in self._rows:
             self._rows[name] = len(self._rows) + 1
             self._write(process_name_event(self._rows[name], name))

@@ -38,6 +38,20 @@ class Monitor:
         """Return a context manager for the time in which this rank is in the operation `what`."""
         return _OperationScope(self, what)
 
+    def describe(self, error: BaseException, what: object) -> BaseException:
+        """Return `error` with the operation and the missing ranks in its message, or itself if it names them."""
+        if not isinstance(error, (CollectiveError, UnsupportedError)) or error.names_operation:
+            return error
+        message = f"{what}: {error}"
+        if self.probe is not None and isinstance(error, CollectiveTimeoutError):
+            message = report_timeout(self.probe, self.ranks, str(what), str(error))
+        elif self.probe is not None and isinstance(error, RankLostError) and not error.ranks:
+            gone = find_lost_ranks(self.probe, self.ranks)
+            message += f"; no answer from {format_ranks(gone)}" if gone else ""
+        described = type(error)(message)
+        described.names_operation = True
+        return described
+
 
 class _OperationScope:
     """Sets this rank's position for the block, and names the operation in errors that leave it."""
@@ -54,25 +68,11 @@ class _OperationScope:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         probe = self._monitor.probe
         try:
-            if isinstance(error, (CollectiveError, UnsupportedError)) and not error.names_operation:
-                named = type(error)(self._describe(error))
-                named.names_operation = True
-                raise named from error.__cause__
+            if error is not None and (described := self._monitor.describe(error, self._what)) is not error:
+                raise described from error.__cause__
         finally:
             if probe is not None:
                 probe.leave(self._previous)
-
-    def _describe(self, error: BaseException) -> str:
-        """Return the error's message with the operation and the missing ranks."""
-        probe, ranks, what = self._monitor.probe, self._monitor.ranks, str(self._what)
-        if probe is None:
-            return f"{what}: {error}"
-        if isinstance(error, CollectiveTimeoutError):
-            return report_timeout(probe, ranks, what, str(error))
-        if isinstance(error, RankLostError) and not error.ranks:
-            lost = find_lost_ranks(probe, ranks)
-            return f"{what}: {error}" + (f"; no answer from {format_ranks(lost)}" if lost else "")
-        return f"{what}: {error}"
 
 
 def require_responsive(monitor: Monitor) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -51,12 +52,19 @@ class HorovodAlias(MetaPathFinder):
             return None
         if fullname in self._table:
             return self._alias_spec(fullname, self._table[fullname])
-        ours = [FOLDER] if path is None else [entry for entry in path if entry.startswith(FOLDER)]
-        return PathFinder.find_spec(fullname, ours) or self._real_spec(fullname)
+        if fullname == ROOT:
+            return PathFinder.find_spec(fullname, [FOLDER])
+        if self._is_parent(fullname):
+            return ModuleSpec(fullname, None, is_package=True)
+        return self._real_spec(fullname)
+
+    def _is_parent(self, fullname: str) -> bool:
+        return any(name.startswith(f"{fullname}.") for name in self._table)
 
     def _alias_spec(self, fullname: str, name: str) -> ModuleSpec | None:
         found = importlib.util.find_spec(name)
-        return found and _alias_module_spec(fullname, found, lambda: importlib.import_module(name))
+        load = partial(importlib.import_module, name)
+        return found and _alias_module_spec(fullname, found, load, is_package=self._is_parent(fullname))
 
     def _real_spec(self, fullname: str) -> ModuleSpec:
         submodule = ".".join(fullname.split(".")[:2])
@@ -118,8 +126,10 @@ class _AliasLoader(Loader):
         module.__spec__ = self._spec  # the import system has set the alias's spec
 
 
-def _alias_module_spec(fullname: str, found: ModuleSpec, load: Callable[[], ModuleType]) -> ModuleSpec:
-    is_package = found.submodule_search_locations is not None
+def _alias_module_spec(
+    fullname: str, found: ModuleSpec, load: Callable[[], ModuleType], *, is_package: bool = False
+) -> ModuleSpec:
+    is_package = is_package or found.submodule_search_locations is not None
     return ModuleSpec(fullname, _AliasLoader(load), origin=found.origin, is_package=is_package)
 
 

@@ -15,6 +15,7 @@ from harness.jobs import report
 from torch import nn
 
 import dualdist as dd
+from dualdist import hvd
 from dualdist.errors import MismatchError, UsageError
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -50,7 +51,7 @@ def refused(function: Callable[..., Any], *arguments: Any) -> None:
         compiled(function, fullgraph=True)(*arguments)
     except Exception as error:  # torch's own, of a private class
         message = str(error)
-    assert "dd.allreduce only, on the native backend" in message, message
+    assert "dd.allreduce and hvd.allreduce only, on the native backend" in message, message
     assert "Horovod's engine is no part of torch" in message, message
     assert "leave fullgraph out" in message, message
     torch.compiler.reset()
@@ -150,6 +151,31 @@ def generated_code_reduces_and_differentiates() -> None:
         torch.testing.assert_close(found.detach(), (mean * torch.arange(4.0) * (dd.rank() + 1)).sum())
         found.backward()
         torch.testing.assert_close(x.grad, mean_weight * x.detach().cos())
+
+
+@check
+def horovods_allreduce_is_followed_too() -> None:
+    hvd.init()
+    everybody = torch.stack(of_everybody()) * 2
+    odd = dd.rank() == dd.size() - 1
+    for compiler in COMPILERS:
+        torch.compiler.reset()
+        step = compiled(lambda x: hvd.allreduce(x * 2, op=hvd.Sum) + 1, fullgraph=is_followed(), compiler=compiler)
+        torch.testing.assert_close(step(mine()), everybody.sum(0) + 1)
+        raises(hvd.HorovodInternalError, lambda step=step: step(torch.ones(2 + odd)), "different arguments")
+        x = mine().requires_grad_()
+        mean = compiled(
+            lambda x: hvd.allreduce(x * 2, postscale_factor=3.0), fullgraph=is_followed(), compiler=compiler
+        )
+        found = mean(x)
+        torch.testing.assert_close(found.detach(), everybody.mean(0) * 3)
+        (found * (dd.rank() + 1)).sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((4,), 6.0 * sum(rank + 1 for rank in ranks()) / dd.size()))
+    torch.compiler.reset()
+    refused(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16), mine())
+    refused(lambda x: hvd.allgather(x), mine())
+    broken = compiled(lambda x: hvd.synchronize(hvd.allreduce_async(x * 2, op=hvd.Sum)) + hvd.allgather(x).sum())
+    torch.testing.assert_close(broken(mine()), everybody.sum(0) + everybody.sum() / 2)
 
 
 @check

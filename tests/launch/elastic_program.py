@@ -10,7 +10,7 @@ from contract.oracle import loss_of, net
 from harness.jobs import report
 
 import dualdist.hvd as hvd
-from dualdist.hvd.exceptions import HorovodInternalError
+from dualdist.hvd.common import HorovodInternalError
 
 BATCHES = 6
 

@@ -19,14 +19,14 @@ from torch import nn
 import dualdist.hvd as hvd
 from dualdist import session
 from dualdist.errors import CollectiveError, MismatchError
-from dualdist.hvd.elastic import common, sampler, state
+from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
+from dualdist.hvd.elastic import common, state
 from dualdist.hvd.elastic.common import HostUpdateResult, ObjectState, State, notification_manager
-from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 # By the module of Horovod and of ours in which they stand.
 NAMES = {
     ("horovod.torch.elastic", "dualdist.hvd.elastic"): ["ElasticSampler", "TorchState", "run"],
-    ("horovod.torch.elastic.sampler", "dualdist.hvd.elastic.sampler"): ["ElasticSampler", "rank", "size"],
+    ("horovod.torch.elastic.sampler", "dualdist.hvd.elastic.state"): ["ElasticSampler", "rank", "size"],
     ("horovod.torch.elastic.state", "dualdist.hvd.elastic.state"): [
         "ElasticSampler",
         "ModelStateHandler",
@@ -220,15 +220,15 @@ class Events:
         return self.count
 
 
-def ranks_of(size: int, **options: Any) -> list[sampler.ElasticSampler]:
+def ranks_of(size: int, **options: Any) -> list[state.ElasticSampler]:
     """The samplers of all ranks of a job."""
     found = []
     for rank in range(size):
         with (
-            mock.patch("dualdist.hvd.elastic.sampler.rank", return_value=rank),
-            mock.patch("dualdist.hvd.elastic.sampler.size", return_value=size),
+            mock.patch("dualdist.hvd.elastic.state.rank", return_value=rank),
+            mock.patch("dualdist.hvd.elastic.state.size", return_value=size),
         ):
-            found.append(sampler.ElasticSampler(**options))
+            found.append(state.ElasticSampler(**options))
     return found
 
 
@@ -262,14 +262,14 @@ def test_what_is_processed_is_left_out_on_any_number_of_ranks() -> None:
         assert each.processed_num == 24
         assert len(each) == 10, "shared out anew at a reset only"
     for each in ranks_of(2, dataset=Events(40)):
-        with mock.patch("dualdist.hvd.elastic.sampler.size", return_value=2):
+        with mock.patch("dualdist.hvd.elastic.state.size", return_value=2):
             each.load_state_dict(many[0].state_dict())
         assert len(each) == 8
         assert not done & set(each)
 
 
 def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
-    each = sampler.ElasticSampler(Events(8))
+    each = state.ElasticSampler(Events(8))
     held = hvd.elastic.TorchState(sampler=each)
     each.record_batch(0, 2)
     held.commit()
@@ -282,14 +282,14 @@ def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
 
 def test_what_is_left_is_shared_out_anew_where_hosts_were_only_removed() -> None:
     """No sync() follows then, and what was committed stays as it is."""
-    with mock.patch("dualdist.hvd.elastic.sampler.size", return_value=2) as size:
+    with mock.patch("dualdist.hvd.elastic.state.size", return_value=2) as size:
         shares = shares_before_and_after(lambda: setattr(size, "return_value", 1))
     assert shares == [[0, 2, 4, 6], [4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
 
 
 def shares_before_and_after(reset: Callable[[], Any]) -> list[list[int]]:
     """A rank's samples when it begins, after a reset, and after a failure then."""
-    each = sampler.ElasticSampler(Events(8), shuffle=False)
+    each = state.ElasticSampler(Events(8), shuffle=False)
     held = hvd.elastic.TorchState(sampler=each, batch=0)
     shares = []
 

@@ -12,9 +12,9 @@ import torch
 
 from dualdist import hvd
 from dualdist.collectives import collectives
-from dualdist.collectives.work import Handle
-from dualdist.hvd import face as handles
-from dualdist.hvd.face import current
+from dualdist.collectives.work import Collective, Handle
+from dualdist.hvd import mpi_ops
+from dualdist.hvd.process_sets import current
 
 
 @pytest.fixture
@@ -29,20 +29,20 @@ def job() -> Iterator[None]:
 class Interrupted:
     """An operation in whose beginning another thread begins one too."""
 
-    def __init__(self, handle: Handle[Any], other: Handle[Any]) -> None:
+    def __init__(self, handle: Collective[Any], other: Collective[Any]) -> None:
         self._handle = handle
         self._other = other
         self.number = 0  # of the other
 
-    def begin(self) -> Handle[Any]:
-        self.number = handles.started(self._other)
-        return self._handle.begin()
+    def start(self) -> Handle[Any]:
+        self.number = mpi_ops.start(self._other)
+        return self._handle.start()
 
 
 @pytest.mark.usefixtures("job")
 def test_operations_that_begin_at_once_have_numbers_of_their_own() -> None:
     first, second = (collectives.allreduce(current().base, torch.tensor(value), "sum") for value in (1.0, 2.0))
     both = Interrupted(first, second)
-    number = handles.started(both)  # type: ignore[arg-type]
+    number = mpi_ops.start(both)  # type: ignore[arg-type]
     assert number != both.number
     assert (hvd.synchronize(number), hvd.synchronize(both.number)) == (1.0, 2.0)

@@ -33,7 +33,7 @@ def row(*names: str, waiting: bool | str = False) -> RankRequests:
 
 
 def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> RankRequests:
-    return RankRequests(joined=JoinedAt(exchanges, rounds, clock_s, named=7))
+    return RankRequests(joined=JoinedAt(exchanges, rounds, clock_s, num_unnamed=7))
 
 
 @given(ROWS)
@@ -46,7 +46,7 @@ def test_a_row_survives_its_bytes(rows: list[RankRequests]) -> None:
 def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) -> None:
     decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
-    everywhere = set.intersection(*[{o.name for o in one.offers} for one in active]) if active else set()
+    everywhere = set.intersection(*[{o.name for o in one.requests} for one in active]) if active else set()
     assert set(decision.agreed) == everywhere
     assert (decision.last_joined is not None) == (not active)
 
@@ -107,6 +107,6 @@ def test_the_last_to_join_is_the_one_that_did_most_with_the_others() -> None:
 
 def test_long_lists_are_cut() -> None:
     many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
-    assert many.what.endswith("and 12 more")
+    assert str(many).endswith("and 12 more")
     few = [RankRequests((offer("x", op="sum"),))] * 12 + [RankRequests((offer("x", op="max"),))]
     assert "and 4 more" in compute_response(few, range(13)).refused[0][1]

@@ -1,4 +1,4 @@
-"""Elastic training by Horovod's names: a function that begins anew, from a state that the ranks share."""
+"""Horovod's elastic training: a function that is run again after a failure, from a state that all ranks share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from dualdist.errors import DualdistError
 from dualdist.hvd.elastic.common import run_fn
-from dualdist.hvd.elastic.sampler import ElasticSampler
-from dualdist.hvd.elastic.state import TorchState
+from dualdist.hvd.elastic.state import ElasticSampler, TorchState
 from dualdist.hvd.mpi_ops import init, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -18,15 +17,15 @@ R = TypeVar("R")
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """A decorator: func(state, ...) begins with state.sync(), and anew after an operation between ranks has failed.
+    """Decorate func(state, ...): it starts with state.sync(), and is run again after a collective has failed.
 
-    The state then goes back to its last commit() and the ranks meet anew, by shutdown() and init(). Every rank calls
-    the function, and none does anything with the others before it.
+    Then the state is restored to its last commit(), and the remaining ranks initialize again by shutdown() and init().
+    Every rank calls the function, before any other collective.
     """
     return run_fn(func, _reset)
 
 
 def _reset() -> None:
-    with contextlib.suppress(DualdistError):  # nobody may be there to take leave of
+    with contextlib.suppress(DualdistError):  # the other ranks may be gone
         shutdown()
     init()

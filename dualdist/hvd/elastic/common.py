@@ -16,7 +16,7 @@ from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is
 from dualdist.elastic import run_loop
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, MismatchError
-from dualdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
 
 R = TypeVar("R")
 Broadcast = Callable[[Any], Any]

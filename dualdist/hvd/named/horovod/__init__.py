@@ -1,6 +1,8 @@
-"""The package `horovod` under the alias: its version and `run`; importing it puts the alias in place."""
+"""The package `horovod` under the alias: its version and `run`; importing it installs the alias."""
 
 from __future__ import annotations
+
+import importlib
 
 from dualdist.hvd.alias import install
 from dualdist.hvd.run import run
@@ -9,3 +11,4 @@ __version__ = "0.28.1"
 __all__ = ["run"]
 
 install()
+vars(importlib.import_module("horovod.runner"))["run"] = run  # else an empty package

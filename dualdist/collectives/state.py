@@ -1,0 +1,218 @@
+"""Objects, parameters and optimizer state from one rank to the others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+
+from dualdist.backends import control_plane
+from dualdist.backends.base import Backend
+from dualdist.backends.control_plane import allgather_bytes, as_bytes, check_same_tensors, unpickle
+from dualdist.collectives.arguments import name_of, root_of
+from dualdist.collectives.collectives import run_agreed
+from dualdist.collectives.group import Group
+from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.work import Collective
+from dualdist.errors import MismatchError, UsageError
+from dualdist.utils.nested_tensors import extract_tensors, insert_tensors
+
+T = TypeVar("T")
+Dumps = Callable[[Any], bytes]
+Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
+
+
+def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, dumps: Dumps = pickle.dumps) -> T:
+    """Return root's object on every rank; raise UsageError on every rank if it cannot be pickled."""
+    root, root_index = root_of(group, root)
+    name = name_of(group, "broadcast_object", name)
+    problem, payload = _pickle(obj, dumps) if group.rank == root_index else ("", _byte_buffer(0))
+
+    def perform(backend: Backend, own: Sequence[Any]) -> T:
+        nbytes, problem = own[root_index]
+        _require_pickled([problem], name)
+        received = payload if backend.rank == root_index else _byte_buffer(nbytes)
+        backend.broadcast_(received, root_index, f"op.{name}").wait()
+        return obj if backend.rank == root_index else unpickle(received)
+
+    request = CollectiveRequest("broadcast_object", name, {"root": root}, (payload.numel(), problem))
+    return Collective(group, request, perform).run()
+
+
+def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps = pickle.dumps) -> list[T]:
+    """Return the objects of all ranks, in rank order; raise UsageError on every rank if one cannot be pickled."""
+    name = name_of(group, "allgather_object", name)
+    problem, payload = _pickle(obj, dumps)
+
+    def perform(backend: Backend, own: Sequence[Any]) -> list[T]:
+        _require_pickled([problem for _, problem in own], name)
+        sizes = [nbytes for nbytes, _ in own]
+        blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
+        return [obj if rank == backend.rank else unpickle(block) for rank, block in enumerate(blocks)]
+
+    request = CollectiveRequest("allgather_object", name, {}, (payload.numel(), problem))
+    return Collective(group, request, perform).run()
+
+
+def _byte_buffer(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
+
+
+def _pickle(obj: object, dumps: Dumps) -> tuple[str, torch.Tensor]:
+    """Return why the object cannot be pickled, or "", and its bytes."""
+    try:
+        data = dumps(obj)
+    except Exception as error:  # of any kind: pickling runs the object's code
+        return f"a {type(obj).__name__} does not pickle ({error})", _byte_buffer(0)
+    return "", torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _require_pickled(problems: Sequence[str], name: str) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            where = f" on rank {rank}" if len(problems) > 1 else ""
+            raise UsageError(f"{name}: {problem}{where}")
+
+
+def broadcast_parameters(group: Group, params: Parameters, root: int) -> None:
+    """Give every rank root's values, in place; raise MismatchError on every rank if names, shapes or dtypes differ."""
+    root_index = group.group_rank_of(root)
+    tensors = named_tensors(params)
+    name = group.next_name("broadcast_parameters")
+
+    def perform(backend: Backend) -> None:
+        check_same_tensors(backend, tensors, root_index, f"{name}.check")
+        broadcast_all(backend, [tensor for _, tensor in tensors], root_index, name)
+
+    run_agreed(group, "broadcast_parameters", name, {"root": root}, perform)
+
+
+def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a module, a state_dict or named parameters, sorted by name."""
+    if isinstance(params, torch.nn.Module):
+        # Not the state_dict, which lacks non-persistent buffers and may hold values that are no tensors.
+        pairs = [*params.named_parameters(remove_duplicate=False), *params.named_buffers(remove_duplicate=False)]
+    elif isinstance(params, Mapping):
+        pairs = list(params.items())
+    else:
+        pairs = list(params) if isinstance(params, Iterable) else [params]
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise UsageError(
+                "broadcast_parameters takes a module, a state_dict or named parameters: pass model or "
+                "model.named_parameters(), not model.parameters()"
+            )
+    wrong = [name for name, value in pairs if value is not None and not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise UsageError(
+            f"broadcast_parameters moves tensors only, but {wrong} are not: use dd.broadcast_object for them"
+        )
+    return sorted(((name, value) for name, value in pairs if value is not None), key=itemgetter(0))
+
+
+def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Give every rank root's optimizer state and hyperparameters unchanged; root's optimizer is not touched.
+
+    load_state_dict() would cast state to the dtype of its parameter, and replace the dicts of the parameter groups,
+    which schedulers and programs hold.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
+    root_index = group.group_rank_of(root)
+    name = group.next_name("broadcast_optimizer_state")
+    terms = {"root": root}
+    run_agreed(
+        group,
+        "broadcast_optimizer_state",
+        name,
+        terms,
+        lambda each: _broadcast_state(each, optimizer, root_index, name),
+    )
+
+
+def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
+    layout = type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
+    layouts = control_plane.allgather_object(backend, layout, f"{name}.groups")
+    if any(other != layouts[0] for other in layouts):
+        raise MismatchError(
+            f"the optimizers differ: class and parameters in each group, by rank: {layouts}; build the same optimizer "
+            "on every rank"
+        )
+    tensors: list[torch.Tensor] = []
+    skeleton = extract_tensors(_state_of(optimizer), tensors)
+    specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
+    skeleton, specs = control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
+    if backend.rank != root:
+        device = _device_of(optimizer)
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
+        ]
+    broadcast_all(backend, tensors, root, name)
+    if backend.rank != root:
+        _set_state(optimizer, *insert_tensors(skeleton, tensors))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, Any], dict[Any, Any]]:
+    """Return the options of each group, the state of each parameter by its number, and any other state."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    numbered = enumerate(_parameters(optimizer))
+    state = {number: optimizer.state[param] for number, param in numbered if param in optimizer.state}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return options, state, others
+
+
+def _set_state(
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[dict[str, Any]],
+    state: Mapping[int, Any],
+    others: Mapping[Any, Any],
+) -> None:
+    """Set what _state_of() returned on another rank."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for key in group.keys() - given.keys() - {"params"}:
+            del group[key]
+        group.update(given)
+    params = _parameters(optimizer)
+    optimizer.state.clear()
+    optimizer.state.update(others)
+    optimizer.state.update({params[number]: _move_to(params[number], value) for number, value in state.items()})
+
+
+def _move_to(param: torch.Tensor, value: Any) -> Any:
+    """Return a parameter's state on the parameter's device; what was on the CPU, such as step counts, stays there."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.to(param.device)
+    if isinstance(value, dict):
+        return {key: _move_to(param, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_move_to(param, item) for item in value])
+    return value
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    devices = {param.device for param in _parameters(optimizer) if param.device.type != "cpu"}
+    return next(iter(devices), torch.device("cpu"))
+
+
+def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:
+    """Broadcast many tensors in one flat buffer per device and dtype."""
+
+    def kind(tensor: torch.Tensor) -> tuple[str, str]:
+        return str(tensor.dtype), str(tensor.device)
+
+    with torch.no_grad():
+        for number, (_, members) in enumerate(groupby(sorted(tensors, key=kind), key=kind)):
+            group = [tensor.detach() for tensor in members if tensor.numel()]
+            if not group:
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            backend.broadcast_(as_bytes(flat), root, f"{name}.{number}").wait()
+            pieces = flat.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [piece.view(tensor.shape) for piece, tensor in zip(pieces, group, strict=True)])

@@ -1,1 +1,0 @@
-"""`horovod.common` under the alias."""

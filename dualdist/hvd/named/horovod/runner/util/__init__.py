@@ -1,1 +1,0 @@
-"""`horovod.runner.util` under the alias."""
