@@ -23,7 +23,7 @@ import torch
 
 from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
-from dualdist.backends.shm.exchange import ShmExchange, ShmMessage
+from dualdist.backends.shm.segment import ShmExchange, ShmMessage
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
 from dualdist.collectives.work import Collective, Handle, own_parts
 from dualdist.errors import (

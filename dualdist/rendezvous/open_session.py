@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualdist.backends.base import Backend, InitContext, Store
-    from dualdist.backends.shm.exchange import ShmExchange
+    from dualdist.backends.shm.segment import ShmExchange
     from dualdist.collectives.group import Group
 
 STORE = "dualdist.store"
@@ -234,9 +234,9 @@ def open_exchange(
     """Open the shared-memory exchange of control messages if these ranks share a host; all of them call this."""
     if store is None or index < 0 or len(ranks) == 1 or len({hosts[rank] for rank in ranks}) > 1:
         return None
-    from dualdist.backends.shm import exchange
+    from dualdist.backends.shm import segment
 
     try:
-        return exchange.open_exchange(store, key, ranks, index, Deadline(timeout_s))
+        return segment.open_exchange(store, key, ranks, index, Deadline(timeout_s))
     except BackendUnavailableError:
         return None  # messages go over the backend

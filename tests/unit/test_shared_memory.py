@@ -20,8 +20,7 @@ import torch.distributed as dist
 from dualdist.backends.base import Epilogue
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.shm.channel import STAGE_BYTES, HostChannel, channel_bytes
-from dualdist.backends.shm.exchange import ShmMessage, open_exchange
-from dualdist.backends.shm.segment import SegmentPeers, open_segment, unavailable_reason
+from dualdist.backends.shm.segment import SegmentPeers, ShmMessage, open_exchange, open_segment, unavailable_reason
 from dualdist.errors import BackendUnavailableError, CollectiveTimeoutError, RankLostError
 from dualdist.utils.deadline import Deadline
 

@@ -29,8 +29,15 @@ import torch
 
 from dualdist.backends.base import Backend, Epilogue, ReduceOp, Work, storage_uses
 from dualdist.backends.control_plane import as_bytes
-from dualdist.backends.shm.exchange import CACHE_LINE_BYTES, WORD_BYTES, ShmExchange, exchange_bytes
-from dualdist.backends.shm.segment import SegmentPeers, SharedSegment, round_to_pages
+from dualdist.backends.shm.segment import (
+    CACHE_LINE_BYTES,
+    WORD_BYTES,
+    SegmentPeers,
+    SharedSegment,
+    ShmExchange,
+    exchange_bytes,
+    round_to_pages,
+)
 from dualdist.errors import BackendUnavailableError
 
 # Size of a staging slot, which fits the L2 cache; larger tensors pass through in chunks.
@@ -345,7 +352,7 @@ class OnePhaseReduction:
         self._buffer = buffer
         self._op = op
         flat = buffer.view(-1)
-        self._chunks = deque(flat.split(CHUNK_BYTES // flat.itemsize))
+        self._chunks = deque([flat] if flat.nbytes <= CHUNK_BYTES else flat.split(CHUNK_BYTES // flat.itemsize))
         self._posted: deque[tuple[torch.Tensor, SlotSet, int]] = deque()
         for _ in range(min(MAX_IN_FLIGHT, len(self._chunks))):
             self._post_next()
