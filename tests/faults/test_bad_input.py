@@ -79,7 +79,7 @@ def test_a_port_in_use_is_named_on_every_rank(launch: Launch, taken_port: int) -
 def test_two_processes_of_one_rank_are_an_error_on_every_rank(launch: Launch, free_port: int) -> None:
     outcomes = together(launch, [*RANK, "native"], [environment(rank, 3, free_port) for rank in (0, 1, 1)])
     for outcome in outcomes:
-        assert_says(outcome, "TopologyError", "two processes say that they are rank 1")
+        assert_says(outcome, "TopologyError", "two processes are rank 1 of 3")
 
 
 def test_ranks_that_disagree_on_the_size_are_an_error(launch: Launch, free_port: int) -> None:

@@ -39,7 +39,7 @@ def script(path: Path, *commands: str) -> str:
 def places(per_node: Sequence[int]) -> list[dict[str, int]]:
     """Where the ranks are that fill one node after the other."""
     return [
-        {"local_rank": local_rank, "local_size": local_size, "node": node, "nodes": len(per_node)}
+        {"local_rank": local_rank, "local_size": local_size, "node_rank": node, "num_nodes": len(per_node)}
         for node, local_size in enumerate(per_node)
         for local_rank in range(local_size)
     ]
@@ -119,7 +119,7 @@ def test_ranks_need_not_fill_one_node_after_the_other(slurm: Slurm, launch: Laun
     srun = slurm.srun("-N2", "-n4", "--ntasks-per-node=2", "--distribution=cyclic")
     reports = launch.reports([*srun, *tiny_rank("auto")], 4, env=slurm.env)
     assert {seen["backend"] for seen in reports} == {"native"}
-    assert [seen["node"] for seen in reports] == [0, 1, 0, 1]
+    assert [seen["node_rank"] for seen in reports] == [0, 1, 0, 1]
     assert [seen["local_rank"] for seen in reports] == [0, 0, 1, 1]
 
 

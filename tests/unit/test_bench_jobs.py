@@ -113,7 +113,7 @@ def test_a_backends_transport_takes_precedence_over_the_common_one() -> None:
 @pytest.mark.parametrize(
     ("backends", "transport", "launcher", "expected"),
     [
-        ("nativ", None, None, "backend 'nativ': expected native"),
+        ("nativ", None, None, "backend 'nativ': expected one of native, horovod, mpi, or several"),
         ("auto", None, None, "backend 'auto'"),
         ("native:tcp", None, None, "transport 'tcp': expected one of"),
         ("native,native", None, None, "name each once"),
