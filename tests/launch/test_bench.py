@@ -236,7 +236,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("step", "--contenders", "hvd", "--backend", "native"), "'hvd' is raw Horovod"),
         (("step", "--rounds", "0"), "--rounds 0: expected 1 or more"),
         (("step", "--image-size", "8"), "--image-size 8: expected 32 or more"),
-        (("step", "--backend", "nccl"), "backend 'nccl': expected native"),
+        (("step", "--backend", "nccl"), "backend 'nccl': expected one of native"),
         (("step", "-np", "0"), "ranks=0"),
         (("step", "--env", "A"), "--env A: expected NAME=VALUE"),
         (("step", "--json", "/nowhere/x.json"), "there is no folder /nowhere"),
