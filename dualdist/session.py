@@ -68,7 +68,7 @@ def current() -> Session:
 
 def group_or_world(group: Group | None) -> Group:
     """Return the group, or that of all ranks if None."""
-    world = current().world
+    world = (_process.session or current()).world
     if group is not None and not isinstance(group, type(world)):
         raise UsageError(f"group={group!r}: expected a group that dd.new_group() returned")
     return group or world

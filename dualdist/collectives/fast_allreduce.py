@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -59,11 +59,17 @@ def allreduce(
         and type(op) is str
         and op in FAST_OPS
     ):
-        fast = FastAllreduce(group, tensor, op, name, in_place=in_place)
-        found = group.run_blocking(fast)
+        known = signature(op, tensor.dtype, tensor.shape)
+        if name is None:
+            group.num_unnamed += 1
+            name = f"{KIND}.{group.num_unnamed}"
+        else:
+            name = name_of(group, KIND, name)
+        agreed = f"{known.before_name}{ENCODE(name)}{known.after_name}".encode() + PAYLOAD_MARK
+        message = agreed + tensor.detach().numpy().tobytes() if known.is_inline else agreed
+        found = group.run_blocking(FastAllreduce(group, tensor, op, name, known, agreed, message, in_place))
         if found is not None:
             return found.wait() if isinstance(found, Handle) else found
-        name = fast.name
     return collectives.allreduce(group, as_tensor(tensor), op, name, prescale, postscale, in_place=in_place).run()
 
 
@@ -75,6 +81,7 @@ class AllreduceSignature:
     before_name: str  # of the message, whose other variable part is the name
     after_name: str
     wire_op: ReduceOp
+    is_exact: bool  # no transport treats it in another way: Note [NaN]
     is_inline: bool
 
 
@@ -86,54 +93,53 @@ def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> AllreduceSignatu
     message = RankRequests((CollectiveRequest(KIND, ANY_NAME, terms),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
     is_inline = shape.numel() * dtype.itemsize <= INLINE_BYTES
-    return AllreduceSignature(terms, before_name, after_name, wire_op(op), is_inline)
+    is_exact = not (dtype.is_floating_point and op in ("min", "max"))
+    return AllreduceSignature(terms, before_name, after_name, wire_op(op), is_exact, is_inline)
 
 
-class FastAllreduce:
-    """One call that takes the fast path."""
+class FastAllreduce(NamedTuple):
+    """One call that takes the fast path: its message to the other ranks, with an inline payload if it is small."""
 
-    def __init__(self, group: Group, tensor: torch.Tensor, op: Op, name: str | None, *, in_place: bool) -> None:
-        self._signature = known = signature(op, tensor.dtype, tensor.shape)
-        self.name = name if name and type(name) is str else name_of(group, KIND, name)
-        self.agreed = f"{known.before_name}{ENCODE(self.name)}{known.after_name}".encode() + PAYLOAD_MARK
-        self.message = self.agreed + tensor.detach().numpy().tobytes() if known.is_inline else self.agreed
-        self._group = group
-        self._tensor = tensor
-        self._op = op
-        self._in_place = in_place
+    group: Group
+    tensor: torch.Tensor
+    op: Op
+    name: str
+    signature: AllreduceSignature
+    agreed: bytes  # the part of the message that must be the same on all ranks
+    message: bytes
+    in_place: bool
 
     def __str__(self) -> str:
         return f"{self._request}"
 
     @property
     def _request(self) -> CollectiveRequest:
-        return CollectiveRequest(KIND, self.name, self._signature.terms)
+        return CollectiveRequest(KIND, self.name, self.signature.terms)
 
     def collective(self) -> Collective[torch.Tensor]:
         """Return the same call for the general path."""
-        return Collective(self._group, self._request, lambda backend, own: self._reduce(backend), self._tensor.device)
+        return Collective(self.group, self._request, lambda backend, own: self.perform(backend), self.tensor.device)
 
-    def perform(self, backend: Backend, inline_payloads: Sequence[bytes]) -> torch.Tensor:
-        """Return the reduction, given the payloads that came with the requests."""
-        if not self._signature.is_inline:
-            return self._reduce(backend)
-        rows = torch.frombuffer(bytearray(b"".join(inline_payloads)), dtype=self._tensor.dtype)
-        reduce = LOCAL_OPS[self._signature.wire_op]
-        result, *rest = rows.view(-1, *self._tensor.shape).unbind()
-        for row in rest:
-            result = reduce(result, row)
-        if self._op == "mean":
+    def perform(self, backend: Backend, inline_payloads: Sequence[bytes] = ()) -> torch.Tensor:
+        """Return the reduction, of the payloads that came with the requests if there are any, else by the backend."""
+        tensor, known = self.tensor.detach(), self.signature
+        if inline_payloads and known.is_inline:
+            rows = torch.frombuffer(bytearray(b"".join(inline_payloads)), dtype=tensor.dtype)
+            reduce = LOCAL_OPS[known.wire_op]
+            result, *rest = rows.view(-1, *tensor.shape).unbind()
+            for row in rest:
+                result = reduce(result, row)
+        else:
+            result = tensor if self.in_place else tensor.clone()
+            flat, name = result.view(-1), f"op.{self.name}.0"
+            if known.is_exact and tensor.dtype in backend.supported_reduce_dtypes:
+                backend.allreduce_(flat, known.wire_op, name).wait()
+            else:
+                reductions.allreduce_(backend, flat, known.wire_op, name).wait()
+        if self.op == "mean":
             divide_(result, backend.size)
-        if not self._in_place:
+        if not self.in_place:
             return result
-        self._tensor.detach().copy_(result)
-        return self._tensor
-
-    def _reduce(self, backend: Backend) -> torch.Tensor:
-        """Return the reduction by the backend."""
-        target = self._tensor if self._in_place else self._tensor.detach().clone()
-        flat = target.detach().view(-1)
-        reductions.allreduce_(backend, flat, self._signature.wire_op, f"op.{self.name}.0").wait()
-        if self._op == "mean":
-            divide_(flat, backend.size)
-        return target
+        if result is not tensor:
+            tensor.copy_(result)
+        return self.tensor

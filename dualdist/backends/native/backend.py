@@ -146,7 +146,8 @@ class NativeBackend:
     def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> Work:
         host = self._host
         if host is not None and buffer.device.type == "cpu" and (host.is_only_host or buffer.nbytes > ONE_PHASE_BYTES):
-            self._require_open()
+            if not self.is_open:
+                raise NotInitializedError(CLOSED)
             return host.allreduce_(buffer, op, name)
         return self._allreduce_by_group_(buffer, op, name)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -101,10 +102,10 @@ class SlotSet:
             self.slots[number] = self._slot(number)
         return self.slots[number]
 
-    def post(self) -> int:
-        """Signal that this rank's values are in its slot; return the number of the round."""
-        number = self._words[self._own + POSTED] + 1
-        self._words[self._own + POSTED] = number
+    def advance(self, counter: int) -> int:
+        """Add 1 to one of this rank's counters, which all ranks advance in the same order; return its value."""
+        number = self._words[self._own + counter] + 1
+        self._words[self._own + counter] = number
         return number
 
     def signal(self, counter: int, value: int) -> None:
@@ -114,7 +115,10 @@ class SlotSet:
     def have_all(self, counter: int, number: int) -> bool:
         """Return True if this counter of all other ranks has reached `number`."""
         words = self._words
-        return all(words[index + counter] >= number for index in self._others)
+        for index in self._others:  # noqa: SIM110  a generator would be called for every rank
+            if words[index + counter] < number:
+                return False
+        return True
 
     def has_leader(self, counter: int, number: int) -> bool:
         return self._words[counter] >= number
@@ -160,13 +164,12 @@ class HostChannel:
         self._exchange = ShmExchange(self.peers)
         slots = segment.size + 1
         stage_bytes, start = slot_set_bytes(segment.size, slots, STAGE_BYTES), exchange_bytes(segment.size)
-        self._stages = [SlotSet(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
+        self.stages = [SlotSet(segment, start + number * stage_bytes, STAGE_BYTES, slots) for number in range(STAGES)]
         self._end = start + STAGES * stage_bytes
         self._reserved: dict[int, int] = {}  # start of a region -> bytes of a slot
         self._mapped: dict[int, SlotSet] = {}
         self._released: dict[int, SlotSet] = {}
         self._turn = 0
-        self._started = 0  # staged operations
         self._last: OnePhaseReduction | None = None
 
     @property
@@ -260,20 +263,21 @@ class HostChannel:
             self._last = OnePhaseReduction(self, buffer, op)
             return self._last
         if self.is_only_host and self._segment.size == 2:
-            return self._staged(lambda: self._reduce_in_one_phase(buffer, op))
-        return self._staged(lambda: self._reduce_in_two_phases(buffer, op, name))
-
-    def _staged(self, run: Callable[[], torch.Tensor]) -> StagedCollective:
-        """Return an operation that runs in wait(), and signal to the others that it has started."""
-        self._started += 1
-        stage, number = self._stages[0], self._started
-        stage.signal(STARTED, number)
-        # Whether other hosts have started it is unknown here.
-        return StagedCollective(run, lambda: self.is_only_host and stage.have_all(STARTED, number))
+            return StagedCollective(self, partial(self._reduce_in_one_phase, buffer, op))
+        return StagedCollective(self, partial(self._reduce_in_two_phases, buffer, op, name))
 
     def _reduce_in_one_phase(self, buffer: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        self._finish_last()
-        return OnePhaseReduction(self, buffer, op).wait()
+        if self._last is not None:
+            self._finish_last()
+        flat = buffer.view(-1)
+        running: deque[OnePhaseReduction] = deque()
+        for chunk in flat.split(CHUNK_BYTES // flat.itemsize):
+            running.append(OnePhaseReduction(self, chunk, op))
+            if len(running) == MAX_IN_FLIGHT:
+                running.popleft().wait()
+        while running:
+            running.popleft().wait()
+        return buffer
 
     def _reduce_in_two_phases(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> torch.Tensor:
         self._finish_last()
@@ -296,7 +300,7 @@ class HostChannel:
 
     def allgather(self, tensor: torch.Tensor) -> StagedCollective:
         """See Backend.allgather; on a single host."""
-        return self._staged(lambda: self._allgather(tensor))
+        return StagedCollective(self, partial(self._allgather, tensor))
 
     def _allgather(self, tensor: torch.Tensor) -> torch.Tensor:
         data = as_bytes(tensor)
@@ -309,7 +313,7 @@ class HostChannel:
 
     def broadcast_(self, buffer: torch.Tensor, root: int) -> StagedCollective:
         """See Backend.broadcast_; on a single host."""
-        return self._staged(lambda: self._broadcast(buffer, root))
+        return StagedCollective(self, partial(self._broadcast, buffer, root))
 
     def _broadcast(self, buffer: torch.Tensor, root: int) -> torch.Tensor:
         is_root = self._segment.index == root
@@ -323,14 +327,14 @@ class HostChannel:
         """Return the bytes of every rank, to be read before the next call: Note [staging]."""
         self._finish_last()
         stage = self.fill_stage(data)
-        number = stage.post()
+        number = stage.advance(POSTED)
         self.peers.wait(lambda: stage.have_all(POSTED, number))
         return stage.rank_slots(torch.uint8, count)
 
     def fill_stage(self, values: torch.Tensor) -> SlotSet:
         """Copy values into this rank's slot of the next stage, and return that."""
         self._turn += 1
-        stage = self._stages[self._turn % STAGES]
+        stage = self.stages[self._turn % STAGES]
         if len(values):
             stage.slots[stage.index][: values.nbytes].view(values.dtype).copy_(values)
         return stage
@@ -345,44 +349,31 @@ class HostChannel:
 
 
 class OnePhaseReduction:
-    """A reduction in place in which every rank reads the values of all, in chunks; one is running at a time. A Work."""
+    """A reduction in place of at most CHUNK_BYTES in which every rank reads the values of all. A Work."""
 
     def __init__(self, channel: HostChannel, buffer: torch.Tensor, op: ReduceOp) -> None:
         self._channel = channel
         self._buffer = buffer
         self._op = op
-        flat = buffer.view(-1)
-        self._chunks = deque([flat] if flat.nbytes <= CHUNK_BYTES else flat.split(CHUNK_BYTES // flat.itemsize))
-        self._posted: deque[tuple[torch.Tensor, SlotSet, int]] = deque()
-        for _ in range(min(MAX_IN_FLIGHT, len(self._chunks))):
-            self._post_next()
+        self._stage = channel.fill_stage(buffer.view(-1))
+        self._number = self._stage.advance(POSTED)
+        self._is_reduced = False
 
     def done(self) -> bool:
-        while self._posted and self._has_first_arrived():
-            self._reduce_first()
-        return not self._posted
+        return self._is_reduced or self._stage.have_all(POSTED, self._number)
 
     def wait(self) -> torch.Tensor:
-        while self._posted:
-            if not self._has_first_arrived():
-                self._channel.peers.wait(self._has_first_arrived)
-            self._reduce_first()
+        if self._is_reduced:
+            return self._buffer
+        stage, number = self._stage, self._number
+        if not stage.have_all(POSTED, number):
+            self._channel.peers.wait(partial(stage.have_all, POSTED, number))
+        flat, reduce, total = self._buffer.view(-1), REDUCE[self._op], None
+        for slot in stage.slots[: stage.size]:
+            part = slot[: flat.nbytes].view(flat.dtype)
+            total = part if total is None else reduce(total, part, out=flat)
+        self._is_reduced = True
         return self._buffer
-
-    def _post_next(self) -> None:
-        chunk = self._chunks.popleft()
-        stage = self._channel.fill_stage(chunk)
-        self._posted.append((chunk, stage, stage.post()))
-
-    def _has_first_arrived(self) -> bool:
-        _, stage, number = self._posted[0]
-        return stage.have_all(POSTED, number)
-
-    def _reduce_first(self) -> None:
-        chunk, stage, _ = self._posted.popleft()
-        reduce_into(chunk, stage.rank_slots(chunk.dtype, len(chunk)), self._op)
-        if self._chunks:
-            self._post_next()
 
 
 class StagedCollective:
@@ -392,13 +383,16 @@ class StagedCollective:
     that the others have started an operation.
     """
 
-    def __init__(self, run: Callable[[], torch.Tensor], have_all_started: Callable[[], bool]) -> None:
+    def __init__(self, channel: HostChannel, run: Callable[[], torch.Tensor]) -> None:
+        self._is_only_host = channel.is_only_host
+        self._stage = channel.stages[0]
+        self._number = self._stage.advance(STARTED)
         self._run: Callable[[], torch.Tensor] | None = run
-        self._have_all_started = have_all_started
         self._result: torch.Tensor
 
     def done(self) -> bool:
-        return self._run is None or self._have_all_started()
+        # Whether other hosts have started it is unknown here.
+        return self._run is None or (self._is_only_host and self._stage.have_all(STARTED, self._number))
 
     def wait(self) -> torch.Tensor:
         if self._run is not None:
@@ -417,7 +411,7 @@ class TwoPhaseReduction(ABC):
         self._op = op
         self._result: torch.Tensor
         self._is_reduced = self._is_done = False
-        self._number = slots.post()
+        self._number = slots.advance(POSTED)
         channel.running.append(self)
 
     def done(self) -> bool:

@@ -132,15 +132,16 @@ class SegmentPeers:
         for _ in range(POLLS):
             if ready():
                 return
-        deadline = Deadline(self.timeout_s)
         busy_until = time.monotonic() + BUSY_S
         while time.monotonic() < busy_until:
             if ready():
                 return
             os.sched_yield()
+        timeout_s = self.timeout_s
+        end = time.monotonic() + timeout_s
         check_at = time.monotonic() + LIVENESS_CHECK_S
         while not ready():
-            deadline.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)
             if time.monotonic() < check_at:
                 continue
             check_at = time.monotonic() + LIVENESS_CHECK_S
@@ -151,8 +152,8 @@ class SegmentPeers:
                 error = RankLostError(f"rank {', '.join(map(str, lost))} ended or left")
                 error.ranks = tuple(lost)
                 raise error
-            if deadline.passed() and not ready():
-                raise CollectiveTimeoutError(f"not all ranks arrived within {deadline.timeout_s:g} s")
+            if time.monotonic() >= end and not ready():
+                raise CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
 
     def close(self) -> None:
         """End waits with an error, here and in the other processes."""
@@ -304,7 +305,10 @@ class ShmExchange:
     def have_all_posted(self) -> bool:
         """Return True if every rank has posted as many messages as this one."""
         words, sent = self._words, self._sent
-        return all(words[word] >= sent for word in self._others)
+        for word in self._others:  # noqa: SIM110  a generator would be called for every rank
+            if words[word] < sent:
+                return False
+        return True
 
     def read(self) -> list[bytes]:
         """Wait for the last message of every rank; return them in rank order."""
@@ -315,28 +319,6 @@ class ShmExchange:
             length = int.from_bytes(self._rows[start : start + LENGTH_BYTES], "little")
             messages.append(bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + length]))
         return messages
-
-    def all_posted(self, message: bytes) -> bool:
-        """Wait for the last message of every rank; return True if all are equal to `message`."""
-        self.peers.wait(self.have_all_posted)
-        for index in range(self.size):
-            start = (2 * index + (self._sent - 1) % 2) * ROW_BYTES
-            if bytes(self._rows[start + LENGTH_BYTES : start + LENGTH_BYTES + len(message)]) != message:
-                return False
-        return True
-
-    def suffixes(self, prefix: bytes, length: int) -> list[bytes] | None:
-        """Return what follows `prefix` in each rank's message of this length; None unless all have this prefix."""
-        self.peers.wait(self.have_all_posted)
-        rows, middle, turn = self._rows, len(prefix), (self._sent - 1) % 2
-        suffixes = []
-        for index in range(self.size):
-            start = (2 * index + turn) * ROW_BYTES + LENGTH_BYTES
-            message = bytes(rows[start : start + length])
-            if not message.startswith(prefix):
-                return None
-            suffixes.append(message[middle:])
-        return suffixes
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Post a message and return those of all ranks, in rank order."""
@@ -358,13 +340,19 @@ class ShmMessage:
 
     def all_equal(self) -> bool:
         """Return True if all payloads are equal and short: faster than comparing the results of wait()."""
-        return len(self._payload) <= FRAGMENT_BYTES and self._exchange.all_posted(self._first)
+        return len(self._payload) <= FRAGMENT_BYTES and set(self._exchange.read()) == {self._first}
 
     def suffixes(self, prefix: bytes) -> list[bytes] | None:
         """Return what follows `prefix` in each payload; None unless all are short, of one length, and have it."""
         if len(self._payload) > FRAGMENT_BYTES:
             return None
-        return self._exchange.suffixes(self._first[:LENGTH_BYTES] + prefix, len(self._first))
+        length, prefix = len(self._first), self._first[:LENGTH_BYTES] + prefix
+        suffixes = []
+        for message in self._exchange.read():
+            if len(message) != length or not message.startswith(prefix):
+                return None
+            suffixes.append(message[len(prefix) :])
+        return suffixes
 
     def done(self) -> bool:
         """Return True if the first fragment, mostly the only one, has arrived from every rank."""
