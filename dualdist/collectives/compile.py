@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of what it cannot follow: it ends its graph before such a function, and goes on after it."""
+"""Graph breaks: torch.compile ends its graph before a function that it cannot trace, and continues after it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Loaded wherever something is compiled, and by torch's optimizers; it takes a second.
+# Loaded where something is compiled, and by torch's optimizers; loading it takes a second.
 COMPILER = "torch._dynamo"
 
 
 def disable_compile(function: F, unless: Callable[..., Any] | None = None) -> F:
-    """The function, into which torch.compile does not look; with fullgraph=True it says why.
+    """Keep torch.compile from tracing a function; with fullgraph=True it raises an error with the reason.
 
-    `unless`, given the same arguments, is what torch.compile follows in its place, where that is not None.
+    Args:
+        function: called outside of the graph.
+        unless: called with the same arguments while torch.compile traces; its result is used unless it is None.
     """
 
     @functools.wraps(function)

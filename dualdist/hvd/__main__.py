@@ -1,4 +1,4 @@
-"""`python -m dualdist.hvd script.py ...`: the program runs as it is, and its `import horovod.torch` finds this face."""
+"""`python -m dualdist.hvd script.py ...`: run a program for Horovod; its `import horovod.torch` finds dualdist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNUSABLE = 2
 
 @dataclass(frozen=True)
 class MainProgram:
-    """What becomes the process' `__main__`. `spec` is None for a script, as in python."""
+    """The program to run as `__main__`; `spec` is None for a script, as in python."""
 
     compiled: Callable[[], CodeType | None]
     file: str
@@ -36,14 +36,14 @@ class MainProgram:
 
 
 def main(arguments: list[str]) -> None:
-    """Become the program that the arguments name."""
+    """Run the program that the arguments name."""
     match arguments:
         case [] | ["-m"]:
             _give_up(USAGE)
         case ["-h" | "--help", *_]:
             print(USAGE)
             return
-    install()  # before the program is looked for: the packages around a module are imported by then
+    install()  # first, since finding a module imports its parent packages
     match arguments:
         case ["-m", module, *rest]:
             program = _module(module)
@@ -67,7 +67,7 @@ def _module(name: str) -> MainProgram:
 
 
 def _script(path: str) -> MainProgram:
-    """A file, or a folder or zip archive with a `__main__.py`; its place becomes the first of sys.path."""
+    """Return a script, or a folder or zip archive with a `__main__.py`; its location is put first on sys.path."""
     absolute = str(Path(path).absolute())
     if (importer := pkgutil.get_importer(path)) is not None:
         sys.path[: 0 if _is_path_safe() else 1] = [absolute]
@@ -89,12 +89,12 @@ def _found(loader: InspectLoader, spec: ModuleSpec) -> MainProgram:
 
 
 def _is_path_safe() -> bool:
-    """Whether python was told (by -P or -I) to put no folder of the program's on sys.path."""
+    """Return True if python's option -P or -I keeps the program's folder off sys.path."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _run(program: MainProgram) -> None:
-    # Not by runpy, whose __main__ is gone when the program's last line has run: pickles made at exit look for it.
+    # Not by runpy, which removes its __main__ when the program ends: pickling at exit needs it.
     module = ModuleType("__main__")
     module.__file__ = program.file
     module.__loader__ = program.loader
@@ -113,14 +113,14 @@ def _run(program: MainProgram) -> None:
 
 
 def _after_this_file(traceback: TracebackType | None) -> TracebackType | None:
-    """The program's frames: from the first that is neither in this file nor in the import system."""
+    """Return the program's frames: from the first outside of this file and of the import system."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         traceback = traceback.tb_next
     return traceback
 
 
 def _show_only(traceback: TracebackType | None) -> None:
-    """An exception that ends the process is shown with this traceback: the program's own frames, as usual."""
+    """Show an exception that ends the process with this traceback, without frames of this file."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""`horovod.run`: a function on several ranks of this host, and what it returned on each."""
+"""`horovod.run`: run a function on several ranks of this host and return the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualdist.utils.horovod_names import FOLDER
 from dualdist.utils.pickling import choose_pickler
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
-# Why an option cannot be honoured; None where its default is asked for.
+# The reasons why options are refused unless they have their defaults.
 ELASTIC = "ranks that come and go are not supported here"
 REFUSED = {
     "min_num_proc": ELASTIC,
@@ -65,20 +65,27 @@ def run(
 ) -> list[Any]:
     """Run func(*args, **kwargs) on `num_proc` new ranks of this host; returns their results in rank order.
 
-    func, args, kwargs and the results are pickled, by cloudpickle where it is installed: then func may be a lambda, a
-    closure or a function of a notebook. Blocks until all ranks have ended. When one fails the others are ended, and
-    LaunchError, a RuntimeError, carries its rank and traceback.
+    func, args, kwargs and the results are pickled, by cloudpickle if it is installed: then func may be a lambda, a
+    closure or a function of a notebook. Returns when all ranks have ended.
 
-    `np` is the deprecated name of `num_proc`. `hosts` and `hostfile` may name this host only, with enough slots. There
-    is nothing for `start_timeout`, `ssh_port`, `ssh_identity_file`, `disable_cache`, `verbose`, `network_interface` and
-    `network_interfaces` to act on: they change nothing. What cannot be had is refused by UsageError, a ValueError:
-    elastic options, `use_mpi`, `mpi_args`, `output_filename`, another `executable`, another host.
+    Args:
+        func: the function that each rank runs.
+        args, kwargs: its arguments.
+        num_proc: the number of ranks; `np` is its deprecated name.
+        hosts, hostfile: may name this host only, with enough slots.
+        start_timeout, ssh_port, ssh_identity_file, disable_cache, verbose, network_interface, network_interfaces:
+            ignored.
+
+    Raises:
+        LaunchError: a rank failed; the others were ended. A RuntimeError with the rank and its traceback.
+        UsageError: an option that is not supported: elastic options, `use_mpi`, `mpi_args`, `output_filename`, another
+            `executable` or host. A ValueError.
     """
     if hosts is not None and hostfile is not None:
         raise UsageError("hosts and hostfile both say where to run: give one of them")
     if use_gloo and use_mpi:
         raise UsageError("use_gloo=True and use_mpi=True: give one of them")
-    asked = {
+    options = {
         "min_num_proc": min_num_proc,
         "max_num_proc": max_num_proc,
         "slots": slots,
@@ -91,7 +98,7 @@ def run(
         "use_mpi": use_mpi or None,
         "output_filename": output_filename,
     }
-    for name, value in asked.items():
+    for name, value in options.items():
         if value is not None:
             raise UsageError(f"{name}={value!r}: {REFUSED[name]}; leave it out ({INSTEAD})")
     if executable not in (None, sys.executable):
@@ -105,7 +112,7 @@ def run(
 
 
 def _call(payload: bytes) -> bytes:
-    """What a rank runs; the result is pickled here, so that it may be of a class that only cloudpickle can send."""
+    """Run the function on a rank; pickle its result here, since only cloudpickle can pickle some classes."""
     if FOLDER in sys.path:
         install()  # as in the caller, before what func needs is imported
     func, args, kwargs = pickle.loads(payload)
@@ -113,7 +120,7 @@ def _call(payload: bytes) -> bytes:
 
 
 def _host_slots(hosts: str | None, hostfile: str | None) -> list[tuple[str, int]]:
-    """Each host and its slots, from "a:2,b:4" or from lines like "a slots=2"; no hosts where none were named."""
+    """Return each host and its slots, from "a:2,b:4" or from lines like "a slots=2"."""
     if hosts is not None:
         texts, mark = hosts.split(","), ":"
     elif hostfile is not None:

@@ -1,4 +1,4 @@
-"""Horovod's elastic training, apart from any framework: states, and the loop that recovers from lost ranks."""
+"""Horovod's elastic training without a framework (horovod.common.elastic): states, and the loop that recovers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Listener(Protocol):
 
 
 class WorkerNotificationManager:
-    """Passes on to its listeners what handle_hosts_updated() is told, by horovodrun's elastic driver or anybody."""
+    """Notifies listeners of the host changes that horovodrun's elastic driver reports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Hear of changed hosts from the driver that started this rank, where it is an elastic one."""
+        """Listen to the driver that started this rank, if it is an elastic one; arguments override the environment."""
         given = {STORE_ADDRESS: rendezvous_addr, STORE_PORT: rendezvous_port, INTERFACE: nic, HOSTNAME: hostname}
         given[LOCAL_RANK] = local_rank
         environ = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
@@ -73,7 +73,7 @@ class WorkerNotificationManager:
             self._listeners.remove(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Tell every listener."""
+        """Notify every listener."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -86,7 +86,9 @@ notification_manager = WorkerNotificationManager()
 class State:
     """The state that all ranks of a job share; subclasses implement save, restore and sync.
 
-    `bcast_object` gives every rank rank 0's object, `get_rank` tells this process's rank.
+    Args:
+        bcast_object: returns rank 0's object on every rank.
+        get_rank: returns this process's rank.
     """
 
     def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int]) -> None:
@@ -97,7 +99,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """These are called, in order, after every reset: the number of ranks may be another then."""
+        """Add functions to call, in order, after every reset, when the number of ranks may have changed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -107,23 +109,23 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Keep the change until the next check_host_updates(); called from any thread."""
+        """Queue a change for the next check_host_updates(); called from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def _forget_host_updates(self) -> None:
-        """Forget the changes of hosts that came before a new rendezvous, which takes them into account.
+        """Drop the changes reported before a new rendezvous, which takes them into account.
 
-        Horovod 0.28.1 forgets them after the rendezvous, and so loses a host that came back during it.
+        Horovod 0.28.1 drops them after the rendezvous, and so loses a host that came back during it.
         """
         self._host_messages = queue.Queue()
 
     def commit(self) -> None:
-        """save(), then check_host_updates(); every rank calls this."""
+        """Save, then check for changed hosts; every rank calls this."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """HostsUpdatedInterrupt on every rank where rank 0 has heard of changed hosts since the last call."""
+        """Raise HostsUpdatedInterrupt on every rank if hosts have changed on rank 0 since the last call."""
         before = newest = self._last_updated_timestamp
         update = HostUpdateResult.no_update
         while not self._host_messages.empty():
@@ -136,23 +138,23 @@ class State:
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep a copy for restore()."""
+        """Save a copy for restore()."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what the last save() kept."""
+        """Restore what save() saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Every rank has rank 0's state; every rank calls this."""
+        """Give every rank rank 0's state; every rank calls this."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """For kinds of state that have to prepare for another set of ranks, before sync()."""
+        """Prepare for another set of ranks, before sync()."""
 
 
 class ObjectState(State):
-    """A state of picklable objects, given by name and kept as attributes of those names."""
+    """A state of picklable objects, which are attributes."""
 
     def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int], **kwargs: Any) -> None:
         self._bcast_object = bcast_object
@@ -161,33 +163,32 @@ class ObjectState(State):
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
 
     def save(self) -> None:
-        self._saved_state = {name: _own(getattr(self, name)) for name in self._saved_state}
+        self._saved_state = {name: _copy_container(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
         self._set_attrs()
 
     def sync(self) -> None:
         if self._saved_state:
-            # What it is now, not what was saved last: handlers share their values so, and all are of one step then.
+            # The current values, not those saved last: handlers sync current values too, so that all are of one step.
             self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
             self._set_attrs()
 
     def _set_attrs(self) -> None:
         for name, value in self._saved_state.items():
-            setattr(self, name, _own(value))
+            setattr(self, name, _copy_container(value))
 
 
-def _own(value: Any) -> Any:
-    """A copy of a container, which a program may go on to change; anything else itself."""
+def _copy_container(value: Any) -> Any:
+    """Return a copy of a container, which the program may change; anything else itself."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]:
-    """func(state, ...), begun with a state.sync(), and begun anew whenever the ranks have to meet anew.
+    """Return a function that calls state.sync() and func(state, ...), again after each rendezvous.
 
-    Where an operation failed, the state goes back to its last commit; where hosts have changed, it is kept. In both
-    cases reset() and state.on_reset() follow. Ranks that passed what does not fit together would do so again: that
-    error is raised.
+    If a collective failed, the state is restored to its last commit; if hosts have changed, it is kept. Then reset()
+    and state.on_reset() are called. A mismatch between the ranks' arguments would happen again, and is raised.
     """
 
     @functools.wraps(func)
@@ -201,7 +202,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     if not in_sync:
                         state.sync()
                     return func(state, *args, **kwargs)
-                except (HorovodInternalError, CollectiveError) as error:  # the latter from hooks, which autograd calls
+                except (HorovodInternalError, CollectiveError) as error:  # the latter from autograd hooks
                     if isinstance(error, MismatchError) or isinstance(error.__cause__, MismatchError):
                         raise
                     why = str(error)
