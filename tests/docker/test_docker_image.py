@@ -64,12 +64,12 @@ def test_the_lines_of_the_readme_train_the_same_model(image: Image, work: Path) 
 
 
 def test_compare_says_who_trained_what(image: Image, work: Path) -> None:
-    words = ("--model=mlp", "--rounds=1", "--steps=6", "--transports=shm,gloo", "--references=")
+    words = ("--model=mlp", "--rounds=1", "--steps=6", "--transports=shm,gloo", "--baselines=")
     options = (f"--volume={work}:/job", "--shm-size=1g")
     outcome = image.run("dualdist", "compare", *words, "--output=report", options=options)
     told = json.loads((work / "report" / "comparison.json").read_text())["results"]
     assert told["verdict"]["kind"] == "too few", str(outcome)
-    assert (told["same"]["launches"], told["same"]["differing"]) == (3, {})
+    assert (told["equivalence"]["launches"], told["equivalence"]["mismatches"]) == (3, {})
     assert {cell["label"] for cell in told["cells"]} == {
         "native over shm (torchrun)",
         "native over gloo (torchrun)",
