@@ -1,4 +1,4 @@
-"""What stands for a tensor's bits: the same where they are, another where any of them is."""
+"""Fingerprints: equal for equal bits, and different if any bit differs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_every_bit_counts_and_nothing_else(dtype: torch.dtype, count: int) -> No
     assert one(tensor) == before
 
 
-def test_signs_that_change_in_pairs_are_seen() -> None:
-    """Modulo a power of two, twice the highest bit is nothing."""
+def test_pairs_of_changed_signs_are_detected() -> None:
+    """Modulo a power of two, twice the highest bit is 0."""
     tensor = torch.ones(1000)
     before = one(tensor)
     for first in range(8):
@@ -65,7 +65,7 @@ def test_length_and_order_count() -> None:
     assert digest([]) == digest([])
 
 
-def test_what_torch_has_put_off_and_nan_have_bits_too() -> None:
+def test_lazy_conjugates_and_nan_have_fingerprints() -> None:
     z = torch.tensor([1 + 2j, 3 - 1j])
     assert one(z.conj()) == one(z.conj().resolve_conj()) != one(z)
     nan = torch.tensor([math.nan])
@@ -76,8 +76,8 @@ def test_what_torch_has_put_off_and_nan_have_bits_too() -> None:
     assert one(other) != one(nan)
 
 
-def test_it_is_the_hash_that_it_says() -> None:
-    """With integers of any length, and without torch: so it is the same on every machine and device."""
+def test_the_fingerprint_is_the_documented_hash() -> None:
+    """Computed with Python integers, without torch: so it is the same on every machine and device."""
     count = CHUNK_WORDS + 3
     tensor = torch.arange(count, dtype=torch.int32) * 12345 - 7
     stream = hashlib.shake_256(b"dualdist").digest(8 * CHUNK_WORDS)

@@ -1,4 +1,4 @@
-"""`horovod.run` of the face: its signature, what it refuses, and that results and failures come back."""
+"""`horovod.run`: its signature, refused options, results and failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_signature_is_horovods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"min_num_proc": 2}, "min_num_proc=2: ranks that come and go"),
         ({"max_np": 2}, "max_np=2: ranks that come and go"),
@@ -43,8 +43,8 @@ def test_signature_is_horovods() -> None:
         ({"num_proc": 0}, "nprocs=0"),
     ],
 )
-def test_option_that_cannot_be_honoured_is_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told.replace("(", r"\(")):
+def test_an_unsupported_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         run(print, **options)
 
 

@@ -55,7 +55,7 @@ NAMES = {
 
 
 def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults of the parameters; annotations are ours, and so are process sets."""
+    """Return names, kinds and defaults of the parameters, without annotations and process sets."""
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, "a set" if p.name == "process_set" else p.default) for p in parameters]
 
@@ -99,8 +99,8 @@ def step(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_state_goes_back_to_its_last_commit_every_time() -> None:
-    """Optimizers change the tensors that they were given: the second restore must not see what the first began."""
+def test_restore_returns_to_the_last_commit_every_time() -> None:
+    """Optimizers change the tensors that they load: a second restore must not see the changes after the first."""
     layer = model()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     held = hvd.elastic.TorchState(layer, optimizer, epoch=3, losses=[1.0])
@@ -119,7 +119,7 @@ def test_a_state_goes_back_to_its_last_commit_every_time() -> None:
             torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
-def test_a_value_that_is_set_is_handled_and_saved_from_then_on() -> None:
+def test_an_assigned_value_is_handled_and_saved() -> None:
     held = hvd.elastic.TorchState(model(), None, epoch=1)
     assert held.optimizer is None
     other = model()
@@ -131,7 +131,7 @@ def test_a_value_that_is_set_is_handled_and_saved_from_then_on() -> None:
     assert other.weight.unique().item() == 7.0
 
 
-def test_a_state_has_rank_zeros_values_after_sync() -> None:
+def test_sync_gives_rank_zeros_values() -> None:
     """broadcast_object by the name under which Horovod's own tests replace it."""
     theirs = {"optimizer": None, "epoch": 9}
     with mock.patch("dualdist.hvd.elastic.state.broadcast_object", return_value=theirs):
@@ -143,8 +143,8 @@ def test_a_state_has_rank_zeros_values_after_sync() -> None:
     assert held.epoch == 9
 
 
-def test_what_was_synchronized_is_committed() -> None:
-    """Horovod forgets to: the next restore would bring back this rank's own values."""
+def test_sync_commits() -> None:
+    """In Horovod the next restore would bring back this rank's values."""
     layer = model()
 
     def from_rank_zero(params: dict[str, torch.Tensor], root_rank: int) -> None:
@@ -159,8 +159,8 @@ def test_what_was_synchronized_is_committed() -> None:
     assert layer.weight.unique().item() == 5.0
 
 
-def test_where_hosts_changed_all_values_are_those_of_the_same_step() -> None:
-    """Horovod brings the plain ones back to the last commit, and leaves the model where it is: a step is done twice."""
+def test_after_changed_hosts_all_values_are_of_the_same_step() -> None:
+    """Horovod restores plain values to the last commit, but not the model, so that a step is done twice."""
     layer = model()
     held = hvd.elastic.TorchState(layer, batch=0)
     news = [HostUpdateResult.added]
@@ -211,7 +211,7 @@ def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
 
 
 class Events:
-    """A dataset of so many samples."""
+    """A dataset of a given length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -221,7 +221,7 @@ class Events:
 
 
 def ranks_of(size: int, **options: Any) -> list[state.ElasticSampler]:
-    """The samplers of all ranks of a job."""
+    """Return the samplers of all ranks of a job."""
     found = []
     for rank in range(size):
         with (
@@ -243,7 +243,7 @@ def test_samples_are_shared_out_as_many_to_each_rank(count: int, size: int, shuf
         assert [shares[number % size][number // size] for number in range(size * each)][:count] == list(range(count))
 
 
-def test_an_epoch_has_an_order_of_its_own_that_a_seed_chooses() -> None:
+def test_the_seed_determines_another_order_for_each_epoch() -> None:
     (one,), (other,) = ranks_of(1, dataset=Events(50), seed=3), ranks_of(1, dataset=Events(50), seed=4)
     first = list(one)
     assert first == list(one)
@@ -252,7 +252,7 @@ def test_an_epoch_has_an_order_of_its_own_that_a_seed_chooses() -> None:
     assert list(one) != first
 
 
-def test_what_is_processed_is_left_out_on_any_number_of_ranks() -> None:
+def test_processed_samples_are_left_out_for_any_number_of_ranks() -> None:
     many = ranks_of(4, dataset=Events(40))
     done: set[int] = set()
     for each in many:
@@ -268,7 +268,7 @@ def test_what_is_processed_is_left_out_on_any_number_of_ranks() -> None:
         assert not done & set(each)
 
 
-def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
+def test_a_sampler_in_a_state_is_restored() -> None:
     each = state.ElasticSampler(Events(8))
     held = hvd.elastic.TorchState(sampler=each)
     each.record_batch(0, 2)
@@ -280,15 +280,15 @@ def test_a_sampler_in_a_state_is_restored_and_begins_an_epoch_anew() -> None:
     assert (each.epoch, each.processed_num, len(each)) == (1, 0, 8)
 
 
-def test_what_is_left_is_shared_out_anew_where_hosts_were_only_removed() -> None:
-    """No sync() follows then, and what was committed stays as it is."""
+def test_remaining_samples_are_shared_out_again_after_hosts_were_removed() -> None:
+    """No sync() follows then, and the commit does not change."""
     with mock.patch("dualdist.hvd.elastic.state.size", return_value=2) as size:
         shares = shares_before_and_after(lambda: setattr(size, "return_value", 1))
     assert shares == [[0, 2, 4, 6], [4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
 
 
 def shares_before_and_after(reset: Callable[[], Any]) -> list[list[int]]:
-    """A rank's samples when it begins, after a reset, and after a failure then."""
+    """Return a rank's samples at the start, after a reset, and after a failure."""
     each = state.ElasticSampler(Events(8), shuffle=False)
     held = hvd.elastic.TorchState(sampler=each, batch=0)
     shares = []
@@ -309,7 +309,7 @@ def shares_before_and_after(reset: Callable[[], Any]) -> list[list[int]]:
 
 
 class Plain(State):
-    """Counts what is done to it."""
+    """Records the calls of its methods."""
 
     def __init__(self) -> None:
         super().__init__(bcast_object=lambda obj: obj, get_rank=lambda: 0)
@@ -348,7 +348,7 @@ def failing(errors: list[Exception]) -> Callable[..., str]:
     ],
     ids=["internal error", "collective error", "hosts updated", "hosts removed"],
 )
-def test_a_function_begins_anew_after_failures_and_changed_hosts(
+def test_the_function_runs_again_after_failures_and_changed_hosts(
     error: Exception, calls: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = Plain()
@@ -376,7 +376,7 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
     ids=["the program's", "a mismatch", "Horovod's of a mismatch"],
 )
 def test_another_error_ends_the_function(error: Exception) -> None:
-    """Also ranks that do not fit together: they would not after a reset, either."""
+    """So does a mismatch between ranks, which a reset does not change."""
     held = Plain()
     with pytest.raises(type(error)):
         common.run_fn(failing([error]), lambda: held.calls.append("again"))(held, "word")
@@ -403,7 +403,7 @@ def test_changed_hosts_interrupt_the_next_commit_once(update: str, skip_sync: bo
 
 
 def test_hosts_that_change_during_a_reset_cause_another_one() -> None:
-    """What changed before it is known to those who meet; a host that comes meanwhile may have come too late."""
+    """Earlier changes are known to the rendezvous; a host that comes meanwhile may have come too late."""
     held = Plain()
     seen = []
 
@@ -423,7 +423,7 @@ def test_hosts_that_change_during_a_reset_cause_another_one() -> None:
     assert seen == ["begins", "meets", "begins", "meets", "begins"]
 
 
-def test_an_object_state_says_what_it_needs() -> None:
+def test_an_object_state_requires_its_functions() -> None:
     held = ObjectState(bcast_object=lambda obj: {**obj, "step": 7}, get_rank=lambda: 1, step=1)
     held.sync()
     assert held.step == 7
@@ -432,8 +432,8 @@ def test_an_object_state_says_what_it_needs() -> None:
             getattr(State(lambda obj: obj, lambda: 0), missing)()
 
 
-def test_run_meets_anew_after_a_failure() -> None:
-    """In one process: hvd.shutdown() and hvd.init(), after which the wrapped optimizer goes on."""
+def test_run_initializes_again_after_a_failure() -> None:
+    """By hvd.shutdown() and hvd.init(), after which the wrapped optimizer still works; in one process."""
     layer = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     held = hvd.elastic.TorchState(layer, optimizer, batch=0)

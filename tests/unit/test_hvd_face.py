@@ -1,4 +1,4 @@
-"""The face in a job of one rank: its handles, and what it remembers from init() to shutdown()."""
+"""The handles of Horovod's asynchronous functions, in a job of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualdist.hvd.process_sets import current
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """hvd.init() was called, and shutdown() will be."""
+    """Open a session of hvd for the test."""
     with mock.patch.dict(os.environ):  # hvd.init() sets Horovod's variables
         hvd.init()
         yield
@@ -27,7 +27,7 @@ def job() -> Iterator[None]:
 
 
 class Interrupted:
-    """An operation in whose beginning another thread begins one too."""
+    """A collective in whose start another one starts, as from another thread."""
 
     def __init__(self, handle: Collective[Any], other: Collective[Any]) -> None:
         self._handle = handle
@@ -40,7 +40,7 @@ class Interrupted:
 
 
 @pytest.mark.usefixtures("job")
-def test_operations_that_begin_at_once_have_numbers_of_their_own() -> None:
+def test_collectives_that_start_concurrently_get_different_handles() -> None:
     first, second = (collectives.allreduce(current().base, torch.tensor(value), "sum") for value in (1.0, 2.0))
     both = Interrupted(first, second)
     number = mpi_ops.start(both)  # type: ignore[arg-type]

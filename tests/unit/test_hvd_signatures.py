@@ -1,4 +1,4 @@
-"""Every public name of the real horovod.torch is in the face with its signature; asked in processes of their own."""
+"""dualdist.hvd has every public name of horovod.torch with its signature; each is read in a separate process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NOT_PUBLIC = (
 
 
 def described(root: str, *, which: str) -> dict[str, Any]:
-    """Each public name below a root, with its signature, its value, or its members and theirs; --own: defined there."""
+    """Return the signature, value or members of each public name below a root; with --own those defined there."""
     argv = [sys.executable, "-c", PROGRAM, which, *(root + module for module in MODULES)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What ranks do next, from what each of them is ready for: no processes, every rank decides from the same rows."""
+"""The response that every rank computes from the requests of all ranks, without processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROWS = st.lists(
 )
 
 
-def offer(name: str, kind: str = "allreduce", **terms: object) -> CollectiveRequest:
+def request(name: str, kind: str = "allreduce", **terms: object) -> CollectiveRequest:
     return CollectiveRequest(kind, name, {"tensors": ["float32(2,)"], **terms})
 
 
 def row(*names: str, waiting: bool | str = False) -> RankRequests:
-    """A rank that offers reductions of these names, and waits for the last one, or for a given one."""
+    """Return the requests of a rank for reductions of these names, blocked on the last one or on a given one."""
     name = waiting if isinstance(waiting, str) else names[-1] if waiting and names else ""
-    return RankRequests(tuple(offer(name) for name in names), name)
+    return RankRequests(tuple(request(name) for name in names), name)
 
 
 def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> RankRequests:
@@ -37,13 +37,13 @@ def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> RankRequest
 
 
 @given(ROWS)
-def test_a_row_survives_its_bytes(rows: list[RankRequests]) -> None:
+def test_requests_survive_serialization(rows: list[RankRequests]) -> None:
     for one in rows:
         assert RankRequests.loads(one.dumps()) == one
 
 
 @given(ROWS)
-def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) -> None:
+def test_only_what_all_active_ranks_request_is_agreed(rows: list[RankRequests]) -> None:
     decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     everywhere = set.intersection(*[{o.name for o in one.requests} for one in active]) if active else set()
@@ -52,7 +52,7 @@ def test_only_what_all_active_ranks_offer_is_agreed(rows: list[RankRequests]) ->
 
 
 @given(ROWS)
-def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[RankRequests]) -> None:
+def test_only_what_can_never_be_performed_is_refused(rows: list[RankRequests]) -> None:
     decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     if decision.refused:
@@ -62,14 +62,14 @@ def test_a_refusal_ends_only_what_no_rank_can_ever_get(rows: list[RankRequests])
         assert not all(one.waiting for one in active), "nobody would ever go on"
 
 
-def test_the_order_is_that_of_the_first_active_rank() -> None:
+def test_agreed_requests_keep_the_order_of_the_first_active_rank() -> None:
     rows = [joined(1), row("b", "a", "c"), row("a", "c", "b")]
     assert compute_response(rows, range(3)) == Response(agreed=("b", "a", "c"))
 
 
-def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
-    odd = RankRequests((offer("x", op="max"),), "x")
-    rows = [RankRequests((offer("x", op="sum"),), "x")] * 2 + [odd]
+def test_a_refusal_lists_the_arguments_of_each_rank() -> None:
+    odd = RankRequests((request("x", op="max"),), "x")
+    rows = [RankRequests((request("x", op="sum"),), "x")] * 2 + [odd]
     (name, reason), *others = compute_response(rows, (3, 5, 6)).refused
     assert (name, others) == ("x", [])
     assert "ranks 3, 5 allreduce of float32(2,), op sum" in reason
@@ -77,36 +77,36 @@ def test_different_terms_are_told_with_the_ranks_that_passed_them() -> None:
 
 
 def test_different_kinds_of_one_name_are_refused() -> None:
-    rows = [RankRequests((offer("x"),)), RankRequests((offer("x", "broadcast"),))]
+    rows = [RankRequests((request("x"),)), RankRequests((request("x", "broadcast"),))]
     assert compute_response(rows, range(2)).refused[0][0] == "x"
 
 
-def test_ranks_that_wait_for_different_operations_are_told_so_each() -> None:
+def test_ranks_that_wait_for_different_collectives_are_all_refused() -> None:
     decision = compute_response([row("a", waiting=True), row("b", waiting=True)], range(2))
     assert [name for name, _ in decision.refused] == ["a", "b"]
     assert "rank 0 in allreduce 'a'" in decision.refused[0][1]
     assert "rank 1 in allreduce 'b'" in decision.refused[0][1]
 
 
-def test_a_rank_that_goes_on_may_still_come() -> None:
+def test_nothing_is_refused_while_a_rank_is_not_blocked() -> None:
     assert compute_response([row("a", waiting=True), row("b")], range(2)) == Response()
 
 
-def test_what_does_not_work_with_joined_ranks_is_refused() -> None:
-    rows = [RankRequests((offer("x", "allgather"),), "x"), joined(3)]
+def test_collectives_that_joined_ranks_cannot_support_are_refused() -> None:
+    rows = [RankRequests((request("x", "allgather"),), "x"), joined(3)]
     assert "rank 1 called join" in compute_response(rows, range(2)).refused[0][1]
     assert compute_response([row("x"), joined(3)], range(2)).agreed == ("x",)
 
 
-def test_the_last_to_join_is_the_one_that_did_most_with_the_others() -> None:
+def test_the_last_to_join_took_part_in_most_exchanges() -> None:
     assert compute_response([joined(5), joined(4)], range(2)).last_joined == 0
     assert compute_response([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
     assert compute_response([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
     assert compute_response([joined(4), joined(4)], (3, 7)).last_joined == 7
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_of_tensors_are_shortened() -> None:
     many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
     assert str(many).endswith("and 12 more")
-    few = [RankRequests((offer("x", op="sum"),))] * 12 + [RankRequests((offer("x", op="max"),))]
+    few = [RankRequests((request("x", op="sum"),))] * 12 + [RankRequests((request("x", op="max"),))]
     assert "and 4 more" in compute_response(few, range(13)).refused[0][1]

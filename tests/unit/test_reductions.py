@@ -1,4 +1,4 @@
-"""What a reduction over many ranks makes of the values, without the ranks."""
+"""The arithmetic of reductions over many ranks, in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualdist.collectives.reductions import allreduce_, reduce_rows
 
 
 class Crowd(SingleBackend):
-    """So many ranks of equal values, whose transport knows no dtype but bytes and numbers of 32 bits."""
+    """A backend of many ranks with equal values, whose transport supports only bytes and 32-bit numbers."""
 
     supported_reduce_dtypes = frozenset((torch.uint8, torch.int32, torch.float32))
 
@@ -27,7 +27,7 @@ class Crowd(SingleBackend):
 
 @pytest.mark.parametrize("size", [2, 255, 256, 512])
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
-def test_booleans_stay_what_they_are_however_many_agree(op: ReduceOp, size: int) -> None:
+def test_reductions_of_equal_booleans_do_not_overflow(op: ReduceOp, size: int) -> None:
     mine = torch.tensor([True, False])
     assert reduce_rows(mine.repeat(size, 1), op).tolist() == [True, False]
     assert allreduce_(Crowd(size), mine, op, "test").wait().tolist() == [True, False]

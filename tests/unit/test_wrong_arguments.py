@@ -1,4 +1,4 @@
-"""What a person passes by mistake is a UsageError that says what was expected, and the session goes on."""
+"""Invalid arguments raise a UsageError that says what was expected, and the session goes on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def session(base_env: dict[str, str]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_and_harms_nothing(session: None, name: str) -> None:
+def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session: None, name: str) -> None:
     with pytest.raises(UsageError, match=r"expected|takes|needs"):
         MISTAKES[name]()
     assert dd.allreduce(ONE).item() == 1.0
