@@ -141,7 +141,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
             warnings.warn(message, DeprecationWarning, stacklevel=5)  # beyond the decorators of mpi_ops
         if op is not None:
             return op
-        return int(reduce_ops.Sum if average is False else reduce_ops.Average)
+        return int(reduce_ops.Sum if average is not None and not average else reduce_ops.Average)
 
     return handle_average_backwards_compatibility
 

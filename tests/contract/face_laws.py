@@ -33,6 +33,7 @@ def the_face_averages_integers_as_horovod_does() -> None:
     sparse = mine.to_sparse()
     assert hvd.allreduce(sparse).to_dense().tolist() == [int(total / dd.size()) for total in totals]
     assert hvd.sparse_allreduce_async(sparse, "a", hvd.Average)().to_dense().tolist()[2] == 7
+    assert hvd.allreduce(mine, average=0).tolist() == hvd.allreduce(mine, op=hvd.Sum).tolist(), "a flag of 0"
     raises(ValueError, lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average")
     raises(ValueError, lambda: hvd.allreduce(mine, op=17), "op=17")
 
