@@ -1,4 +1,4 @@
-"""Which collectives the ranks of a group perform next, computed by every rank alike from the requests of all."""
+"""Negotiation: every rank computes the same collectives to perform next from the requests of all ranks."""
 
 from __future__ import annotations
 

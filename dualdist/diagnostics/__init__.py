@@ -1,1 +1,1 @@
-"""DUALDIST_TIMELINE: what all ranks did, as one Chrome trace; the same on every backend."""
+"""Diagnosis of a running job: stragglers, a Chrome trace of all ranks, records of training runs."""

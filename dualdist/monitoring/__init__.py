@@ -1,1 +1,1 @@
-"""Who is late, lost or slow, and what the others say of it."""
+"""Monitoring of waiting ranks: late, lost and failed ones, with their position and stack."""
