@@ -71,7 +71,8 @@ class YamlDocument:
         assert isinstance(node, yaml.ScalarNode)
         if "\0" in node.value:
             raise YamlError("a string with a NUL byte: no program can take it as an argument", line)
-        return None if node.style is None and node.value in NULL else node.value
+        is_text = len(path) > 1 and path[0] in ("args", "env")  # as it is written, whatever it says
+        return None if node.style is None and node.value in NULL and not is_text else node.value
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -149,7 +150,6 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Flag = Annotated[bool, Field(strict=True), BeforeValidator(_parse_bool)]
 Text = Annotated[str, Field(min_length=1)]
-TextOrNull = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 Word = Annotated[str, _checked_by(check_word)]
 Memory = Annotated[str, _checked_by(parse_mebibytes)]
 
@@ -201,7 +201,7 @@ class JobFile(_Schema):
     hosts: Annotated[tuple[Text, ...], BeforeValidator(_split_words)] = ()
     hostfile: Text | None = None
     network_interface: Text | None = None
-    env: dict[Annotated[str, _checked_by(check_variable_name)], TextOrNull] = Field(default_factory=dict)
+    env: dict[Annotated[str, _checked_by(check_variable_name)], str] = Field(default_factory=dict)
     max_restarts: Natural = 0
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     log_dir: Text | None = None

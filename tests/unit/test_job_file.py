@@ -221,3 +221,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"job\.yaml: cannot read this job file: it is not UTF-8 text"):
         load(tmp_path / "job.yaml")
+
+
+def test_arguments_and_variables_are_passed_as_they_are_written() -> None:
+    job = loads("program: train.py\nargs: [~, null, '', 1_000]\nenv: {A: ~, B: null, C: , D: 2.0}", "job.yaml")
+    assert job.args == ("~", "null", "", "1_000")
+    assert job.env == {"A": "~", "B": "null", "C": "", "D": "2.0"}
