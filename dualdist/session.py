@@ -113,8 +113,9 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
         SessionConfig(detect(environ), environ, transport, name, timeout_s, _process.rendezvous_store),
         _print_choice,
     )
-    is_single_shm = session.topology.size == 1 and transport == "shm"  # with nothing to share memory with
-    is_single_shm &= transport in registry.get(session.backend.name).transports
+    spec = registry.find(session.backend.name)
+    # A single rank has nothing to share memory with.
+    is_single_shm = session.topology.size == 1 and transport == "shm" and spec is not None and "shm" in spec.transports
     if transport not in ("", session.backend.transport) and session.backend.transport != "none" and not is_single_shm:
         session.close()
         raise UnsupportedError(

@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from dualdist.errors import UsageError
@@ -19,20 +18,25 @@ from dualdist.horovod_build.record import BuildRecord
 from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from dualdist.backends.base import AdoptedGroup, Backend, InitContext
 
 GROUP = "dualdist.backends"
 AUTO, NATIVE, HOROVOD, MPI = "auto", "native", "horovod", "mpi"
 SINGLE = "single"  # taken by "auto" for one process without a launcher; not to be asked for
 # pyproject.toml declares the same ones; these are found without the package's metadata, as in a source tree.
-BUILTIN = tuple(EntryPoint(name, f"dualdist.backends.{name}:SPEC", GROUP) for name in (NATIVE, HOROVOD, MPI, SINGLE))
+BUILTIN = {name: f"dualdist.backends.{name}:SPEC" for name in (NATIVE, HOROVOD, MPI, SINGLE)}
 HOROVOD_LIBRARY = "horovod.torch"
 NO_TORCH = "torch is not installed"
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend can be used in this Python, `reason` if not; and how an installed Horovod was built."""
+    """Result of looking for a backend in this Python: `reason` says why it is not available.
+
+    The last four fields say how an installed Horovod was built.
+    """
 
     available: bool
     version: str | None
@@ -101,7 +105,9 @@ def _registered() -> dict[str, BackendSpec]:
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
     """Return the entry points of the group by name; raise UsageError if two packages use one name."""
-    found = {point.name: point for point in BUILTIN}
+    from importlib.metadata import EntryPoint, entry_points  # 10 ms that `import dualdist` need not take
+
+    found = {name: EntryPoint(name, value, GROUP) for name, value in BUILTIN.items()}
     for point in entry_points(group=GROUP):
         known = found.setdefault(point.name, point)
         if known.value != point.value:

@@ -19,7 +19,7 @@ from dualdist.launch.failure import find_exception
 from dualdist.utils.machine import machine, versions
 from dualdist.utils.redaction import redact_command
 
-SCHEMA = 1
+SCHEMA = 2
 WIDTH = 116  # of notes; tables are as wide as they need where output is no terminal
 
 

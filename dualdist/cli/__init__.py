@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     typed = os.environ.get(COMP_LINE, "").split() if COMPLETING in os.environ else arguments
-    parser = build_parser(next((word for word in typed if word in COMMANDS), None))
+    try:
+        parser = build_parser(next((word for word in typed if word in COMMANDS), None))
+    except DualdistError as error:  # backends of two packages have the same name
+        print(f"dualdist: {error}", file=sys.stderr)
+        return 2
     if COMPLETING in os.environ:
         _complete(parser)
     parsed, unknown = parser.parse_known_args(arguments)

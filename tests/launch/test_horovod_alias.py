@@ -78,7 +78,7 @@ assert hvd is again is dualdist.hvd
 assert elastic is hvd.elastic and elastic.ElasticSampler is ElasticSampler
 assert allreduce is hvd.allreduce and ProcessSet is hvd.ProcessSet and HorovodInternalError is hvd.HorovodInternalError
 assert horovod.__version__ == "0.28.1" and horovod.run is horovod.runner.run
-assert HorovodBasics("", "").rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
+assert HorovodBasics("", "").rank is HorovodBasics.rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
 assert split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
 heard = []
 in_thread(heard.append, ("x",)).join()

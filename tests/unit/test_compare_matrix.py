@@ -154,6 +154,7 @@ def test_without_a_runnable_contender_the_error_lists_the_reasons() -> None:
     ("backends", "transports", "launchers", "expected"),
     [
         (["nativ"], None, None, "backend 'nativ': expected one of native"),
+        (["single"], None, None, "backend 'single': expected one of native"),
         (["native"], ["tcp"], None, "transport 'tcp': expected one of gloo"),
         (["native"], None, ["torchrn"], "did you mean 'torchrun'"),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def install(folder: Path, name: str, value: str) -> None:
 
 
 def test_the_built_in_backends_are_found_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     assert registry.names() == BUILTIN
     assert registry.choices() == ("auto", *BUILTIN)
     assert [registry.get(name).name for name in (*BUILTIN, "single")] == [*BUILTIN, "single"]
@@ -55,7 +56,7 @@ def test_the_built_in_backends_are_found_without_metadata(monkeypatch: pytest.Mo
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 def test_the_package_declares_its_own_backends_as_others_do() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
-    assert declared == {point.name: point.value for point in registry.BUILTIN}
+    assert declared == registry.BUILTIN
 
 
 @pytest.mark.usefixtures("plugin")
@@ -126,3 +127,17 @@ def test_a_description_holds_what_a_launcher_must_know() -> None:
     }
     assert [name for name, spec in specs.items() if spec.needs_mpi] == ["mpi"]
     assert isinstance(specs["native"], BackendSpec)
+
+
+def test_two_packages_with_one_backend_name_are_named_by_every_command(
+    tmp_path: Path, base_env: Mapping[str, str]
+) -> None:
+    for package in ("one", "two"):
+        install(tmp_path, package, f"rdma = {package}:SPEC")
+    env = {**base_env, "PYTHONPATH": f"{tmp_path}:{base_env['PYTHONPATH']}"}
+    for command in ("doctor", "run", "info"):
+        argv = [sys.executable, "-m", "dualdist", command, *(["--dry-run", "-c", "1"] if command == "run" else [])]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        assert "two installed packages have a backend 'rdma'" in done.stderr

@@ -99,7 +99,7 @@ def expand_configs(
 ) -> list[RunConfig]:
     """Return every combination; None stands for all transports, or for the default launcher of each."""
     for backend in backends:
-        registry.get(backend)
+        require_choice(backend, registry.names(), "backend")
     valid = registry.transports()
     for transport in transports or ():
         require_choice(transport, valid, "transport")

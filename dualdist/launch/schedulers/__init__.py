@@ -54,7 +54,10 @@ def job_script(name: str, request: ScriptRequest) -> str:
 
 
 def _render(template: str, **context: object) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # 60 ms, and only job scripts need it
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined  # 60 ms, and only job scripts need it
+    except ImportError as error:
+        raise UsageError("job scripts need jinja2: pip install 'dualdist[job]'") from error
 
     environment = Environment(
         loader=PackageLoader(__name__),
