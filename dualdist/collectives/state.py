@@ -145,8 +145,10 @@ def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: i
     skeleton = extract_tensors(_state_of(optimizer), tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
-    if backend.rank != root:
-        device = _device_of(optimizer)
+    device = _device_of(optimizer)
+    if backend.rank == root:  # from one GPU, as the others receive, so that all ranks make the same broadcasts
+        tensors = [tensor if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
+    else:
         tensors = [
             torch.empty(shape, dtype=dtype, device=device if kind != "cpu" else "cpu") for shape, dtype, kind in specs
         ]
