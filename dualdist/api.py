@@ -287,9 +287,9 @@ def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
         >>> dd.broadcast_object({"lr": 0.1})
         {'lr': 0.1}
     """
-    from dualdist.collectives import state
+    from dualdist.collectives import broadcast_state
 
-    return state.broadcast_object(session.group_or_world(group), obj, root)
+    return broadcast_state.broadcast_object(session.group_or_world(group), obj, root)
 
 
 @disable_compile
@@ -306,9 +306,9 @@ def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
         >>> dd.allgather_object(f"rank {dd.rank()}")
         ['rank 0']
     """
-    from dualdist.collectives import state
+    from dualdist.collectives import broadcast_state
 
-    return state.allgather_object(session.group_or_world(group), obj)
+    return broadcast_state.allgather_object(session.group_or_world(group), obj)
 
 
 @disable_compile
@@ -334,9 +334,9 @@ def broadcast_parameters(
     Example:
         >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
     """
-    from dualdist.collectives import state
+    from dualdist.collectives import broadcast_state
 
-    state.broadcast_parameters(session.group_or_world(group), params, root)
+    broadcast_state.broadcast_parameters(session.group_or_world(group), params, root)
 
 
 @disable_compile
@@ -357,9 +357,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *
         >>> model = torch.nn.Linear(2, 1)
         >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
     """
-    from dualdist.collectives import state
+    from dualdist.collectives import broadcast_state
 
-    state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
+    broadcast_state.broadcast_optimizer_state(session.group_or_world(group), optimizer, root)
 
 
 @disable_compile
@@ -442,7 +442,7 @@ def wrap_optimizer(
     from dualdist.ddp import optimizer as ddp_optimizer
     from dualdist.ddp.bucket_plan import ReducerConfig, bucket_bytes
     from dualdist.ddp.compression import resolve_compressor
-    from dualdist.ddp.nonfinite import validate_check_every
+    from dualdist.ddp.step_checks import validate_check_every
 
     config = ReducerConfig(
         op,

@@ -22,9 +22,9 @@ from dualdist.checkpoint.save import (
     unwrap_outcome,
 )
 from dualdist.checkpoint.state import find_mismatch, load_state
+from dualdist.collectives.broadcast_state import allgather_object, broadcast_all
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.state import allgather_object, broadcast_all
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.ddp.optimizer import set_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, UsageError

@@ -26,9 +26,9 @@ from dualdist.backends.control_plane import unpickle
 from dualdist.checkpoint import files as checkpoint_files
 from dualdist.checkpoint.files import FORMAT, METADATA, FileProgress
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, shapes_of
+from dualdist.collectives.broadcast_state import broadcast_object
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.state import broadcast_object
 from dualdist.collectives.work import Collective
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import get_reduction_order

@@ -33,9 +33,9 @@ from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS,
 from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
 from dualdist.launch.processes import JOB_MARK
 from dualdist.rendezvous import backend_selection
-from dualdist.utils.exit_codes import NOTICE
 from dualdist.utils.machine import machine, usable_cores, versions
 from dualdist.utils.package_probe import probe_torch
+from dualdist.utils.preemption_protocol import NOTICE
 from dualdist.utils.redaction import redact_command
 from dualdist.utils.suggest import require_choice
 

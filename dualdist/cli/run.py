@@ -23,7 +23,7 @@ from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS
-from dualdist.utils.exit_codes import REQUEUE
+from dualdist.utils.preemption_protocol import REQUEUE
 
 HVD_MODULE = ("-m", "dualdist.hvd")
 EXAMPLES = (

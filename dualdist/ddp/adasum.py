@@ -20,8 +20,8 @@ from dualdist.ddp.buckets import Bucket
 if TYPE_CHECKING:
     from dualdist.backends.base import Backend
     from dualdist.ddp.compression import GradientCompressor
-    from dualdist.ddp.nonfinite import StepChecks
     from dualdist.ddp.reducer import Reducer
+    from dualdist.ddp.step_checks import StepChecks
 
 
 class AdasumBucket(Bucket):

@@ -12,7 +12,7 @@ from dualdist.collectives.reductions import INTEGERS, allreduce_, divide, divide
 from dualdist.ddp.bucket_plan import BUCKET_FLAGS, CONTRIBUTES, BucketPlan, ReducerConfig, wire_dtype
 from dualdist.ddp.compression import CastCompression, GradientCompressor, compressor_name
 from dualdist.ddp.flat_buffer import BufferPool, FlatBuffer, ProducerStreams, is_referenced_elsewhere
-from dualdist.ddp.nonfinite import nonfinite_kinds
+from dualdist.ddp.step_checks import nonfinite_kinds
 from dualdist.errors import UsageError
 
 # Note [sparse gradients]: a gradient is known to be sparse only once it exists, and never on a rank whose loss does not

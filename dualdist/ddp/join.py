@@ -12,8 +12,8 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
 from dualdist.collectives.work import own_parts
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
-from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
+from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 from dualdist.monitoring.monitored import require_responsive
 from dualdist.utils.deadline import Deadline
 

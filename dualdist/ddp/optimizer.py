@@ -18,9 +18,9 @@ from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
 from dualdist.ddp.adasum import DeltaSteps, closure_of
 from dualdist.ddp.bucket_plan import ReducerConfig
-from dualdist.ddp.nonfinite import StepChecks
 from dualdist.ddp.param_buckets import Errors
 from dualdist.ddp.reducer import Reducer
+from dualdist.ddp.step_checks import StepChecks
 from dualdist.errors import UsageError
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)

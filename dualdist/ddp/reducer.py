@@ -32,12 +32,12 @@ import torch
 from torch.autograd import Variable
 
 from dualdist.backends.control_plane import broadcast_object
-from dualdist.collectives.state import allgather_object
+from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED, ReducerConfig
 from dualdist.ddp.flat_buffer import refuse_capture
-from dualdist.ddp.nonfinite import NonFiniteReport, nonfinite_kinds
 from dualdist.ddp.param_buckets import Errors, ParamBuckets
 from dualdist.ddp.reduction_plan import active_plans, allreduce_due_flags
+from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
 from dualdist.errors import CollectiveError, UsageError
 
 if TYPE_CHECKING:

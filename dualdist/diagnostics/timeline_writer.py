@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from dualdist.collectives import collectives
+from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
-from dualdist.collectives.state import allgather_object
 from dualdist.diagnostics.timeline_events import EventListener
 from dualdist.diagnostics.trace_format import (
     TIMELINE,

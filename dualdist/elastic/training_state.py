@@ -15,20 +15,20 @@ import torch
 from dualdist import api, session
 from dualdist.checkpoint.files import EXTRA, METADATA
 from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, has_state, load_state
-from dualdist.collectives.compile import disable_compile
-from dualdist.collectives.group import Group
-from dualdist.collectives.state import (
+from dualdist.collectives.broadcast_state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.group import Group
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import move_to_group
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
 from dualdist.utils import random_state
-from dualdist.utils.exit_codes import NOTICE, REQUEUE
+from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
 from dualdist.utils.random_state import RandomState
 
 LAST_STEP = "last-step"  # key in a session's extras

@@ -1,5 +1,6 @@
 """Launcher detection: one function per launcher, from environment variables to a Topology, tried in ORDER.
 
+A launcher that is added here also gets a LauncherFamily in precedence.py, for `dualdist doctor --explain-env`.
 Importing this package reads nothing and loads neither torch nor MPI.
 """
 

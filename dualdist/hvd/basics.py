@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dualdist import session
+from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
-from dualdist.collectives.state import allgather_object
 from dualdist.errors import UsageError
 from dualdist.hvd.process_sets import (
     DYNAMIC,

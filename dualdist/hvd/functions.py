@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dualdist.collectives import state
+from dualdist.collectives import broadcast_state
 from dualdist.errors import UsageError
 from dualdist.hvd.common import horovods_errors
 from dualdist.hvd.process_sets import ProcessSet, current, global_process_set, member_group
@@ -34,7 +34,7 @@ def broadcast_parameters(
     pairs = _pairs(params)
     with horovods_errors():
         face = current()
-        state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
+        broadcast_state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
 
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
@@ -72,7 +72,7 @@ def broadcast_optimizer_state(
         face = current()
         if not optimizer.state:
             _ZeroGradients(optimizer)
-        state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
+        broadcast_state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
 
 
 class _ZeroGradients:
@@ -118,13 +118,13 @@ def broadcast_object(
     """
     with horovods_errors():
         root = current().job_rank(root_rank)
-        return state.broadcast_object(member_group(process_set), obj, root, _object_name(name), _dumps())
+        return broadcast_state.broadcast_object(member_group(process_set), obj, root, _object_name(name), _dumps())
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Return the objects of all ranks, in rank order; objects are pickled."""
     with horovods_errors():
-        return state.allgather_object(current().base, obj, _object_name(name), _dumps())
+        return broadcast_state.allgather_object(current().base, obj, _object_name(name), _dumps())
 
 
 def _object_name(name: str | None) -> str | None:

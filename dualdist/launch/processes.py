@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from dualdist.utils.exit_codes import SIGNALS
+from dualdist.utils.preemption_protocol import SIGNALS
 from dualdist.utils.redaction import redact_command
 
 # Inherited by every process of a job: launchers put ranks into sessions and process groups of their own.

@@ -18,7 +18,7 @@ from dualdist.launch.hosts import check_hosts, check_interface
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
-from dualdist.utils.exit_codes import REQUEUE
+from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import redact_variables
 
 LOOPBACK = "127.0.0.1"

@@ -22,7 +22,7 @@ from dualdist.launch.failure import RankEnd, exit_code, first_failure, has_stopp
 from dualdist.launch.job import Command
 from dualdist.launch.processes import signals_ignored, stop_signals_caught
 from dualdist.launch.relay import OutputRelay
-from dualdist.utils.exit_codes import NOTICE, REQUEUE
+from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
 from dualdist.utils.redaction import redact_command
 
 # Seconds for the other ranks to end after a failure.

@@ -26,7 +26,7 @@ from typing import Any
 from dualdist.backends.base import Store
 from dualdist.errors import CollectiveTimeoutError, RendezvousError, UsageError
 from dualdist.utils.deadline import Deadline
-from dualdist.utils.exit_codes import DONE, NOTICE, SIGNALS
+from dualdist.utils.preemption_protocol import DONE, NOTICE, SIGNALS
 from dualdist.utils.suggest import format_ranks
 
 POLL_S = 1.0

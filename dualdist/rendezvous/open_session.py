@@ -11,13 +11,7 @@ from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, NATIVE, BackendSpec
 from dualdist.errors import BackendUnavailableError, DualdistError
 from dualdist.monitoring import process_state
-from dualdist.rendezvous.backend_selection import (
-    Print,
-    describe_choice,
-    matching_choice,
-    select_backend,
-    select_device,
-)
+from dualdist.rendezvous.backend_selection import Print, describe_choice, matching_choice, select_backend, select_device
 from dualdist.rendezvous.rank_assignment import (
     RankReport,
     assign_locations,

@@ -20,7 +20,7 @@ from harness.jobs import REPORT_DIR, Launch, collect
 from harness.problem import flat, make_model, make_optimizer
 from harness.slurm import eventually
 
-from dualdist.utils.exit_codes import REQUEUE
+from dualdist.utils.preemption_protocol import REQUEUE
 
 STEPS = elastic_rank.EPOCHS * elastic_rank.SAMPLES // elastic_rank.TOGETHER
 # A launcher and a backend; the latter ones in the long form.

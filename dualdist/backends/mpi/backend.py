@@ -27,14 +27,7 @@ import torch
 
 from dualdist.backends.base import ALL_DTYPES, CompletedWork, InitContext, PrivateBuffers, ReduceOp, Work
 from dualdist.backends.mpi import world as mpi_world
-from dualdist.backends.mpi.work import (
-    BYTES_PER_S,
-    DATATYPES,
-    HostStagedWork,
-    MpiBlockingCall,
-    MpiCalls,
-    MpiRequest,
-)
+from dualdist.backends.mpi.work import BYTES_PER_S, DATATYPES, HostStagedWork, MpiBlockingCall, MpiCalls, MpiRequest
 from dualdist.errors import (
     CLOSED,
     CollectiveTimeoutError,

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 import dualdist as dd
-from dualdist.ddp.nonfinite import INFINITE, NAN, find_suspects, format_nonfinite, nonfinite_kinds, validate_check_every
+from dualdist.ddp.step_checks import (
+    INFINITE,
+    NAN,
+    find_suspects,
+    format_nonfinite,
+    nonfinite_kinds,
+    validate_check_every,
+)
 from dualdist.errors import UnsupportedError, UsageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

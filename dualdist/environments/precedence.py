@@ -1,4 +1,4 @@
-"""Launcher variables that are set but not used for the topology, and the reason."""
+"""Precedence of launcher variables: those that are set but not used for the topology, and the reason."""
 
 from __future__ import annotations
 
