@@ -44,6 +44,8 @@ GENERATIONS = "dualdist/rounds"
 POLL_S = 0.01
 # The store may report a timeout so many seconds late.
 GRACE_S = 1.0
+# Rank 0 serves the store for so many seconds more, until every other rank has read why rendezvous failed.
+READ_VERDICT_S = 5.0
 
 # Connects to the store at (address, port), and serves it on the socket if given. Raises RendezvousError.
 Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
@@ -363,13 +365,21 @@ def gather_locations(store: Store, report: RankReport, key: str, deadline: Deadl
     """
     rank, size = report.rank, report.size
     if store.add(f"{key}/came/{rank}", 1) > 1:
-        _reject(store, key, f"two processes are rank {rank} of {size}: is one left over from another job?")
+        _reject(
+            store, report, key, deadline, f"two processes are rank {rank} of {size}: is one left over from another job?"
+        )
     store.set(f"{key}/report/{rank}", report.dumps())
     count = store.add(f"{key}/count", 1)
     if count == 1:
         store.set(f"{key}/size", str(size))
     elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
-        _reject(store, key, f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?")
+        _reject(
+            store,
+            report,
+            key,
+            deadline,
+            f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?",
+        )
     if count == size:
         _check_reports(store, key, size, deadline)
     try:
@@ -381,8 +391,19 @@ def gather_locations(store: Store, report: RankReport, key: str, deadline: Deadl
             f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
         ) from late
     if problem:
+        _leave_together(store, report, key, deadline)
         raise TopologyError(problem)
     return [RankLocation(*location) for location in locations]
+
+
+def _leave_together(store: Store, report: RankReport, key: str, deadline: Deadline) -> None:
+    """Count this rank as one that knows of the failure; rank 0, with whose exit the store may end, waits for all."""
+    with contextlib.suppress(RendezvousError):  # the store is gone: the failure says more
+        informed = store.add(f"{key}/informed", 1)
+        until = Deadline(min(READ_VERDICT_S, deadline.left_s()))
+        while report.rank == 0 and informed < report.size and not until.passed():
+            until.sleep(POLL_S)
+            informed = store.add(f"{key}/informed", 0)
 
 
 def _check_reports(store: Store, key: str, size: int, deadline: Deadline) -> None:
@@ -395,9 +416,10 @@ def _check_reports(store: Store, key: str, size: int, deadline: Deadline) -> Non
         _write_verdict(store, key, str(error))
 
 
-def _reject(store: Store, key: str, problem: str) -> NoReturn:
+def _reject(store: Store, report: RankReport, key: str, deadline: Deadline, problem: str) -> NoReturn:
     """Write a problem as the verdict for the other ranks, and raise it here, whatever the verdict already is."""
     _write_verdict(store, key, problem)
+    _leave_together(store, report, key, deadline)
     raise TopologyError(problem)
 
 

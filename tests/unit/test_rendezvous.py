@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,32 @@ def test_who_came_learns_what_is_wrong(
     for outcome in outcomes(new_client, [report(*who) for who in came], 2):
         assert isinstance(outcome, kind), outcome
         assert [word for word in words if word not in str(outcome)] == []
+
+
+def test_rank_0_serves_its_store_until_a_slow_rank_has_read_why_rendezvous_failed(
+    new_client: Callable[[], TcpStore],
+) -> None:
+    read = threading.Event()
+
+    class SlowClient(TcpStore):
+        def get(self, key: str, timeout_s: float) -> str:
+            value = super().get(key, timeout_s)
+            if key.endswith("verdict"):
+                time.sleep(0.5)
+                read.set()
+            return value
+
+    slow = SlowClient(new_client().store, LOOPBACK, "the test's store")
+    clients = {0: new_client(), 1: slow}
+
+    def attend(rank: int) -> bool:
+        backend = ("native", "horovod")[rank]
+        with pytest.raises(TopologyError, match="'horovod'"):
+            gather_locations(clients[rank], replace(report(rank, 2), backend=backend), "key", Deadline(30))
+        return read.is_set()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(attend, range(2))) == [True, True]
 
 
 def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
