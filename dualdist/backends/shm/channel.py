@@ -369,8 +369,9 @@ class OnePhaseReduction:
         if not stage.have_all(POSTED, number):
             self._channel.peers.wait(partial(stage.have_all, POSTED, number))
         flat, reduce, total = self._buffer.view(-1), REDUCE[self._op], None
-        for slot in stage.slots[: stage.size]:
-            part = slot[: flat.nbytes].view(flat.dtype)
+        for index, slot in enumerate(stage.slots[: stage.size]):
+            # The buffer itself, which is still in the cache, where it is one of the first two operands.
+            part = flat if index == stage.index < 2 else slot[: flat.nbytes].view(flat.dtype)
             total = part if total is None else reduce(total, part, out=flat)
         self._is_reduced = True
         return self._buffer
