@@ -32,7 +32,7 @@ try:
     from importlib.util import find_spec
     from dualdist.utils.torchvision_import import load_operators
     vision = find_spec("torchvision")
-    found["has_vision_operators"] = None if vision is None else loads_operators(vision.submodule_search_locations)
+    found["has_vision_operators"] = None if vision is None else load_operators(vision.submodule_search_locations)
 except Exception:
     found["has_vision_operators"] = None
 print(json.dumps(found))

@@ -98,6 +98,9 @@ def test_a_torch_that_cannot_be_imported_and_a_torchvision_of_another(launch: La
     findings = ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
     assert "torchvision 0.24.0 is built for torch 2.9.0" in findings["torchvision-other-torch"]["message"]
     assert "--no-deps" in findings["torchvision-other-torch"]["fix"]
+    path = packages(launch.directory / "c", torchvision=("0.28.0", "", ""))
+    (launch.directory / "c" / "torchvision" / "_C.so").write_text("not a library")
+    assert "torchvision-operators" in ask(launch, env={"PYTHONPATH": f"{path}:{launch.env['PYTHONPATH']}"})
 
 
 FOREIGN_HOROVOD = """

@@ -56,7 +56,7 @@ def test_nothing_is_declared_where_the_operators_load() -> None:
     program = """
 import torch
 from dualdist.utils import torchvision_import as vision
-vision.loads_operators = lambda folders: True
+vision.load_operators = lambda folders: True
 stand_in = torch.library.Library("torchvision", "DEF")
 for schema in vision.SCHEMAS.values():
     stand_in.define(schema)
