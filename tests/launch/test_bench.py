@@ -52,7 +52,7 @@ def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
         "results",
         "jobs",
     }
-    assert (kept["schema"], kept["benchmark"]) == (1, benchmark)
+    assert (kept["schema"], kept["benchmark"]) == (2, benchmark)
     assert kept["command"].startswith(f"dualdist bench {benchmark}")
     assert kept["machine"]["cores"] >= 1
     assert kept["machine"]["processor"]
