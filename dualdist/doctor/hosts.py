@@ -1,84 +1,103 @@
-"""Probe the hosts of a job in parallel: each runs peer.py over ssh and replies on its standard output."""
+"""Probe the hosts of a job in parallel: facts, clocks, and connections to each other.
+
+Each host runs this module over ssh. It reports its facts, listens, and serves requests until the end of its input;
+requests and replies are lines of JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
+import select
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from dualdist.doctor.checks.hosts import HostReport
-from dualdist.doctor.host import HostFacts
-from dualdist.doctor.peer import CONNECT_TIMEOUT_S
+from dualdist.doctor.host import HostFacts, collect_host_facts, resolve
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
 from dualdist.launch.host_probe import SAME_ADDRESS
 from dualdist.launch.hosts import is_local_host
 from dualdist.launch.job import Host, Site
+from dualdist.utils.deadline import Deadline, LineReader
+from dualdist.utils.network_interfaces import failure_reason
 from dualdist.version import __version__
 
-PEER = ("-m", "dualdist.doctor.peer")
+PROGRAM = ("-m", "dualdist.doctor.hosts")
 STARTUP_TIMEOUT_S = 30.0
 CLOCK_TIMEOUT_S = 10.0
 CLOCK_SAMPLES = 5
+CONNECT_TIMEOUT_S = 5.0
 # A host connects to many others at once, and some connections wait.
 ALL_CONNECTIONS_TIMEOUT_S = 10 * CONNECT_TIMEOUT_S
+MAX_CONNECTIONS = 32
+# The default port of torchrun and many scripts.
+DEFAULT_PORT = 29500
+# The nonce proves that this program answered, on the intended host.
+GREETING = "dualdist doctor {}\n"
 
-
-# The address, port and nonce at which another host can connect to peer.py.
+# The address, port and nonce at which another host can connect to this program.
 Target = tuple[str, int, str]
 
 
 class HostPeer:
-    """A host's running peer.py."""
+    """This program on a host."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], stderr: Path, site: Site) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
         self.name = name
         self._process = process
+        self._input = process.stdin.fileno()
+        self._output = LineReader(process.stdout.fileno())
         self._stderr = stderr
         self._site = site
 
-    def request(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and return the reply; raise LaunchError if there is none."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # receive() reports why the process ended
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        return self.receive(timeout_s)
+    def exchange(self, what: str, timeout_s: float, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send the request, if any, and return the next message; raise LaunchError without one in time.
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message; raise LaunchError if there is none."""
-        assert self._process.stdout is not None
-        expired = threading.Event()
+        Processes that ssh started may outlive it and hold its pipes: no read or write may rely on its end.
+        """
+        deadline = Deadline(timeout_s)
+        try:
+            if request is not None:
+                with contextlib.suppress(BrokenPipeError):  # the program's exit code, below, says why it ended
+                    _write(self._input, json.dumps(request).encode() + b"\n", deadline)
+            line = self._output.readline(deadline)
+            while line and not line.startswith(b"{"):  # start-up files of the remote shell may print other lines first
+                line = self._output.readline(deadline)
+            if not line.endswith(b"\n"):
+                code, stderr = self._process.wait(deadline.left_s()), self._stderr.read_text(errors="replace")
+                raise LaunchError(ssh.describe_ssh_failure(self.name, code, stderr, self._site))
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(f"host {self.name!r} did not {what} within {timeout_s:g} s: is it up?") from error
+        try:
+            return dict(json.loads(line))
+        except ValueError as error:
+            text = line[-200:].decode(errors="replace")
+            raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
 
-        def expire() -> None:
-            expired.set()
-            self._process.kill()
 
-        timer = threading.Timer(timeout_s, expire)
-        timer.start()
-        try:  # start-up files of the remote shell may print other lines first
-            line = next((line for line in self._process.stdout if line.startswith(b"{")), b"")
-        finally:
-            timer.cancel()
-        if line.endswith(b"\n"):
-            try:
-                return dict(json.loads(line))
-            except ValueError as error:
-                text = line[-200:].decode(errors="replace")
-                raise LaunchError(f"host {self.name!r} replied {text!r}, which this dualdist cannot parse") from error
-        if expired.is_set():
-            raise LaunchError(f"host {self.name!r} did not reply within {timeout_s:g} s: is it up?")
-        stderr = self._stderr.read_text(errors="replace")
-        raise LaunchError(ssh.describe_ssh_failure(self.name, self._process.wait(), stderr, self._site))
+def _write(pipe: int, data: bytes, deadline: Deadline) -> None:
+    """Write to a pipe; raise TimeoutError if nobody reads it."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    for start in range(0, len(data), select.PIPE_BUF):  # poll() promises room for so many bytes
+        if not poll.poll(1000 * deadline.left_s()):
+            raise TimeoutError
+        os.write(pipe, data[start : start + select.PIPE_BUF])
 
 
 def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> list[HostReport]:
@@ -96,13 +115,14 @@ def probe_hosts(hosts: Sequence[Host], site: Site, env: Mapping[str, str]) -> li
 
 @contextmanager
 def _start_peer(name: str, site: Site, env: Mapping[str, str], stderr: Path) -> Iterator[HostPeer]:
-    argv = [site.python, *PEER] if is_local_host(name) else ssh.remote_python_argv(name, site, env, PEER)
+    local = is_local_host(name)
+    argv = [site.python, *PROGRAM] if local else ssh.remote_python_argv(name, site, env, PROGRAM)
     with stderr.open("wb") as file:
         try:
             process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file)
         except OSError as error:
             raise LaunchError(f"cannot start {argv[0]} ({error}), which is needed to probe host {name!r}") from error
-    with contextlib.suppress(BrokenPipeError), process:
+    with process:
         try:
             yield HostPeer(name, process, stderr, site)
         finally:
@@ -111,7 +131,7 @@ def _start_peer(name: str, site: Site, env: Mapping[str, str], stderr: Path) -> 
 
 def _probe_host(peer: HostPeer, host: Host) -> tuple[HostReport, list[Target]]:
     try:
-        facts, targets = parse_greeting(host.name, peer.receive(STARTUP_TIMEOUT_S))
+        facts, targets = parse_greeting(host.name, peer.exchange("report its facts", STARTUP_TIMEOUT_S))
         skew_s, error_s = min((_measure_skew(peer) for _ in range(CLOCK_SAMPLES)), key=lambda sample: sample[1])
         return HostReport(host.name, host.slots, "", facts, skew_s, error_s), targets
     except LaunchError as error:
@@ -135,7 +155,7 @@ def parse_greeting(name: str, message: Mapping[str, Any]) -> tuple[HostFacts, li
 def _measure_skew(peer: HostPeer) -> tuple[float, float]:
     """Return how far the host's clock is ahead of ours, and the error bound, by Cristian's algorithm."""
     sent = time.time()
-    remote = float(peer.request({"request": "clock"}, CLOCK_TIMEOUT_S)["time"])
+    remote = float(peer.exchange("report its time", CLOCK_TIMEOUT_S, {"request": "clock"})["time"])
     received = time.time()
     return remote - (sent + received) / 2, (received - sent) / 2
 
@@ -148,7 +168,7 @@ def _connect_to_others(peer: HostPeer, own: HostReport, targets: Mapping[str, Se
     flat = [target for each in others.values() for target in each]
     request = {"request": "connect", "targets": flat, "names": [strip_user(name) for name in others]}
     try:
-        reply = peer.request(request, ALL_CONNECTIONS_TIMEOUT_S)
+        reply = peer.exchange("report its connections", ALL_CONNECTIONS_TIMEOUT_S, request)
     except LaunchError as error:
         return replace(own, facts=None, problem=str(error))
     errors, addresses = iter(reply["errors"]), own.facts.external_interfaces().values()
@@ -173,3 +193,69 @@ def drop_own_addresses(
     """
     kept = {target: error for target, error in results.items() if not error or target[0] not in addresses}
     return kept or dict.fromkeys(results, SAME_ADDRESS)
+
+
+def open_listeners(nonce: str) -> list[socket.socket]:
+    """Return sockets that greet every client, on a port chosen by the system and on DEFAULT_PORT if it is free."""
+    greeting = GREETING.format(nonce).encode()
+    servers = []
+    for port in (0, DEFAULT_PORT):
+        try:
+            server = socket.create_server(("", port))
+        except OSError:
+            continue
+        threading.Thread(target=_greet_clients, args=(server, greeting), daemon=True).start()
+        servers.append(server)
+    return servers
+
+
+def _greet_clients(server: socket.socket, greeting: bytes) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+            with client:
+                client.sendall(greeting)
+        except OSError:
+            continue
+
+
+def connect(address: str, port: int, nonce: str) -> str:
+    """Connect to the host with this nonce; return the error, "" for success."""
+    greeting = GREETING.format(nonce).encode()
+    try:
+        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as client:
+            received = client.recv(len(greeting), socket.MSG_WAITALL)
+    except ConnectionRefusedError:
+        return "connection refused, though dualdist listens there; is there a firewall between the hosts?"
+    except OSError as error:
+        return failure_reason(error)
+    return "" if received == greeting else "another program answers; does another host have the same address?"
+
+
+def handle(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply to one request."""
+    if request["request"] == "clock":
+        return {"time": time.time()}
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
+        errors = list(pool.map(lambda target: connect(*target), request["targets"]))
+        resolved = dict(zip(request["names"], pool.map(resolve, request["names"]), strict=True))
+    return {"errors": errors, "resolved": resolved}
+
+
+def main() -> int:
+    """Report this host, then serve requests."""
+    nonce = secrets.token_hex(8)
+    ports = [server.getsockname()[1] for server in open_listeners(nonce)]
+    _reply({"facts": asdict(collect_host_facts()), "ports": ports, "nonce": nonce})
+    for line in sys.stdin:
+        _reply(handle(json.loads(line)))
+    return 0
+
+
+def _reply(message: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import TextIO
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build.plan import BuildCommand
+from dualdist.utils.deadline import Deadline, LineReader
 
 # pip's retries and final errors without a reachable index.
 NETWORK = re.compile(
@@ -70,7 +72,7 @@ def run_command(
     title: str,
     log: Path,
     on_line: Callable[[str], None] = lambda line: None,
-    timeout_s: float | None = None,
+    timeout_s: float = math.inf,
 ) -> list[str]:
     """Run a command, append its output to `log`, and return its lines; raise BuildError if it fails or times out."""
     lines: list[str] = []
@@ -94,7 +96,7 @@ def run_command(
 
 
 def _stream(
-    command: BuildCommand, environ: Mapping[str, str], timeout_s: float | None, receive: Callable[[str], None]
+    command: BuildCommand, environ: Mapping[str, str], timeout_s: float, receive: Callable[[str], None]
 ) -> int | None:
     """Return the exit code, or None after a timeout; the whole process group ends with this call."""
     process = subprocess.Popen(
@@ -103,41 +105,26 @@ def _stream(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
         start_new_session=True,
     )
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        _kill_group(process)
-
-    timer = threading.Timer(timeout_s, expire) if timeout_s else None
-    try:
-        if timer:
-            timer.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            receive(line)
-        code = process.wait()
-    finally:
-        if timer:
-            timer.cancel()
-        _kill_group(process)
-        process.wait()
-    return None if expired.is_set() else code
+    assert process.stdout is not None
+    deadline, output = Deadline(timeout_s), LineReader(process.stdout.fileno())
+    with process:
+        try:
+            while line := output.readline(deadline):
+                receive(line.decode(errors="replace"))
+            return process.wait(min(deadline.left_s(), threading.TIMEOUT_MAX))
+        except (TimeoutError, subprocess.TimeoutExpired):
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def command_environ(command: BuildCommand, environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with the command's variables, without those it removes."""
     changed = dict(command.variables)
     return {name: value for name, value in {**environ, **changed}.items() if value or name not in changed}
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def unpack(archive: Path, folder: Path) -> None:

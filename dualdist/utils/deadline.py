@@ -1,10 +1,11 @@
-"""Time limits: deadlines, calls that may block in foreign code, and waits at exit."""
+"""Time limits: deadlines, reads of pipes, calls that may block in foreign code, and waits at exit."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import select
 import stat
 import sys
 import termios
@@ -22,6 +23,8 @@ T = TypeVar("T")
 EXIT_S, EXIT_FAILED_S = 10.0, 2.0
 STDERR = 2
 READ_S, POLL_S = 1.0, 0.001
+READ_BYTES = 1 << 16
+LONGEST_POLL_S = 3600.0  # poll() takes no infinity
 
 
 class Deadline:
@@ -41,6 +44,29 @@ class Deadline:
     def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`, but not past the deadline."""
         time.sleep(min(seconds, self.left_s()))
+
+
+class LineReader:
+    """Reads lines from a pipe until a deadline, even if no process that holds the pipe open ever writes or exits."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._unread = b""
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+
+    def readline(self, deadline: Deadline) -> bytes:
+        """Return the next line, or what is left at the end of the output; raise TimeoutError at the deadline."""
+        is_open = True
+        while is_open and b"\n" not in self._unread:
+            if self._poll.poll(1000 * min(LONGEST_POLL_S, deadline.left_s())):
+                read = os.read(self._pipe, READ_BYTES)
+                self._unread += read
+                is_open = bool(read)
+            if deadline.passed():
+                raise TimeoutError
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return line + newline
 
 
 class _CallOutcome(Generic[T]):

@@ -247,7 +247,7 @@ def test_hosts_are_probed_and_connect_to_each_other(launch: Launch, two_hosts: H
     hosts = {each["name"]: each for each in json.loads(outcome.stdout)["hosts"]}
     assert hosts["hostb"]["resolved"] == {"hosta": ADDRESSES[0]}
     assert abs(hosts["hosta"]["skew_s"]) < 1
-    assert not two_hosts.processes("dualdist.doctor.peer")
+    assert not two_hosts.processes("dualdist.doctor.hosts")
 
 
 def test_a_firewall_that_allows_only_ssh_is_found(launch: Launch, two_hosts: Hosts) -> None:

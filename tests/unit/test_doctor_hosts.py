@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor_facts import HOST, VERSIONS
 
-from dualdist.doctor import peer
 from dualdist.doctor.checks.hosts import HostReport, find
 from dualdist.doctor.host import HostFacts
-from dualdist.doctor.hosts import drop_own_addresses, parse_greeting, strip_user
+from dualdist.doctor.hosts import HostPeer, connect, drop_own_addresses, parse_greeting, strip_user
 from dualdist.doctor.smoke_test import summarize_failure
 from dualdist.errors import LaunchError
+from dualdist.launch.job import Site
 from dualdist.version import __version__
 
 GOOD = replace(HOST, versions=VERSIONS)
@@ -82,16 +85,35 @@ def test_failures_at_own_addresses_are_dropped() -> None:
 
 
 def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
-    argv = [sys.executable, "-m", "dualdist.doctor.peer"]
+    argv = [sys.executable, "-m", "dualdist.doctor.hosts"]
     with subprocess.Popen(argv, env=dict(base_env), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         message = json.loads(running.stdout.readline())
         address = ("127.0.0.1", message["ports"][0])
-        assert (peer.connect(*address, message["nonce"]), peer.connect(*address, "0" * len(message["nonce"]))) == (
+        assert (connect(*address, message["nonce"]), connect(*address, "0" * len(message["nonce"]))) == (
             "",
             STRANGE,
         )
         running.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["sleep 60 & wait", "exec >&-; sleep 60", "echo welcome; sleep 60", "printf {; sleep 60", "yes"],
+    ids=["its child holds the pipes", "it closes its output", "it prints", "it sends half a message", "it never stops"],
+)
+@pytest.mark.parametrize("request_bytes", [0, 1 << 20], ids=["reading", "writing"])
+def test_a_host_that_stalls_is_an_error_in_time(tmp_path: Path, program: str, request_bytes: int) -> None:
+    """Whatever still runs there, or holds the pipes of ssh."""
+    pipe = subprocess.PIPE
+    site = Site("python", {}, path="")
+    with subprocess.Popen(["sh", "-c", program], stdin=pipe, stdout=pipe, start_new_session=True) as running:
+        peer = HostPeer("b", running, tmp_path / "stderr", site)
+        try:
+            with pytest.raises(LaunchError, match=r"host 'b' did not report its facts within 0\.3 s"):
+                peer.exchange("report its facts", 0.3, {"request": "x" * request_bytes} if request_bytes else None)
+        finally:
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 GREETING = {"facts": asdict(GOOD), "ports": [40000], "nonce": "a"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -134,10 +136,19 @@ def test_a_failed_command_names_its_log_with_all_output(tmp_path: Path) -> None:
     assert log.read_text().splitlines()[1:] == ["one", "x.cc:1: error: wrong"]
 
 
-def test_a_command_that_times_out_is_killed_with_its_children(tmp_path: Path) -> None:
-    command = BuildCommand(("/bin/sh", "-c", "/bin/sleep 600 & echo started; wait"))
+@pytest.mark.parametrize("program", ["/bin/sleep 600 & echo started; wait", "exec >&- 2>&-; sleep 600"])
+def test_a_command_that_times_out_is_killed_with_its_children(tmp_path: Path, program: str) -> None:
+    command = BuildCommand(("/bin/sh", "-c", program))
     with pytest.raises(BuildError, match=r"the test did not end within 0\.5 s"):
         run_command(command, {}, title="the test", log=tmp_path / "log", timeout_s=0.5)
+
+
+def test_a_timeout_does_not_wait_for_a_process_that_left_the_group_and_holds_the_pipe(tmp_path: Path) -> None:
+    command = BuildCommand(("/bin/sh", "-c", "setsid sleep 5 & wait"))
+    started = time.monotonic()
+    with pytest.raises(BuildError, match=r"the test did not end within 0\.5 s"):
+        run_command(command, os.environ, title="the test", log=tmp_path / "log", timeout_s=0.5)
+    assert time.monotonic() - started < 4.0
 
 
 def test_a_missing_command_is_a_build_error(tmp_path: Path) -> None:

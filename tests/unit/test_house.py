@@ -32,7 +32,6 @@ WITHOUT_TORCH = (
     "dualdist.utils.package_probe",
     "dualdist.doctor",
     "dualdist.doctor.smoke_test",
-    "dualdist.doctor.peer",
     "dualdist.doctor.hosts",
     "dualdist.cli",
     "dualdist.cli.bench",
