@@ -1,14 +1,29 @@
-"""The assignment of gradients to buckets."""
+"""The assignment of gradients to buckets, and the flags that a bucket carries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.ddp.bucket_plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, ReducerConfig, plan_buckets
+from dualdist.backends.base import UNRESERVED, CompletedWork, ReduceOp
+from dualdist.backends.single import SingleBackend
+from dualdist.ddp.bucket_plan import (
+    BUCKET_BYTES,
+    CONTRIBUTES,
+    DISCARDS,
+    FIRST_BUCKET_BYTES,
+    HAS_JOINED,
+    BucketPlan,
+    ReducerConfig,
+    plan_buckets,
+)
+from dualdist.ddp.buckets import Bucket
+from dualdist.ddp.compression import CASTS, GradientCompressor
 
 DTYPES = (torch.float32, torch.float16, torch.float64)
 SIZES = st.integers(min_value=1, max_value=3 * FIRST_BUCKET_BYTES)
@@ -73,3 +88,52 @@ def test_bucket_sizes_are_configurable() -> None:
     params = parameters([(1 << 18, torch.float32)] * 8)
     config = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
     assert [len(bucket) for bucket in plan_buckets(params, backwards(params), config)] == [2, 3, 3]
+
+
+class Signs:
+    """Compress gradients to an integer dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor.to(self._dtype), None
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.float()
+
+
+class IdenticalRanks(SingleBackend):
+    """A backend of `size` ranks that all send the same."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def allreduce_(self, buffer: torch.Tensor, op: ReduceOp, name: str) -> CompletedWork:
+        assert op == "sum"
+        sent = buffer.clone()
+        for _ in range(self.size - 1):
+            buffer += sent
+        return CompletedWork(buffer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 128, 256, 3000])
+@pytest.mark.parametrize(
+    "compressor",
+    [None, CASTS["bf16"], CASTS["fp16"], Signs(torch.int8), Signs(torch.uint8), Signs(torch.int64)],
+    ids=["float32", "bf16", "fp16", "int8", "uint8", "int64"],
+)
+@pytest.mark.parametrize("flag", [CONTRIBUTES, HAS_JOINED, DISCARDS])
+def test_flags_survive_the_sum_over_any_number_of_ranks(
+    size: int, compressor: GradientCompressor | None, flag: int
+) -> None:
+    shapes = (torch.Size([3]), torch.Size([2]), torch.Size([]))
+    plan = BucketPlan("b", shapes, ((1,), (1,), ()), torch.float32, torch.device("cpu"), UNRESERVED)
+    bucket = Bucket(plan, ReducerConfig("sum", compressor), IdenticalRanks(size), set())
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=False)
+    bucket.launch([torch.zeros(3), sparse, None], flag)
+    bucket.wait()
+    bucket.unpack()
+    assert bucket.read_flags() == [(True, False), (False, True), (False, False)]
+    assert {each for each in (CONTRIBUTES, HAS_JOINED, DISCARDS) if bucket.any_rank_set(each)} == {flag}

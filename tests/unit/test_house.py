@@ -29,6 +29,7 @@ RESERVED = {
 WITHOUT_TORCH = (
     "dualdist",
     "dualdist.launch.launchers",
+    "dualdist.launch.execute",
     "dualdist.utils.package_probe",
     "dualdist.doctor",
     "dualdist.doctor.smoke_test",

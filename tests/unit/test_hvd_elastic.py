@@ -1,10 +1,8 @@
-"""Horovod's elastic names: their signatures, and what states, samplers and the loop do in one process."""
+"""Horovod's elastic states, samplers and loop, in one process."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.installed import lack
 from torch import nn
 
 import dualdist.hvd as hvd
@@ -22,61 +19,6 @@ from dualdist.errors import CollectiveError, MismatchError
 from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
 from dualdist.hvd.elastic import common, state
 from dualdist.hvd.elastic.common import HostUpdateResult, ObjectState, State, notification_manager
-
-# By the module of Horovod and of ours in which they stand.
-NAMES = {
-    ("horovod.torch.elastic", "dualdist.hvd.elastic"): ["ElasticSampler", "TorchState", "run"],
-    ("horovod.torch.elastic.sampler", "dualdist.hvd.elastic.state"): ["ElasticSampler", "rank", "size"],
-    ("horovod.torch.elastic.state", "dualdist.hvd.elastic.state"): [
-        "ElasticSampler",
-        "ModelStateHandler",
-        "ObjectState",
-        "OptimizerStateHandler",
-        "SamplerStateHandler",
-        "StateHandler",
-        "TorchState",
-        "allgather_object",
-        "broadcast_object",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
-        "get_handler_registry",
-        "set_handler_registry",
-    ],
-    ("horovod.common.elastic", "dualdist.hvd.elastic.common"): [
-        "HostUpdateResult",
-        "HostsUpdatedInterrupt",
-        "ObjectState",
-        "State",
-        "WorkerNotificationManager",
-        "run_fn",
-    ],
-    ("horovod.torch.sync_batch_norm", "dualdist.hvd.sync_batch_norm"): ["SyncBatchNorm"],
-}
-
-
-def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """Return names, kinds and defaults of the parameters, without annotations and process sets."""
-    parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, "a set" if p.name == "process_set" else p.default) for p in parameters]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), NAMES, ids=lambda module: module)
-def test_every_public_name_has_horovods_signature(theirs: str, ours: str) -> None:
-    try:
-        original = importlib.import_module(theirs)
-    except ImportError:
-        lack("Horovod", "dualdist install-horovod")
-    face = importlib.import_module(ours)
-    for name in NAMES[theirs, ours]:
-        expected, found = getattr(original, name), getattr(face, name)
-        if isinstance(expected, type) and issubclass(expected, int):
-            assert dict(found.__members__) == dict(expected.__members__)
-            continue
-        assert shape_of(found) == shape_of(expected), name
-        if isinstance(expected, type):
-            methods = {key for key, value in vars(expected).items() if inspect.isfunction(value) and key[0] != "_"}
-            for method in methods:
-                assert shape_of(getattr(found, method)) == shape_of(getattr(expected, method)), f"{name}.{method}"
 
 
 @pytest.fixture(autouse=True)

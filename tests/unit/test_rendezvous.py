@@ -1,7 +1,8 @@
-"""How ranks meet: on a store in this process, with one thread a rank, and by a file."""
+"""Rendezvous: locations from reports, ranks that meet over a store (one thread each) or a file, elastic generations."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from dualdist.backends.native import store as native_store
-from dualdist.backends.native.backend import TcpStore
+from dualdist.backends.native.store import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
-from dualdist.rendezvous.rank_assignment import RankLocation, RankReport
+from dualdist.rendezvous import store_rendezvous
+from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, assign_locations, make_report, with_location
 from dualdist.rendezvous.store_rendezvous import (
     FileAddressExchange,
     RendezvousResult,
@@ -216,3 +218,138 @@ def test_a_call_that_does_not_return_is_late_and_a_failing_one_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         call_within(5, lambda: 1 // 0, lambda: RendezvousError("late"))
     assert call_within(5, lambda: 7, lambda: RendezvousError("late")) == 7
+
+
+def reports(*said: tuple[str, int | None, int | None]) -> list[RankReport]:
+    """One report a rank, of (host, node, local rank)."""
+    return [
+        RankReport(rank, len(said), host, node, local_rank, "native")
+        for rank, (host, node, local_rank) in enumerate(said)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0, 0), (0, 1, 0)], id="all told"),
+        pytest.param([("a", None, None), ("a", None, None)], [(0, 0, 0), (0, 1, 0)], id="nothing told, one host"),
+        pytest.param(
+            [("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)], id="a node is a host where none is told"
+        ),
+        pytest.param(
+            [("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)], id="round robin"
+        ),
+        pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0, 0), (1, 0, 0)], id="two nodes on one machine, as told"),
+        pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0, 0), (0, 0, 1)], id="nodes need not follow the ranks"),
+        pytest.param(
+            [("a", None, 0)] + [("b", None, n) for n in range(3)],
+            [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)],
+            id="1+3",
+        ),
+        pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1, 0), (0, 0, 0)], id="local ranks as told"),
+    ],
+)
+def test_every_rank_gets_its_place(
+    said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
+) -> None:
+    assert assign_locations(reports(*said)) == [RankLocation(*place) for place in expected]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "words"),
+    [
+        pytest.param(
+            [replace(reports(("a", 0, 0))[0], size=4)], ["1 ranks met", "rank 0 of 4"], id="another size than met"
+        ),
+        pytest.param(reports(("a", 0, 0), ("a", 0, 0)), ["[0, 1]", "[0, 0]", "LOCAL_RANK"], id="a local rank twice"),
+        pytest.param(reports(("a", None, 0), ("a", None, 2)), ["[0, 2]"], id="a local rank missing"),
+        pytest.param(
+            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")],
+            ["'native'", "'horovod'"],
+            id="two backends",
+        ),
+        pytest.param(
+            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], transport="gloo")],
+            ["''", "'gloo'", "DUALDIST_TRANSPORT"],
+            id="two transports",
+        ),
+    ],
+)
+def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -> None:
+    with pytest.raises(TopologyError) as caught:
+        assign_locations(spoiled)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_report_survives_its_journey() -> None:
+    report = reports(('host/with "quotes" and ü', None, 3))[0]
+    assert RankReport.loads(report.dumps()) == report
+
+
+def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
+    told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node_rank", "num_nodes"}))
+    assert make_report(told, "a", "native").node_rank is None
+    assert make_report(told, "a", "native").local_rank == 0
+    found = with_location(replace(told, local_rank=1, local_size=2), [RankLocation(0, 0), RankLocation(0, 1)])
+    assert (found.node_rank, found.num_nodes, found.local_rank, found.local_size) == (0, 1, 1, 2)
+    assert not found.inferred
+    with pytest.raises(TopologyError, match=r"local_size=1 .*make it 2"):
+        with_location(told, [RankLocation(0, 1), RankLocation(0, 0)])
+
+
+def store() -> TcpStore:
+    return TcpStore(dist.HashStore(), "", "the test's store")
+
+
+def location_of(rank: int, size: int, nodes: int = 1) -> Topology:
+    return Topology(rank, size, rank, size, 0, nodes, "torchrun", "X", rendezvous="agent")
+
+
+def generations(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 20) -> list[object]:
+    """What the ranks that came agree on, or the error of each."""
+
+    def attend(rank: int) -> object:
+        time.sleep(random.uniform(0, 0.05))
+        try:
+            return store_rendezvous.agree_on_generation(found, location_of(rank, size), Deadline(timeout_s))
+        except RendezvousError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(came)) as pool:
+        return list(pool.map(attend, came))
+
+
+def test_each_round_has_a_number_of_its_own_whatever_an_earlier_one_left() -> None:
+    """Rounds of other sizes follow each other, and some of them never came to an end."""
+    shared, seen = store(), set()
+    for size, came in ((3, [0, 1, 2]), (3, [1, 2]), (2, [0, 1]), (4, [0, 2]), (1, [0]), (3, [0, 1, 2]), (3, [2, 1, 0])):
+        whole = len(came) == size
+        found = generations(shared, came, size, 20 if whole else 0.2)
+        if whole:
+            (number,) = {*found}
+            assert number not in seen
+            seen.add(number)
+        else:  # rank 0 may have answered those who came before it gave up
+            waited = ["waited 0.2 s" in str(each) for each in found]
+            assert waited[came.index(0)] if 0 in came else all(waited), found
+
+
+def test_who_did_not_come_is_told() -> None:
+    assert generations(store(), [0, 1], 4, 0.3)[0] == (
+        "rank 0 waited 0.3 s for all 4 ranks to call dd.init(); 2 of them did not"
+    )
+    assert generations(store(), [1], 2, 0.3) == [
+        "rank 1 waited 0.3 s for rank 0 to call dd.init(): see what it printed last"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "repeats"),
+    [({}, 1, False), ({"TORCHELASTIC_MAX_RESTARTS": "0"}, 1, False), ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 1, True),
+     ({"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, True)],
+)  # fmt: skip
+def test_a_job_that_cannot_have_rounds_asks_nothing(environ: dict[str, str], nodes: int, repeats: bool) -> None:
+    size = 2 * nodes
+    there = Topology(0, size, 0, 2, 0, nodes, "torchrun", "X", rendezvous="agent")
+    assert store_rendezvous.may_restart(there, environ) is repeats
+    assert not store_rendezvous.may_restart(Topology(0, size, 0, 2, 0, nodes, "torchrun", "X"), environ)

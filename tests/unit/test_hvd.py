@@ -1,0 +1,205 @@
+"""dualdist.hvd: every public name of Horovod with its signature, `horovod.run`, handles of concurrent collectives."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import horovod
+import pytest
+import torch
+
+from dualdist import hvd
+from dualdist.collectives import collectives
+from dualdist.collectives.work import Collective, Handle
+from dualdist.errors import LaunchError, UsageError
+from dualdist.hvd import mpi_ops
+from dualdist.hvd.process_sets import current
+from dualdist.hvd.run import run
+
+DEFINED = ""
+# By module of Horovod: ours, and the names to compare; DEFINED: all that it defines.
+MODULES = {
+    "horovod.torch": ("dualdist.hvd", DEFINED),
+    **{f"horovod.torch.{part}": (f"dualdist.hvd.{part}", DEFINED) for part in ("mpi_ops", "compression", "functions")},
+    "horovod.torch.elastic": ("dualdist.hvd.elastic", "ElasticSampler TorchState run"),
+    "horovod.torch.elastic.sampler": ("dualdist.hvd.elastic.state", "ElasticSampler rank size"),
+    "horovod.torch.elastic.state": (
+        "dualdist.hvd.elastic.state",
+        "ElasticSampler ModelStateHandler ObjectState OptimizerStateHandler SamplerStateHandler StateHandler "
+        "TorchState allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters get_handler_registry "
+        "set_handler_registry",
+    ),
+    "horovod.common.elastic": (
+        "dualdist.hvd.elastic.common",
+        "HostUpdateResult HostsUpdatedInterrupt ObjectState State WorkerNotificationManager run_fn",
+    ),
+    "horovod.torch.sync_batch_norm": ("dualdist.hvd.sync_batch_norm", "SyncBatchNorm"),
+}
+# The compiled extension, and what Horovod's modules import for themselves.
+OTHERS = (
+    "mpi_lib_v2 mpi_lib HorovodAllgather HorovodAllreduce HorovodAlltoall HorovodBroadcast HorovodGroupedAllgather "
+    "HorovodGroupedAllreduce HorovodGroupedReducescatter HorovodReducescatter check_installed_version "
+    "get_average_backwards_compatibility_fun gpu_available num_rank_is_power_2 run_fn"
+)
+
+
+def defined_in(module: Any) -> list[str]:
+    """Return the public names of Horovod's that the module defines, or, of the package, imports."""
+    found = []
+    for name, value in vars(module).items():
+        owner = getattr(value, "__module__", None) or module.__name__
+        is_own = module.__name__ == "horovod.torch" or (owner == module.__name__ and not inspect.ismodule(value))
+        if name[0] != "_" and owner.startswith("horovod") and is_own and name not in OTHERS.split():
+            found.append(name)
+    return found
+
+
+def signature(function: Any) -> list[tuple[str, Any, Any]]:
+    """Return names, kinds and defaults of the parameters, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, default(p.default)) for p in parameters]
+
+
+def default(value: Any) -> Any:
+    if inspect.isclass(value) or inspect.ismodule(value) or callable(value):
+        return getattr(value, "__name__", type(value).__name__).rpartition(".")[2]
+    return value if isinstance(value, (int, float, str, tuple, list, type(None))) else type(value).__name__
+
+
+def assert_same(theirs: Any, ours: Any, name: str) -> None:
+    if inspect.isclass(theirs):
+        if "__init__" in vars(theirs) and not name.endswith("Error"):
+            assert signature(ours.__init__) == signature(theirs.__init__), name
+        for member in (key for key in vars(theirs) if key[0] != "_"):
+            assert_same(getattr(theirs, member), getattr(ours, member), f"{name}.{member}")
+    elif isinstance(theirs, (int, str)):
+        assert ours == theirs, name
+    elif callable(theirs):
+        assert signature(ours) == signature(theirs), name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_horovods_signature(module: str) -> None:
+    theirs, ours = importlib.import_module(module), importlib.import_module(MODULES[module][0])
+    names = MODULES[module][1].split() or defined_in(theirs)
+    assert len(names) > 60 or module != "horovod.torch"
+    for name in names:
+        assert_same(getattr(theirs, name), getattr(ours, name), f"{module}.{name}")
+    if module == "horovod.torch":
+        assert signature(run) == signature(horovod.run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_num_proc": 2}, "min_num_proc=2: ranks that come and go"),
+        ({"max_np": 2}, "max_np=2: ranks that come and go"),
+        ({"slots": 1}, "slots=1"),
+        ({"reset_limit": 0}, "reset_limit=0"),
+        ({"cooldown_range": (1, 2)}, "cooldown_range="),
+        ({"host_discovery_script": "hosts.sh"}, "host_discovery_script='hosts.sh'"),
+        ({"use_mpi": True}, "use_mpi=True: no MPI starts these ranks"),
+        ({"mpi_args": "-x A"}, "mpi_args='-x A'"),
+        ({"use_mpi": True, "use_gloo": True}, "use_gloo=True and use_mpi=True"),
+        ({"output_filename": "out"}, "output_filename='out'"),
+        ({"executable": "python2"}, "executable='python2'"),
+        ({"hosts": "far:1"}, "'far' is not this host"),
+        ({"hosts": "localhost"}, "'localhost' in hosts: expected"),
+        ({"hosts": "localhost:2", "num_proc": 3}, "2 slots are too few for num_proc=3"),
+        ({"hosts": "localhost:2", "hostfile": "hosts"}, "hosts and hostfile"),
+        ({"num_proc": 0}, "nprocs=0"),
+    ],
+)
+def test_an_unsupported_option_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        run(print, **options)
+
+
+def test_hosts_of_a_file_are_checked(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# mine\nlocalhost slots=1\nfar slots=2\n")
+    with pytest.raises(UsageError, match="'far' is not this host"):
+        run(print, hostfile=str(hostfile))
+    hostfile.write_text("localhost 2\n")
+    with pytest.raises(UsageError, match=r"'localhost 2' in .*: expected"):
+        run(print, hostfile=str(hostfile))
+
+
+SCRIPT = """\
+import sys
+import dualdist.hvd.run as running
+class Box:
+    def __init__(self, value):
+        self.value = value
+offset = 100
+def place(first, last):
+    import os
+    return Box((int(os.environ["DUALDIST_RANK"]) + offset, first, last))
+print("the script runs", flush=True)
+boxes = running.run(place, (1,), {"last": 2}, np=3, hosts="localhost:2,127.0.0.1:1", use_gloo=True, verbose=2)
+print([box.value for box in boxes], {type(box) is Box for box in boxes}, sys.modules["__main__"].__file__ == __file__)
+"""
+
+
+@pytest.mark.full
+def test_results_come_back_in_rank_order_and_the_script_needs_no_guard(
+    base_env: Mapping[str, str], tmp_path: Path
+) -> None:
+    """As with Horovod the ranks do not run the script again; a function and a class of it travel by cloudpickle."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    argv = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(argv, env=dict(base_env), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results = "[(100, 1, 2), (101, 1, 2), (102, 1, 2)]"
+    assert done.stdout.splitlines() == ["the script runs", f"{results} {{True}} True"]
+
+
+def test_np_is_deprecated_and_works() -> None:
+    with pytest.warns(DeprecationWarning, match="num_proc"):
+        assert run(abs, (-3,), np=1) == [3]
+
+
+def test_a_failing_rank_raises_what_a_horovod_program_expects() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 failed:(.|\n)*ValueError: .*'three'") as caught:
+        run(int, ("three",))
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    """Open a session of hvd for the test."""
+    with mock.patch.dict(os.environ):  # hvd.init() sets Horovod's variables
+        hvd.init()
+        yield
+        hvd.shutdown()
+
+
+class Interrupted:
+    """A collective in whose start another one starts, as from another thread."""
+
+    def __init__(self, handle: Collective[Any], other: Collective[Any]) -> None:
+        self._handle = handle
+        self._other = other
+        self.number = 0  # of the other
+
+    def start(self) -> Handle[Any]:
+        self.number = mpi_ops.start(self._other)
+        return self._handle.start()
+
+
+@pytest.mark.usefixtures("job")
+def test_collectives_that_start_concurrently_get_different_handles() -> None:
+    first, second = (collectives.allreduce(current().base, torch.tensor(value), "sum") for value in (1.0, 2.0))
+    both = Interrupted(first, second)
+    number = mpi_ops.start(both)  # type: ignore[arg-type]
+    assert number != both.number
+    assert (hvd.synchronize(number), hvd.synchronize(both.number)) == (1.0, 2.0)
