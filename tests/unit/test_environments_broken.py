@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
+from doctor_facts import recorded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,24 +13,19 @@ from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
 Env = dict[str, str]
-RECORDS = json.loads((Path(__file__).parent / "launcher_env.json").read_text())
 MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-
-
-def recorded(table: str, index: int = 1) -> Env:
-    return dict(RECORDS[table][index]["env"])
 
 
 # A complete environment each, and its required variables.
 WHOLE = {
     "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, explicit.NEEDED),
-    "torchrun": (recorded("torchrun"), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
+    "torchrun": (recorded("torchrun", 1), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
     "horovodrun": (
-        recorded("horovodrun_gloo_more"),
+        recorded("horovodrun_gloo_more", 1),
         (*horovodrun.RANK_VARIABLES, horovodrun.STORE_ADDRESS, horovodrun.STORE_PORT),
     ),
-    "openmpi": (recorded("openmpi-4.1.4_mpirun"), mpi.OPENMPI.given()),
-    "hydra": (recorded("mpich_hydra"), mpi.HYDRA.given()),
+    "openmpi": (recorded("openmpi-4.1.4_mpirun", 1), mpi.OPENMPI.given()),
+    "hydra": (recorded("mpich_hydra", 1), mpi.HYDRA.given()),
     "mvapich": (
         dict(zip(mpi.MVAPICH.given(), ("1", "4", "1", "2"), strict=True)),
         mpi.MVAPICH.given(),
@@ -43,7 +36,7 @@ WHOLE = {
         (mpi.PALS.rank, mpi.PALS.size),
     ),
     "flux": (dict(zip(mpi.FLUX.given(), ("1", "4", "1", "2"), strict=True)), mpi.FLUX.given()),
-    "slurm": (recorded("slurm_srun-none_N2x2"), slurm.NEEDED),
+    "slurm": (recorded("slurm_srun-none_N2x2", 1), slurm.NEEDED),
     "env": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*explicit.ENV_NEEDED, *MASTER)),
 }
 WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
@@ -66,31 +59,24 @@ def test_a_missing_variable_is_named(env: Env, name: str, empty: bool) -> None:
 
 
 def test_torchrun_without_its_run_id_is_read_as_env() -> None:
-    env = recorded("torchrun")
+    env = recorded("torchrun", 1)
     del env["TORCHELASTIC_RUN_ID"]
     found = detect(env)
     assert (found.launcher, found.rank, found.size, found.rendezvous) == ("torchrun", 1, 2, "agent")
 
 
 def test_slurm_needs_one_spelling_of_its_step_id() -> None:
-    env = recorded("slurm_srun-none_N2x2")
+    env = recorded("slurm_srun-none_N2x2", 1)
     for name in slurm.STEP_IDS:
         assert detect({key: value for key, value in env.items() if key != name}).launcher == "srun"
-    assert "SLURM_STEP_ID not set" in error_of({key: env[key] for key in env if key not in slurm.STEP_IDS})
-    assert "SLURM_STEP_ID" in error_of({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"})
 
 
 def test_hydra_without_local_variables_infers_local_ranks() -> None:
     """PMI_RANK and PMI_SIZE alone, with no Slurm, Flux or PALS around: a plain PMI launcher, not a job of one."""
-    env = {key: value for key, value in recorded("mpich_hydra").items() if not key.startswith("MPI_")}
+    env = {key: value for key, value in recorded("mpich_hydra", 1).items() if not key.startswith("MPI_")}
     found = detect(env)
     assert (found.launcher, found.rank, found.size) == ("mpirun", 1, 2)
     assert found.inferred == {"local_rank", "local_size", "node_rank", "num_nodes"}
-    assert "PMI_SIZE not set" in error_of({"PMI_RANK": "1"})
-
-
-def test_pmix_without_a_size_is_refused() -> None:
-    assert "PMIX_RANK=1" in error_of({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1@1"})
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "+1", "٣", "1 2", "9" * 5000, "nan"])
@@ -149,21 +135,6 @@ def test_rank_and_world_size_must_not_contradict_a_launcher(kind: str, said: Env
     assert [word for word in [*shown, needed[0], "unset", "DUALDIST_SIZE"] if word not in message] == [], message
 
 
-def test_a_launched_job_of_one_contradicts_a_larger_world_size() -> None:
-    assert "WORLD_SIZE=4" in error_of(recorded("slurm_srun_of_one_in_salloc_of_four_more", 0) | {"WORLD_SIZE": "4"})
-
-
-def test_a_batch_script_that_exports_a_world_size_has_no_rank() -> None:
-    message = error_of(recorded("slurm_sbatch_plain", 0) | {"WORLD_SIZE": "4"} | MASTER)
-    assert message.startswith("RANK not set, but WORLD_SIZE=4")
-
-
-def test_jsrun_and_the_open_mpi_below_it_must_agree() -> None:
-    message = error_of(WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
-    assert "OMPI_COMM_WORLD_RANK=0" in message
-    assert "JSM_NAMESPACE_RANK" in message
-
-
 def test_mpirun_of_one_rank_in_an_interactive_step_is_a_job_of_one() -> None:
     """Without SLURM_PTY_PORT the same variables are srun's tasks within an mpirun, which are refused."""
     step = recorded("slurm_srun_pty_more", 0)
@@ -176,8 +147,28 @@ def test_mpirun_of_one_rank_in_an_interactive_step_is_a_job_of_one() -> None:
     assert "mpirun says one rank, srun 2" in error_of(step | mpirun)
 
 
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set"),
+        ({"PMI_RANK": "1"}, "PMI_SIZE not set"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1@1"}, "PMIX_RANK=1"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, "SLURM_STEP_ID"),
+        (
+            recorded("slurm_srun-none_N2x2") | dict.fromkeys(slurm.STEP_IDS, ""),
+            "SLURM_STEP_ID not set",
+        ),
+        (recorded("slurm_srun_of_one_in_salloc_of_four_more") | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
+        (recorded("slurm_sbatch_plain") | {"WORLD_SIZE": "4"} | MASTER, "RANK not set, but WORLD_SIZE=4"),
+        (WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_RANK=0"),
+        (WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "JSM_NAMESPACE_RANK"),
+    ],
+)
+def test_half_a_launcher_is_refused_and_never_a_job_of_one_rank(env: Env, words: str) -> None:
+    assert words in error_of(env)
+
+
 def test_several_ranks_need_a_master_address_and_one_does_not() -> None:
-    assert error_of({"RANK": "1", "WORLD_SIZE": "2"}).startswith("MASTER_ADDR and MASTER_PORT not set")
     assert detect({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous == "none"
     assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
 
@@ -200,33 +191,21 @@ VALUES = st.one_of(
     ),
     st.text("0123456789x(),.-+_ a\u0663\x00", max_size=6),
 )
-ALWAYS = settings(max_examples=500, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+ALWAYS = settings(max_examples=1000, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 BASES = st.sampled_from([{}, *(env for env, _ in WHOLE.values())])
 
 
 def assert_topology_or_error(env: Env) -> None:
+    before = dict(env)
     try:
         found: Topology | str = detect(env)
     except TopologyError as error:
         found = str(error)
     assert isinstance(found, Topology) or any(name in found for name in env), found
+    assert env == before
 
 
 @ALWAYS
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
-def test_any_variables_give_a_topology_or_a_named_error(env: Env) -> None:
-    assert_topology_or_error(env)
-
-
-@ALWAYS
-@given(BASES, BASES, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
+@given(BASES, BASES, st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_change_of_an_environment_gives_a_topology_or_a_named_error(outer: Env, inner: Env, change: Env) -> None:
     assert_topology_or_error(outer | inner | change)
-
-
-@ALWAYS
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
-def test_detection_changes_nothing(env: Env) -> None:
-    before = dict(env)
-    assert_topology_or_error(env)
-    assert env == before

