@@ -576,7 +576,8 @@ def load_checkpoint(
         The plain data that were saved, or None, and nothing has changed, if the folder has no checkpoint or is missing.
 
     Raises:
-        CheckpointError: no file is valid, or names or shapes differ; raised on every rank, and nothing has changed.
+        CheckpointError: no file is valid, names or shapes differ, or an object refuses its state; raised on every
+            rank, and nothing has changed on any.
         UsageError: an argument is invalid.
 
     Example:

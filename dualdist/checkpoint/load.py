@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from dualdist.checkpoint.save import (
     raise_problems,
     unwrap_outcome,
 )
-from dualdist.checkpoint.state import find_mismatch, load_state
+from dualdist.checkpoint.state import StateCopy, find_mismatch, load_state
 from dualdist.collectives.broadcast_state import allgather_object, broadcast_all
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
@@ -94,8 +95,7 @@ def load(
         lambda channel: broadcast_all(channel, tensors, ROOT, f"op.{name}"),
     )
     content = header.content(tensors)
-    cause = _try_load_state(content, parts, group, device if random else None)
-    _raise_problem(group, f"{name}.restored", error_message(cause) if cause else "", CheckpointError, cause)
+    _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random") if random else None)
     for part, order in _reduction_orders(content[METADATA].get("orders"), parts):
         set_reduction_order(part, order)
     saver.skip(newer)
@@ -128,17 +128,33 @@ def _find_mismatch(header: CheckpointHeader, parts: Mapping[str, Any]) -> str:
         return error_message(error)
 
 
-def _try_load_state(
-    content: dict[str, Any], parts: Mapping[str, Any], group: Group, device: torch.device | None
-) -> Exception | None:
-    """Load the objects' states and, given a device, the random state; return the error."""
-    try:
-        load_state(parts, content)
-        if device is not None:
-            _load_random_state(content[METADATA]["random"], group, device)
-    except Exception as error:  # raised on all ranks
-        return error
-    return None
+def _load_all_or_nothing(
+    group: Group, device: torch.device, name: str, content: dict[str, Any], parts: Mapping[str, Any], random: Any
+) -> None:
+    """Load the objects' states and, unless None, the random state; undo it on all ranks if an object refuses on one.
+
+    An object whose present state cannot be copied, such as a sampler between a draw and its record or a module with
+    uninitialized parameters, is loaded after all ranks have loaded the others.
+    """
+    before = random_state.get_random_state(device)
+    copies: dict[str, StateCopy] = {}
+    for part_name, part in parts.items():
+        with contextlib.suppress(Exception):  # state_dict() is the object's own code
+            copies[part_name] = StateCopy.create({part_name: part}, device)
+    with contextlib.ExitStack() as undo:
+        undo.callback(random_state.set_random_state, before, device)
+        for part_name, copy in copies.items():
+            undo.callback(copy.load, {part_name: parts[part_name]}, device)
+        for stage, has_copy in (("undoable", True), ("others", False)):
+            cause: Exception | None = None
+            try:
+                load_state({each: part for each, part in parts.items() if (each in copies) is has_copy}, content)
+                if has_copy and random is not None:
+                    _load_random_state(random, group, device)
+            except Exception as error:  # raised on all ranks
+                cause = error
+            _raise_problem(group, f"{name}.{stage}", error_message(cause) if cause else "", CheckpointError, cause)
+        undo.pop_all()
 
 
 def _reduction_orders(found: Any, parts: Mapping[str, Any]) -> list[tuple[torch.optim.Optimizer, list[int]]]:

@@ -6,6 +6,8 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from torch import nn
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
 from dualdist.data.sampler import Sampler
 from dualdist.errors import CheckpointError, UsageError
+from dualdist.utils import random_state
 from dualdist.utils.nested_tensors import map_nested
+from dualdist.utils.random_state import RandomState
 
 SHARDED = "FullyShardedDataParallel"
 USE_DCP = "save it with torch.distributed.checkpoint"
@@ -111,6 +115,29 @@ def load_state(parts: Mapping[str, Any], found: Mapping[str, Any]) -> None:
                 _restore_dtypes(part, found[name], dtypes.get(name))
         except Exception as error:  # whatever the object's own code raises
             raise CheckpointError(f"{name} refuses its state: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A copy, in CPU memory, of objects' states, plain data and random state."""
+
+    content: Mapping[str, Any]
+    random: RandomState
+
+    @staticmethod
+    def create(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
+        content = collect_state(parts, copy=True)
+        optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+        content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
+        return StateCopy(content, random_state.get_random_state(device))
+
+    def load(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Load the states and the random state, and return a copy of the plain data."""
+        content = deepcopy(dict(self.content))  # the objects will modify what they load
+        load_state(objects, content)
+        random_state.set_random_state(self.random, device)
+        plain: dict[str, Any] = content[EXTRA]
+        return plain
 
 
 def _on_cpu(value: Any, *, copy: bool) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dualdist import api, session
-from dualdist.checkpoint.files import EXTRA, METADATA
-from dualdist.checkpoint.state import check_part_names, collect_state, dtypes_of, has_state, load_state
+from dualdist.checkpoint.state import StateCopy, check_part_names, has_state
 from dualdist.collectives.broadcast_state import (
     allgather_object,
     broadcast_object,
@@ -27,9 +24,7 @@ from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import move_to_group
 from dualdist.errors import CheckpointError, UsageError
 from dualdist.monitoring.preemption import CHANGE, STOP, LastStep, PreemptionNotice, parse_notice_file
-from dualdist.utils import random_state
 from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
-from dualdist.utils.random_state import RandomState
 
 LAST_STEP = "last-step"  # key in a session's extras
 KNOWN_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
@@ -235,29 +230,6 @@ class State:
             )
         for name in plain:
             setattr(self, name, found[name])
-
-
-@dataclass(frozen=True)
-class StateCopy:
-    """A copy, in CPU memory, of objects' states, plain data and random state."""
-
-    content: Mapping[str, Any]
-    random: RandomState
-
-    @staticmethod
-    def create(parts: Mapping[str, Any], device: torch.device) -> StateCopy:
-        content = collect_state(parts, copy=True)
-        optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-        content[METADATA] = {"dtypes": {name: dtypes_of(part) for name, part in optimizers.items()}}
-        return StateCopy(content, random_state.get_random_state(device))
-
-    def load(self, objects: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Load the states and the random state, and return a copy of the plain data."""
-        content = copy.deepcopy(dict(self.content))  # the objects will modify what they load
-        load_state(objects, content)
-        random_state.set_random_state(self.random, device)
-        plain: dict[str, Any] = content[EXTRA]
-        return plain
 
 
 def broadcast_state(group: Group, parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import shutil
 import tempfile
@@ -293,6 +294,42 @@ def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
         for parts, words in wrong:
             raises(CheckpointError, lambda parts=parts: dd.load_checkpoint(path, **parts), *words)  # type: ignore[misc]
         assert digest(other) == before
+
+
+class Refusing:
+    """Refuses a state on the last rank, after it has taken half of it."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.half = count, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count, "half": self.half}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+        if state["count"] == 7 and dd.rank() == dd.size() - 1:
+            raise ValueError("seven is refused")
+        self.half = state["half"]
+
+
+@law
+def a_load_that_one_object_refuses_on_one_rank_changes_nothing_on_any_rank() -> None:
+    with folder() as path:
+        saved = Training(seed=1)
+        saved.steps(3)
+        dd.save_checkpoint(path, **saved.parts, zz=Refusing(7))
+        for seed, steps in ((2, 0), (3, 2)):  # without and with momentum, shuffling and a schedule under way
+            own, refusing = Training(seed), Refusing(1)
+            own.steps(steps) if steps else None
+            before = digest(own.model), own.optimizer.state_dict(), own.sampler.state_dict(), own.scheduler.state_dict()
+            before, draws = copy.deepcopy(before), dd.allgather_object(random.getstate())
+            load = lambda: dd.load_checkpoint(path, **own.parts, zz=refusing)  # noqa: B023, E731
+            raises(CheckpointError, load, "zz refuses its state: ValueError: seven is refused")
+            found = digest(own.model), own.optimizer.state_dict(), own.sampler.state_dict(), own.scheduler.state_dict()
+            assert found[0] == before[0]
+            assert str(found[1:]) == str(before[1:])
+            assert refusing.state_dict() == {"count": 1, "half": 0}
+            assert dd.allgather_object(random.getstate()) == draws
 
 
 @law

@@ -185,6 +185,29 @@ def test_a_malformed_foreign_file_raises_checkpoint_error(tmp_path: Path, state:
             dd.load_checkpoint(tmp_path, thing=thing)
 
 
+class Wary(nn.Linear):
+    """Refuses the state of a file, after it has loaded it."""
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        super().load_state_dict(state, *args, **kwargs)
+        if state["bias"].item() == 7.0:
+            raise ValueError("no")
+
+
+def test_an_object_whose_state_cannot_be_copied_is_loaded_last_and_only_if_the_others_accept(tmp_path: Path) -> None:
+    """A sampler with indices drawn and not recorded, and a module with uninitialized parameters."""
+    saved = dd.Sampler(range(6), remainder="pad")
+    saved.record(2)
+    dd.save_checkpoint(tmp_path, sampler=saved, model=filled(nn.Linear(2, 1), 3.0), wary=filled(nn.Linear(1, 1), 7.0))
+    sampler, lazy, wary = dd.Sampler(range(6), remainder="pad"), nn.LazyLinear(1), filled(Wary(1, 1), 1.0)
+    list(sampler)
+    with pytest.raises(CheckpointError, match="wary refuses its state: ValueError: no"):
+        dd.load_checkpoint(tmp_path, sampler=sampler, model=lazy, wary=wary)
+    assert (sampler.position, nn.parameter.is_lazy(lazy.weight), wary.weight.item()) == (0, True, 1.0)
+    dd.load_checkpoint(tmp_path, sampler=sampler, model=lazy)
+    assert (sampler.position, lazy.weight.tolist()) == (2, [[3.0, 3.0]])
+
+
 def test_a_checkpoint_of_another_number_of_ranks_gives_new_random_states(tmp_path: Path) -> None:
     path = Path(dd.save_checkpoint(tmp_path))
     content = torch.load(path, weights_only=True)
