@@ -113,8 +113,7 @@ def worker_command(config: RunConfig, arguments: Sequence[str], settings: Measur
 def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings, site: Site) -> Command:
     """Return the command that runs the program on every rank, or once if it spawns its ranks."""
     spawns = config.launcher == SPAWN
-    if config.launcher == "srun":  # its default is one core per rank
-        site = replace(site, task_cpus=settings.threads)
+    site = replace(site, task_cpus=settings.threads)
     ranks = 1 if spawns else settings.ranks
     job = Job(program, ranks, config.backend, config.transport, settings.variables())
     return build_command("python" if spawns else config.launcher, job, site)

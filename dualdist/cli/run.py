@@ -19,11 +19,12 @@ from dualdist.errors import UsageError
 from dualdist.launch.env_defaults import allocated_tasks, default_launcher
 from dualdist.launch.failure import describe_failure
 from dualdist.launch.job import Command
-from dualdist.launch.launchers import LAUNCHERS
+from dualdist.launch.launchers import ALL, LAUNCHERS
 from dualdist.launch.processes import termination_raises
 from dualdist.launch.runner import RunReport, run_job
 from dualdist.launch.schedulers import SCHEDULERS
 from dualdist.utils.preemption_protocol import REQUEUE
+from dualdist.utils.suggest import require_choice
 
 HVD_MODULE = ("-m", "dualdist.hvd")
 EXAMPLES = (
@@ -45,8 +46,6 @@ COMMON = {
     "dry_run": "print what would run and start nothing",
     "json": "write how the job went",
 }
-# Launchers that by default start one rank per task of a Slurm allocation.
-IN_SLURM = ("srun", "mpirun")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +145,8 @@ def _resolve(given: RunRequest) -> tuple[RunRequest, str]:
             has_hosts=bool(request.hosts),
             is_elastic=request.min_ranks is not None,
         )
-    is_open = given.given_ranks is None and not given.hosts and launcher in IN_SLURM
+    uses_allocation = ALL[require_choice(launcher, ALL, "launcher")].uses_allocation
+    is_open = uses_allocation and given.given_ranks is None and not given.hosts
     tasks, source = (allocated_tasks(os.environ) if is_open else None) or (request.ranks, "")
     if given.launcher is None or source:
         started = f"{tasks} rank(s)" + (f" ({source}={tasks})" if source else "")

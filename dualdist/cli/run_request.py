@@ -14,8 +14,8 @@ from dualdist.errors import UsageError
 from dualdist.horovod_build.record import read_record
 from dualdist.launch import hosts as host_lists
 from dualdist.launch.hosts import is_local_host
-from dualdist.launch.job import VARIABLE_NAME, Host, Job, JobChoices, find_conflicts, slots_error
-from dualdist.launch.launchers import check_launcher
+from dualdist.launch.job import VARIABLE_NAME, Host, Job, slots_error
+from dualdist.launch.launchers import find_conflicts
 from dualdist.launch.runner import RunSettings
 from dualdist.launch.schedulers import SCHEDULERS
 
@@ -59,11 +59,16 @@ class RunRequest:
     def require_possible(self, launcher: str) -> None:
         """Raise UsageError if options exclude each other."""
         record = read_record()
-        choice = JobChoices(
-            check_launcher(launcher), self.backend, self.transport, self.ranks, bool(self.hosts), self.min_ranks
-        )
-        for conflict in find_conflicts(choice, horovod_has_mpi=None if record is None else record.mpi):
-            raise UsageError(conflict.message)
+        for _, message in find_conflicts(
+            launcher,
+            self.backend,
+            self.transport,
+            ranks=self.ranks,
+            has_hosts=bool(self.hosts),
+            min_ranks=self.min_ranks,
+            horovod_has_mpi=None if record is None else record.mpi,
+        ):
+            raise UsageError(message)
 
     def without_local_hosts(self) -> RunRequest:
         """Return the request without hosts if all of them are this one."""
@@ -95,7 +100,7 @@ class RunRequest:
 
 def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> RunRequest:
     """Return the request of a command line and its job file."""
-    options = _from_file(Path(args.config)) if args.config is not None else {}
+    options = _from_file(Path(args.config), args.scheduler is not None) if args.config is not None else {}
     words = tuple(args.program[1:] if args.program[:1] == ["--"] else args.program)
     if words:
         options.update(words=words, is_module=args.is_module)
@@ -126,14 +131,14 @@ def parse_run_request(args: argparse.Namespace, environ: Mapping[str, str]) -> R
     return RunRequest(**{"words": (), **options})
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path, is_script: bool) -> dict[str, Any]:
     """Return the options of a job file, whose relative paths are relative to the working directory."""
     try:
         loading = importlib.import_module("dualdist.launch.job_file")
     except ModuleNotFoundError as error:
         raise UsageError(f"--config needs {error.name}: pip install 'dualdist[job]'") from error
     record = read_record()
-    job = loading.load(path, horovod_has_mpi=None if record is None else record.mpi)
+    job = loading.load(path, is_script=is_script, horovod_has_mpi=None if record is None else record.mpi)
     optional = {
         "launcher": job.launcher,
         "backend": job.backend,

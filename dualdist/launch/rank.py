@@ -1,6 +1,6 @@
 """One rank of `dualdist run`: run the program as a child, relay its output, report its end, leave no process behind.
 
-    python -m dualdist.launch.rank [--tag] [--tag-host] [--log-dir=FOLDER] PROGRAM...
+    python -m dualdist.launch.rank [--tag] [--log-dir=FOLDER] PROGRAM...
 
 PROGRAM is what follows `python`. The child inherits the environment, stdin and open files of this process, so that it
 finds its launcher as if it were its direct child. This process ends as the child does, by the same exit code or signal.
@@ -48,39 +48,35 @@ TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The program; lines of its output get the rank (`has_tag`) and host (`has_host`), and go to a log in `folder`."""
+    """The program; with `has_tag` lines of its output begin with the rank; they also go to a log in `folder`."""
 
     program: tuple[str, ...]
     has_tag: bool = False
-    has_host: bool = False
     folder: str | None = None
 
 
 def rank_argv(settings: RankSettings) -> tuple[str, ...]:
     """Return the arguments of `python` for these settings; parse_arguments() is the inverse."""
-    tag = ("--tag-host",) if settings.has_host else ("--tag",)
+    tag = ("--tag",) if settings.has_tag else ()
     folder = (f"--log-dir={settings.folder}",) if settings.folder is not None else ()
-    return ("-m", "dualdist.launch.rank", *(tag if settings.has_tag else ()), *folder, *settings.program)
+    return ("-m", "dualdist.launch.rank", *tag, *folder, *settings.program)
 
 
 def parse_arguments(arguments: Sequence[str]) -> RankSettings:
     """Return the settings of a command line; the first word that is no option begins the program."""
-    left, has_tag, has_host, folder = list(arguments), False, False, None
+    left, has_tag, folder = list(arguments), False, None
     while left and left[0].startswith("--"):
         option = left.pop(0)
-        has_tag = has_tag or option in ("--tag", "--tag-host")
-        has_host = has_host or option == "--tag-host"
+        has_tag = has_tag or option == "--tag"
         if option.startswith("--log-dir="):
             folder = option.partition("=")[2]
-    return RankSettings(tuple(left), has_tag, has_host, folder)
+    return RankSettings(tuple(left), has_tag, folder)
 
 
 class RankProcess:
     """The child process, the relays of its output, and the events that end it."""
 
-    def __init__(
-        self, settings: RankSettings, rank: int | None, host: str, log: int | None, control: socket.socket | None
-    ) -> None:
+    def __init__(self, settings: RankSettings, label: str, log: int | None, control: socket.socket | None) -> None:
         self._selector = selectors.DefaultSelector()
         self._control = control
         self._was_terminated = False
@@ -103,8 +99,7 @@ class RankProcess:
             close_fds=False,  # ranks of MPICH and Slurm talk to their launcher by an inherited file
             preexec_fn=processes.die_with_parent,
         )
-        name = _rank_name(rank)
-        tag = (f"[{name} {host}] " if settings.has_host else f"[{name}] ") if settings.has_tag else ""
+        tag = f"[{label}] " if settings.has_tag else ""
         has_console = log is None or settings.has_tag
         os.close(stderr_writer)
         self._stderr = self._relay(stderr, 2 if has_console else None, log, tag, self._on_stderr)
@@ -233,9 +228,11 @@ class RankProcess:
 def main() -> int:
     settings = parse_arguments(sys.argv[1:])
     host = os.environ.get(SLURM_NODE) or socket.gethostname().split(".")[0]
-    rank: int | None = None
+    rank, label = None, "?"
     with contextlib.suppress(TopologyError):  # dd.init() will raise it
-        rank = detect(os.environ).rank
+        topology = detect(os.environ)
+        rank = topology.rank
+        label = f"{rank} {host}" if topology.num_nodes > 1 else str(rank)
     control = None
     if CONTROL_VARIABLE in os.environ:
         try:
@@ -249,13 +246,13 @@ def main() -> int:
             if error.is_gone:
                 return 1
     try:
-        log = None if settings.folder is None else _open_log(Path(settings.folder), _rank_name(rank))
+        log = None if settings.folder is None else _open_log(Path(settings.folder), rank)
     except OSError as error:
-        message = f"rank {_rank_name(rank)} cannot write its log ({error}): choose another folder by --log-dir"
+        message = f"rank {rank} cannot write its log ({error}): choose another folder by --log-dir"
         print(message, file=sys.stderr)
         _report(control, RankEnded(1, 0.0, False, message))
         return 1
-    return _exit_like(RankProcess(settings, rank, host, log, control).run())
+    return _exit_like(RankProcess(settings, label, log, control).run())
 
 
 def _kill_mpi_daemon(pid: int) -> None:
@@ -274,20 +271,18 @@ def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> 
             control.setblocking(False)
 
 
-def _rank_name(rank: int | None) -> str:
-    return "?" if rank is None else str(rank)
-
-
 def _round() -> int:
     counts = [os.environ.get(name, "") for name in ROUNDS]
     return sum(int(count) for count in counts if count.isdecimal())
 
 
-def _open_log(folder: Path, name: str) -> int:
+def _open_log(folder: Path, rank: int | None) -> int:
     """Open the log of a rank; later rounds append to it."""
     folder.mkdir(parents=True, exist_ok=True)
     mode = os.O_TRUNC if _round() == 0 else 0
-    return os.open(folder / f"rank-{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode, 0o666)
+    return os.open(
+        folder / f"rank-{'?' if rank is None else rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode, 0o666
+    )
 
 
 def _exit_like(code: int) -> int:

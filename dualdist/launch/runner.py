@@ -16,7 +16,7 @@ from dualdist.launch.execute import find_site
 from dualdist.launch.host_probe import probe_host
 from dualdist.launch.hosts import check_hosts, check_interface
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
-from dualdist.launch.launchers import build_commands
+from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import redact_variables
@@ -38,13 +38,13 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RunReport:
-    """The commands of a job, and its outcome; None in a dry run."""
+    """The commands of a job, its outcome, None in a dry run, and whether ranks on several hosts took part."""
 
     launcher: str
     commands: tuple[Command, ...]
-    is_multi_host: bool
     outcome: JobOutcome | None = None
     restarts: int = 0
+    is_multi_host: bool = False
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -60,7 +60,6 @@ class _Plan:
     site: Site
     settings: RunSettings
     environ: Mapping[str, str]
-    is_multi_host: bool
     restarts: int
     local_addresses: tuple[str, ...]
 
@@ -89,7 +88,7 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
     """Run the job on all its hosts to its end, or build its commands in a dry run; LaunchError if it cannot start."""
     plan = _plan(job, launcher, settings, environ)
     if settings.is_dry:
-        return RunReport(launcher, plan.redacted_commands(), plan.is_multi_host)
+        return RunReport(launcher, plan.redacted_commands())
     with ExitStack() as stack:
         # Loopback comes last: on another host ssh forwards it, which does not notice that the host is cut off.
         is_local = _is_single_host(job, launcher)
@@ -102,7 +101,8 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
 def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
     """Complete the job: probe its hosts, add variables, and wrap its ranks."""
     site, here = replace(find_site(), secret_names=env_defaults.secret_names(environ)), probe_host()
-    if launcher == "srun":
+    uses_task_cpus = LAUNCHERS[launcher].uses_task_cpus
+    if uses_task_cpus:
         site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks))
     if _is_single_host(job, launcher):
         check_interface(here.hostname, here, job.interface)
@@ -121,18 +121,17 @@ def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, 
     env = env_defaults.rank_variables(
         environ,
         job.env,
-        threads=site.task_cpus if launcher == "srun" else threads,
+        threads=site.task_cpus if uses_task_cpus else threads,
         interface=job.interface,
         has_hosts=bool(job.hosts),
     )
-    is_multi_host = env_defaults.is_multi_host(environ, launcher, has_hosts=bool(job.hosts))
-    output = rank.RankSettings(job.program, settings.tag_output, is_multi_host, settings.log_dir)
-    restarts_itself = launcher == "torchrun" and not job.hosts
+    output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir)
+    restarts_itself = LAUNCHERS[launcher].restarts_ranks and not job.hosts
     inner, outer = (job.max_restarts, 0) if restarts_itself else (0, job.max_restarts)
     if job.min_ranks is not None:
         inner = sys.maxsize  # an elastic launcher restarts lost ranks
     job = replace(job, program=rank.rank_argv(output), env=env, max_restarts=inner)
-    return _Plan(job, launcher, site, settings, environ, is_multi_host, outer, local_addresses)
+    return _Plan(job, launcher, site, settings, environ, outer, local_addresses)
 
 
 def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
@@ -145,18 +144,19 @@ def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
         stdout = 2 if plan.settings.stdout_to_stderr else None
         supervisor = Supervisor(current.commands(listener), listener, plan.environ, plan.job.max_restarts, stdout)
         outcome = supervisor.run(left_s)
+        is_multi_host = bool(plan.job.hosts) or len(supervisor.hosts) > 1
         if outcome.code == 0 or outcome.error or outcome.stop_signal or number == plan.restarts:
             break
-        failed = outcome.failure.label(has_hosts=plan.is_multi_host) if outcome.failure is not None else plan.launcher
+        failed = outcome.failure.label(has_hosts=is_multi_host) if outcome.failure is not None else plan.launcher
         event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
         print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {plan.restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
-    return RunReport(plan.launcher, current.redacted_commands(), plan.is_multi_host, outcome, number)
+    return RunReport(plan.launcher, current.redacted_commands(), outcome, number, is_multi_host)
 
 
 def _is_single_host(job: Job, launcher: str) -> bool:
-    """Return True if all ranks are on this host; mpirun and srun may use other hosts of an allocation."""
-    return not job.hosts and launcher in ("python", "spawn", "torchrun", "horovodrun")
+    """Return True if all ranks are on this host."""
+    return not job.hosts and not LAUNCHERS[launcher].uses_allocation
 
 
 def _local_rendezvous() -> RendezvousAddress:

@@ -89,7 +89,10 @@ class ControlListener:
 
 @dataclass
 class Supervisor:
-    """One run of a job; `restarts` is how often the launcher itself restarts failed ranks."""
+    """One run of a job; `restarts` is how often the launcher itself restarts failed ranks.
+
+    `ends` and `hosts` are those of the ranks that connected.
+    """
 
     commands: Sequence[Command]
     listener: ControlListener
@@ -97,6 +100,7 @@ class Supervisor:
     restarts: int = 0
     stdout: int | None = None
     ends: list[RankEnd] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -292,6 +296,7 @@ class Supervisor:
             if hello is None or hello.token != self.listener.address.token or self._is_obsolete(hello):
                 return False
             connection.hello = hello
+            self.hosts |= {hello.host} if connection.is_rank else set()
             with contextlib.suppress(OSError):
                 pending = bytes([self._stop_signal] * bool(self._stop_signal and connection.is_rank))
                 sock.sendall(control_channel.WELCOME + pending)

@@ -206,6 +206,7 @@ def test_in_an_allocation_each_task_is_a_rank_with_its_cores(
     ("words", "code", "message"),
     [
         (("--launcher", "torchrunn", "x.py"), 1, "did you mean 'torchrun'?"),
+        (("--launcher", "jsrun", "x.py"), 1, "only job scripts use jsrun: add --scheduler"),
         (("-np", "0", "x.py"), 1, "ranks=0"),
         (("-np", "two", "x.py"), 2, "invalid int value: 'two'"),
         (("--backend", "nccl", "x.py"), 2, "choose from"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from dualdist.errors import UsageError
-from dualdist.launch.job_file import JobFile, LauncherName, Resources, load, loads
-from dualdist.launch.launchers import LAUNCHERS
+from dualdist.launch.job_file import JobFile, Resources, load, loads
 from dualdist.launch.schedulers import SCHEDULERS
 
 WHOLE = """\
@@ -50,11 +48,6 @@ def errors_of(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
     with pytest.raises(UsageError) as caught:
         loads(text, "job.yaml", horovod_has_mpi=horovod_has_mpi)
     return str(caught.value).splitlines()
-
-
-def test_its_choices_are_those_of_launchers_and_backends() -> None:
-    in_scripts = {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}
-    assert set(get_args(LauncherName)) == {*LAUNCHERS, *in_scripts}
 
 
 def test_values_keep_their_spelling() -> None:
@@ -142,10 +135,11 @@ MISTAKES = [
     ("timeout: soon", "1: timeout: input should be a valid number, unable to parse string as a number; got 'soon'"),
     ("timeout: true", "1: timeout: input should be a valid number, unable to parse string as a number; got 'true'"),
     ("timeout: 1e400", "1: timeout: input should be a finite number; got '1e400'"),
+    ("launcher: [torchrun]", "1: launcher: input should be a valid string; got a list"),
     (
-        "launcher: [torchrun]",
+        "launcher: torchrn",
         "1: launcher: input should be 'torchrun', 'horovodrun', 'horovodrun-mpi', 'mpirun', 'srun', 'jsrun', 'spawn' "
-        "or 'python'; got a list",
+        "or 'python'; got 'torchrn'; did you mean 'torchrun'?",
     ),
     (
         "env:\n  A: 1\n  B C: 2",
@@ -175,11 +169,11 @@ MISTAKES = [
     ("- a", "1: a job file is a mapping, as `program: train.py` on one line and `ranks: 2` on the next"),
     (
         "launcher: torchrun\nbackend: mpi",
-        "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose mpirun, horovodrun-mpi or srun",
+        "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose horovodrun-mpi or mpirun or srun",
     ),
     (
         "transport: mpi\nlauncher: spawn",
-        "1: the transport mpi needs a launcher that starts MPI, not spawn: choose mpirun, horovodrun-mpi or srun",
+        "1: the transport mpi needs a launcher that starts MPI, not spawn: choose horovodrun-mpi or mpirun or srun",
     ),
     ("backend: native\ntransport: mpi", "2: expected one of gloo, shm, nccl for the backend native, not mpi"),
     (
@@ -207,7 +201,12 @@ def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
 
 def test_launchers_of_every_scheduler_are_accepted() -> None:
     for name in {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}:
-        assert loads(f"launcher: {name}", "job.yaml").launcher == name
+        assert loads(f"launcher: {name}", "job.yaml", is_script=True).launcher == name
+
+
+def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> None:
+    (message,) = errors_of("ranks: 2\nlauncher: jsrun")
+    assert message.startswith("job.yaml:2: only job scripts use jsrun: add --scheduler, or choose torchrun or ")
 
 
 def test_all_mistakes_are_reported_in_the_files_order() -> None:

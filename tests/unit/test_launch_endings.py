@@ -152,7 +152,7 @@ def test_a_failure_is_described_with_rank_host_and_signal() -> None:
     "settings",
     [
         rank.RankSettings(("train.py", "--tag", "-m")),
-        rank.RankSettings(("-m", "train", "--log-dir=x"), has_tag=True, has_host=True, folder="a b"),
+        rank.RankSettings(("-m", "train", "--log-dir=x"), has_tag=True, folder="a b"),
         rank.RankSettings(("x.py",), has_tag=True, folder="logs"),
     ],
 )

@@ -10,8 +10,8 @@ from dualdist.backends.registry import Availability
 from dualdist.bench.jobs import MeasurementSettings, RunConfig, program_command
 from dualdist.errors import DualdistError
 from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
-from dualdist.launch.job import JobChoices, Site, find_conflicts
-from dualdist.launch.launchers import check_launcher
+from dualdist.launch.job import Site
+from dualdist.launch.launchers import check_launcher, find_conflicts
 from dualdist.utils.suggest import require_choice
 
 DUALDIST = "dualdist"
@@ -120,8 +120,11 @@ def refusal_reason(config: RunConfig, settings: MeasurementSettings, site: Site,
 def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: MatrixFacts) -> Iterator[str]:
     # Launcher-independent reasons first.
     for launcher in (None, config.launcher):
-        choice = JobChoices(launcher, config.backend, config.transport, settings.ranks)
-        yield from (found.message for found in find_conflicts(choice, horovod_has_mpi=facts.backends["horovod"].mpi))
+        has_mpi = facts.backends["horovod"].mpi
+        found = find_conflicts(
+            launcher, config.backend, config.transport, ranks=settings.ranks, horovod_has_mpi=has_mpi
+        )
+        yield from (message for _, message in found)
     installed = facts.backends[config.backend]
     if not installed.available:
         yield installed.reason

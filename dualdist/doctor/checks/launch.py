@@ -11,7 +11,7 @@ from dualdist.doctor.explain import invalid_choices, select_backend
 from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import SLURM_JOB, SLURM_NODES, SLURM_TASKS
-from dualdist.launch.job import JobChoices, find_conflicts
+from dualdist.launch.launchers import find_conflicts
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT
 from dualdist.topology import Topology
 from dualdist.utils.package_probe import TorchProbe
@@ -55,7 +55,7 @@ def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Fin
     transport = (get_value(context.environ, variable) or "").lower()
     if not transport or backend == "single":
         return
-    problems = [each.message for each in find_conflicts(JobChoices(None, backend, transport), horovod_has_mpi=None)]
+    problems = [message for _, message in find_conflicts(None, backend, transport)]
     if (backend, transport) == ("horovod", "mpi") and topology.size > 1 and not topology.mpi:
         problems.append(f"{topology.launcher} did not start MPI")
     if transport == "nccl" and isinstance(context.facts.torch, TorchProbe) and not gpus:

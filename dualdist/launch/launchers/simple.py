@@ -1,10 +1,13 @@
-"""Launchers whose command lines are a few words: plain python, spawn, torchrun and srun."""
+"""Launchers whose command lines are a few words: plain python, spawn, torchrun, srun; and jsrun, for scripts only."""
 
 from __future__ import annotations
 
 from dualdist.backends import registry
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Command, Host, Job, Site
+from dualdist.launch.job import Command, Host, Job, Launcher, Program, Site
+
+TORCHRUN_PROGRAM = Program("torchrun", "it comes with torch: pip install torch")
+SRUN_PROGRAM = Program("srun", "it comes with Slurm: log in to a node of the cluster")
 
 
 def python_commands(job: Job, site: Site) -> tuple[Command, ...]:
@@ -49,7 +52,7 @@ def topology_variables(
 
 def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     """Return one torchrun agent per host."""
-    torchrun, variables = site.tool("torchrun"), job.variables()
+    torchrun, variables = site.path_of(TORCHRUN_PROGRAM), job.variables()
     if not job.hosts:
         # --standalone takes a free port, so that jobs do not collide; the loopback address needs no name service.
         restarts = (f"--max-restarts={job.max_restarts}",) if job.max_restarts else ()
@@ -86,4 +89,12 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
         flags.append("--mpi=pmix")
     # Tasks inherit all variables of srun: it gets no secrets but those that the job names.
     unset = tuple(name for name in site.secret_names if name not in job.env)
-    return (Command((site.tool("srun"), *flags, site.python, *job.program), job.variables(), unset=unset),)
+    return (Command((site.path_of(SRUN_PROGRAM), *flags, site.python, *job.program), job.variables(), unset=unset),)
+
+
+PYTHON = Launcher("python", python_commands, is_single_rank=True)
+SPAWN = Launcher("spawn", spawn_commands)
+TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,), restarts_ranks=True)
+SRUN = Launcher("srun", srun_commands, (SRUN_PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
+# IBM's Job Step Manager needs resource sets, which the script for LSF computes from its resources.
+JSRUN = Launcher("jsrun", None, mpi="always", uses_allocation=True)

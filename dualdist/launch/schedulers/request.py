@@ -68,8 +68,8 @@ class ScriptRequest:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), minimum)
         self._check_texts()
-        for conflict in find_resource_conflicts(vars(self)):
-            raise UsageError(conflict.message)
+        for _, message in find_resource_conflicts(vars(self)):
+            raise UsageError(message)
         if self.launcher == "torchrun" and self.gpus_per_task:
             raise UsageError(
                 f"--gpus-per-task {self.gpus_per_task}: torchrun is one task on each node, and its ranks see all GPUs: "
