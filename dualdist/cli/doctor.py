@@ -17,7 +17,7 @@ from dualdist.backends.registry import Availability
 from dualdist.bench.compare.matrix import MatrixFacts, expand_configs, split_runnable
 from dualdist.bench.jobs import MeasurementSettings, RunConfig
 from dualdist.cli.help_formatter import set_completions
-from dualdist.doctor.context import Level
+from dualdist.doctor.checks import Level
 from dualdist.doctor.diagnosis import (
     DEFAULT_RANKS,
     Diagnosis,
@@ -30,7 +30,7 @@ from dualdist.doctor.diagnosis import (
     topology_to_json,
 )
 from dualdist.doctor.explain import TopologyExplanation, explain
-from dualdist.doctor.host import may_use_gpus
+from dualdist.doctor.facts import may_use_gpus
 from dualdist.errors import UsageError
 from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS
 from dualdist.topology import Topology

@@ -7,7 +7,7 @@ import os
 
 from dualdist.doctor import installed_backends
 from dualdist.doctor.explain import invalid_choices, select_backend
-from dualdist.doctor.host import may_use_gpus
+from dualdist.doctor.facts import may_use_gpus
 from dualdist.environments import detect
 from dualdist.errors import UsageError
 

@@ -1,10 +1,11 @@
 """Checks of an installation, its host and its job, and what to type; torch may be broken or missing.
 
-host.py and collect.py gather facts; checks/ has pure functions from facts to findings, one module per subject;
-explain.py traces the topology to its variables; smoke_test.py starts ranks and hosts.py probes other hosts, on request.
+facts.py collects facts; checks/ has pure functions from facts to findings, one module per subject; diagnosis.py runs
+them; explain.py traces the topology to its variables. smoke_test.py starts ranks and hosts.py probes other hosts, on
+request. cli/doctor.py prints.
 """
 
-from dualdist.doctor.context import Finding
+from dualdist.doctor.checks import Finding
 from dualdist.doctor.diagnosis import Diagnosis, diagnose, evaluate, installed_backends, to_json
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "evaluate", "installed_backends", "to_json"]

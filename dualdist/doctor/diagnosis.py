@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dualdist.backends.registry import Availability, availability
-from dualdist.doctor.checks import horovod, host, launch, mpi, network, torch
-from dualdist.doctor.collect import InstallationFacts, collect_facts
-from dualdist.doctor.context import EXIT_CODES, DoctorContext, Finding, error
-from dualdist.doctor.host import installed_versions
+from dualdist.doctor.checks import EXIT_CODES, DoctorContext, Finding, error, horovod, host, launch, mpi, network, torch
+from dualdist.doctor.facts import InstallationFacts, collect_facts, installed_versions
 from dualdist.environments import detect
 from dualdist.errors import TopologyError
 from dualdist.horovod_build.record import read_record

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.doctor.checks.hosts import HostReport
-from dualdist.doctor.host import HostFacts, collect_host_facts, resolve
+from dualdist.doctor.facts import HostFacts, collect_host_facts, resolve
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
 from dualdist.launch.host_probe import SAME_ADDRESS

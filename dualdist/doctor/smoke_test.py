@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dualdist.bench.compare.matrix import Cell
 from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
-from dualdist.doctor.context import Finding, error
+from dualdist.doctor.checks import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import EXCEPTION, extract_traceback

@@ -9,7 +9,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -23,8 +22,8 @@ from dualdist.horovod_build.machine import (
     NcclInstallation,
     TorchInstallation,
 )
-from dualdist.utils.machine import memory_limit, usable_cores
-from dualdist.utils.package_probe import probe_torch
+from dualdist.utils.machine import memory_limit, package_version, usable_cores
+from dualdist.utils.package_probe import probe_torch, run_tool
 
 # Modules that Horovod needs, besides torch, to build and to run, and the packages with other names.
 REQUIRED_MODULES = ("pip", "setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml", "numpy")
@@ -55,7 +54,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         torch=torch,
         torch_problem=torch_problem,
         missing_packages=_missing_packages(),
-        setuptools=_package_version("setuptools"),
+        setuptools=package_version("setuptools"),
         cxx=cxx,
         cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
         make=shutil.which("make", path=path),
@@ -225,22 +224,3 @@ def _free_gb(folder: Path) -> float:
 
 def _missing_packages() -> tuple[str, ...]:
     return tuple(PACKAGE_NAMES.get(name, name) for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None)
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def run_tool(argv: list[str], environ: Mapping[str, str] | None = None, timeout_s: float = 60) -> tuple[int, str]:
-    """Return the exit code and combined output; 127 if the program cannot be started or times out."""
-    null, pipe, stdout = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    try:
-        done = subprocess.run(
-            argv, env=environ, stdin=null, stdout=pipe, stderr=stdout, timeout=timeout_s, errors="replace", check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 127, str(error)
-    return done.returncode, done.stdout

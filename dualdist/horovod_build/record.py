@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from dualdist.utils.horovod_names import real_horovod
+from dualdist.utils.machine import package_version
 
 # The record is a file in the wheel; setup.py is patched to include it.
 RECORD_NAME = "dualdist_build.json"
@@ -76,9 +76,7 @@ def read_record() -> BuildRecord | None:
 
 def _foreign_record(folder: Path) -> BuildRecord | None:
     """Return the versions of a Horovod that dualdist did not build."""
-    try:
-        version = importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
+    if (version := package_version("horovod")) is None:
         return None
     try:
         torch_version = json.loads((folder / METADATA_NAME).read_text()).get("pytorch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,6 +24,8 @@ from dualdist.launch.launchers.mpirun import RSH_AGENT_VARIABLE
 from dualdist.launch.processes import signals_deferred, termination_raises
 from dualdist.utils.redaction import redact_command
 
+OPEN_MPI = re.compile(r"(?:Open ?MPI|OpenRTE)\)?\s*v?(\d*)")
+MPICH_AND_DERIVATIVES = ("MPICH", "HYDRA", "Intel(R) MPI", "Intel MPI", "MVAPICH")
 # Seconds for a launcher to end after SIGTERM, and for its ranks to end after it.
 GRACE_S = 5.0
 
@@ -49,12 +52,11 @@ def find_site() -> Site:
     return Site(sys.executable, tools, path, mpi, is_root=is_root, folder=folder, has_ssh=has_ssh)
 
 
-def parse_mpi_version(version: str) -> Mpi:
-    """Return the MPI implementation whose mpirun printed this version."""
-    if "(Open MPI)" in version or "(OpenRTE)" in version:
-        words = version.partition(")")[2].split()
-        return "openmpi5" if words and words[0].partition(".")[0] not in ("1", "2", "3", "4") else "openmpi4"
-    return "mpich" if any(name in version for name in ("HYDRA", "MPICH", "Intel(R) MPI")) else "unknown"
+def parse_mpi_version(text: str) -> Mpi:
+    """Return the MPI implementation of a version that mpirun or MPI_Get_library_version() printed."""
+    if found := OPEN_MPI.search(text):
+        return "openmpi4" if found[1] in ("", "1", "2", "3", "4") else "openmpi5"
+    return "mpich" if any(name in text for name in MPICH_AND_DERIVATIVES) else "unknown"
 
 
 def run_command(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:

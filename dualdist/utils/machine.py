@@ -86,14 +86,16 @@ def _gpus() -> Iterator[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed version of each relevant package, without importing it."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Return the installed version of each relevant package."""
+    return {name: version for name in PACKAGES if (version := package_version(name)) is not None}
+
+
+def package_version(name: str) -> str | None:
+    """Return the installed version of a package without importing it, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)

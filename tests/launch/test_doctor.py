@@ -120,9 +120,10 @@ def test_a_foreign_horovod_is_imported_for_its_build_options(launch: Launch) -> 
 
 def test_the_horovod_probe_agrees_with_the_build_record(launch: Launch) -> None:
     program = (
-        "from os import environ; from dualdist.utils.package_probe import probe_horovod; print(probe_horovod(environ))"
+        "from os import environ; from dualdist.doctor.facts import HOROVOD_PROGRAM, run_probe; "
+        "print(run_probe(HOROVOD_PROGRAM, environ, 120))"
     )
-    assert launch([sys.executable, "-c", program]).stdout == "HorovodProbe(gloo=True, mpi=True, nccl='')\n"
+    assert launch([sys.executable, "-c", program]).stdout == "{'gloo': True, 'mpi': True, 'nccl': None}\n"
 
 
 def test_a_python_without_packages(launch: Launch) -> None:

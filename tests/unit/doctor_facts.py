@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.doctor import Diagnosis, Finding, evaluate
-from dualdist.doctor.collect import InstallationFacts, MpiProgram
 from dualdist.doctor.diagnosis import detect_topology
-from dualdist.doctor.host import HostFacts
+from dualdist.doctor.facts import HostFacts, InstallationFacts, Mpi4pyProbe, MpiProgram
 from dualdist.horovod_build.record import BuildRecord
-from dualdist.utils.package_probe import Mpi4pyProbe, TorchProbe
+from dualdist.utils.package_probe import TorchProbe
 
 VERSIONS: dict[str, str | None] = {
     "dualdist": "1",

@@ -16,7 +16,7 @@ import pytest
 from doctor_facts import RECORDS, recorded
 
 from dualdist.cli import doctor as command
-from dualdist.doctor import Finding, host
+from dualdist.doctor import Finding, facts
 from dualdist.doctor.diagnosis import apply_fixes, collect_fixes
 
 DOCTOR = ("-m", "dualdist", "doctor")
@@ -158,9 +158,9 @@ def test_may_use_gpus_needs_a_driver_visibility_and_a_gpu_build(
     about = tmp_path / f"torch-{build}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {build}\n")
-    monkeypatch.setattr(host, "GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(facts, "GPUS", tmp_path / "gpus")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert host.may_use_gpus(environ) == expected
+    assert facts.may_use_gpus(environ) == expected
 
 
 FIXABLE = Finding("error", "x", "x is missing", "it is needed", "make x", (sys.executable, "-c", "open('made', 'w')"))

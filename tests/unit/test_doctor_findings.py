@@ -29,10 +29,10 @@ from doctor_facts import (
 
 from dualdist.cli.doctor import Painter, format_diagnosis
 from dualdist.doctor import to_json
-from dualdist.doctor.collect import InstallationFacts, MpiProgram, mpi_family, parse_srun_mpi_types
 from dualdist.doctor.diagnosis import collect_fixes
+from dualdist.doctor.facts import InstallationFacts, Mpi4pyProbe, MpiProgram, parse_srun_mpi_types
 from dualdist.environments import detect
-from dualdist.utils.package_probe import Mpi4pyProbe
+from dualdist.launch.execute import parse_mpi_version
 
 # A valid launch, but not of a training: a script or a shell in an allocation of several tasks.
 OUTSIDE_STEP = {
@@ -231,7 +231,7 @@ class _NoTerminal:
     ],
 )
 def test_mpi_family_of_library_versions(library: str, family: str) -> None:
-    assert mpi_family(library) == family
+    assert parse_mpi_version(library) == family
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor.checks.hosts import HostReport, find
-from dualdist.doctor.host import HostFacts
+from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.hosts import HostPeer, connect, drop_own_addresses, parse_greeting, strip_user
 from dualdist.doctor.smoke_test import summarize_failure
 from dualdist.errors import LaunchError

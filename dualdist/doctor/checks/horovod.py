@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.collect import mpi_family, mpi_name
-from dualdist.doctor.context import DoctorContext, Finding, Level, warning
+from dualdist.doctor.checks import DoctorContext, Finding, Level, warning
+from dualdist.doctor.facts import mpi_name
 from dualdist.horovod_build.record import BuildRecord
+from dualdist.launch.execute import parse_mpi_version
 from dualdist.rendezvous.backend_selection import BACKEND
 
 INSTALL = "dualdist install-horovod"
@@ -75,7 +76,7 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 def _check_mpi(
     context: DoctorContext, record: BuildRecord, level: Level, rebuild: tuple[str, ...]
 ) -> Iterator[Finding]:
-    mpirun, built = context.facts.mpi_program(), mpi_family(record.mpi_version or "")
+    mpirun, built = context.facts.mpi_program(), parse_mpi_version(record.mpi_version or "")
     if mpirun is None:
         return
     if record.mpi and "unknown" not in (built, mpirun.family) and built != mpirun.family:

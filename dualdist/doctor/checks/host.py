@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext, Finding, info, warning
-from dualdist.doctor.host import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
+from dualdist.doctor.checks import DoctorContext, Finding, info, warning
+from dualdist.doctor.facts import HIDE_ALL, UNLIMITED, VISIBLE, HostFacts
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import THREADS
 from dualdist.launch.env_defaults import threads_per_rank as default_threads

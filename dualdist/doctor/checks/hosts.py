@@ -6,10 +6,10 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dualdist.doctor.checks import Finding, error, warning
 from dualdist.doctor.checks.host import check_limits
 from dualdist.doctor.checks.network import check_hostname
-from dualdist.doctor.context import Finding, error, warning
-from dualdist.doctor.host import HostFacts
+from dualdist.doctor.facts import HostFacts
 
 MAX_SKEW_S = 1.0
 COMPARED_PACKAGES = ("dualdist", "torch", "python", "horovod", "mpi4py")

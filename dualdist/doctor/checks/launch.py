@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dualdist.backends.horovod import CONTROLLER
 from dualdist.diagnostics.trace_format import TIMELINE
-from dualdist.doctor.context import DoctorContext, Finding, error, warning
+from dualdist.doctor.checks import DoctorContext, Finding, error, warning
 from dualdist.doctor.explain import invalid_choices, select_backend
 from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, get_value

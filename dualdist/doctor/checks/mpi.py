@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualdist.doctor.collect import MPI_PROGRAMS, mpi_family, mpi_name
-from dualdist.doctor.context import DoctorContext, Finding, Level, error, info, warning
+from dualdist.doctor.checks import DoctorContext, Finding, Level, error, info, warning
+from dualdist.doctor.facts import MPI_PROGRAMS, Mpi4pyProbe, mpi_name
 from dualdist.environments.env_values import RENDEZVOUS, get_value
+from dualdist.launch.execute import parse_mpi_version
 from dualdist.rendezvous.backend_selection import BACKEND
-from dualdist.utils.package_probe import Mpi4pyProbe
 
 
 def find(context: DoctorContext) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def _check_mpi4py(context: DoctorContext) -> Iterator[Finding]:
             "--force-reinstall --no-deps mpi4py",
         )
     elif isinstance(probe, Mpi4pyProbe) and mpirun is not None:
-        family = mpi_family(probe.library)
+        family = parse_mpi_version(probe.library)
         if "unknown" not in (family, mpirun.family) and family != mpirun.family:
             files = f" ({', '.join(probe.files)})" if probe.files else ""
             yield Finding(

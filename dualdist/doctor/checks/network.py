@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext, Finding, error, info, warning
-from dualdist.doctor.host import HostFacts
+from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
+from dualdist.doctor.facts import HostFacts
 from dualdist.environments.env_values import get_value
 from dualdist.launch.env_defaults import INTERFACE_VARIABLES
 from dualdist.utils.network_interfaces import LOOPBACK

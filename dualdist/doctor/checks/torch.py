@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dualdist.doctor.context import DoctorContext, Finding, error, info, warning
-from dualdist.doctor.host import HIDE_ALL, VISIBLE
+from dualdist.doctor.checks import DoctorContext, Finding, error, info, warning
+from dualdist.doctor.facts import HIDE_ALL, VISIBLE
 from dualdist.horovod_build.machine import OLDEST_TORCH
 from dualdist.utils.package_probe import TorchProbe
 
