@@ -10,17 +10,11 @@ optimizer = dd.wrap_optimizer(optimizer)
 from typing import TYPE_CHECKING, Any
 
 from dualdist.api import (
-    allgather_object,
     backend,
-    barrier,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
     check_consistency,
     device,
     init,
     is_initialized,
-    join,
     launcher,
     load_checkpoint,
     local_rank,
@@ -38,35 +32,42 @@ from dualdist.api import (
     wrap_optimizer,
 )
 from dualdist.errors import CheckpointError, DualdistError, TrainingError
-from dualdist.operations import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    gather,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-    scatter,
-)
 from dualdist.version import __version__
 
 if TYPE_CHECKING:
     from dualdist import elastic
     from dualdist.data.loader import loader
     from dualdist.data.sampler import Sampler
+    from dualdist.ddp.metric import Metric
     from dualdist.ddp.sync_batch_norm import SyncBatchNorm
     from dualdist.launch.spawn import run, spawn
     from dualdist.logging import info, print, progress, setup_logging
-    from dualdist.metric import Metric
+    from dualdist.operations import (
+        allgather,
+        allgather_object,
+        allreduce,
+        allreduce_,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        gather,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_reducescatter,
+        join,
+        reducescatter,
+        scatter,
+    )
 
-# Names imported on first use, with their modules: they need torch, or few programs use them.
+# Modules of names that are imported on first use, since they need torch, or few programs use them; those of `__all__`
+# that are neither here nor imported above are in `operations`.
 LAZY = {
-    "Metric": "metric",
+    "Metric": "ddp.metric",
     "Sampler": "data.sampler",
     "SyncBatchNorm": "ddp.sync_batch_norm",
     "info": "logging",
@@ -77,7 +78,6 @@ LAZY = {
     "setup_logging": "logging",
     "spawn": "launch.spawn",
 }
-MODULES = ("elastic",)
 
 __all__ = [
     "CheckpointError",
@@ -138,11 +138,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of LAZY or a submodule on first use."""
+    """Import a public name on first use."""
     import importlib
 
-    if name in MODULES:
-        return importlib.import_module(f"dualdist.{name}")
-    if name not in LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dualdist.{LAZY[name]}"), name)
+    if name == "elastic":
+        return importlib.import_module("dualdist.elastic")
+    module = importlib.import_module(f"dualdist.{LAZY.get(name, 'operations')}")
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,44 +1,45 @@
-"""The collectives on tensors that a training script calls; each delegates to its description in the session."""
+"""The collectives that a training script calls; each delegates to its description in the session."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from dualdist.collectives import broadcast_state, collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import as_list, as_tensor
 from dualdist.collectives.compile import disable_compile
-from dualdist.session import group_or_world
-
-if TYPE_CHECKING:
-    from typing import TypeAlias, TypedDict
-
-    import torch
-    from torch import Tensor
-    from typing_extensions import Unpack
-
-    from dualdist.collectives.group import Group
-    from dualdist.collectives.reductions import Op
-    from dualdist.collectives.work import Collective, Handle
-
-    Splits: TypeAlias = Sequence[int] | Tensor
-    Async: TypeAlias = Literal[True]
-    Sync: TypeAlias = Literal[False]
-
-    class Common(TypedDict, total=False):
-        """The keywords that every collective takes."""
-
-        name: str | None
-        group: Group | None
-
-    class Scaled(Common, total=False):
-        """The keywords of a reduction."""
-
-        prescale: float
-        postscale: float
-
+from dualdist.collectives.group import Group
+from dualdist.collectives.reductions import Op
+from dualdist.collectives.work import Collective, Handle
+from dualdist.ddp import join as ddp_join
+from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")
+Splits: TypeAlias = Sequence[int] | Tensor
+Async: TypeAlias = Literal[True]
+Sync: TypeAlias = Literal[False]
+
+
+class Common(TypedDict, total=False):
+    """The keywords that every collective takes."""
+
+    name: str | None
+    group: Group | None
+
+
+class Scaled(Common, total=False):
+    """The keywords of a reduction."""
+
+    prescale: float
+    postscale: float
+
+
+_allreduce_operator = traced_allreduce.define_allreduce("dualdist::allreduce", find_group)
 
 
 def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
@@ -49,11 +50,9 @@ def _trace_allreduce(
     tensor: Tensor, op: Op = "mean", *, group: Group | None = None, async_op: bool = False, **options: Any
 ) -> Tensor | None:
     """Trace an allreduce for torch.compile; return None if it cannot follow."""
-    from dualdist import traced_operations
-
     if async_op:
         return None
-    return traced_operations.trace(traced_operations.allreduce, group_or_world(group), tensor, op, **options)
+    return traced_allreduce.trace(_allreduce_operator, group_or_world(group), tensor, op, **options)
 
 
 @overload
@@ -62,7 +61,7 @@ def allreduce(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpac
 def allreduce(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
 @partial(disable_compile, unless=_trace_allreduce)
 def allreduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -70,7 +69,7 @@ def allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Tensor | Handle[Tensor]:
     """Reduce a tensor over all ranks into a new tensor; every rank of the group calls this.
 
     Gradients flow through "mean" and "sum": the backward pass reduces the ranks' gradients in the same way.
@@ -99,8 +98,6 @@ def allreduce(
         >>> dd.allreduce(torch.tensor([1.0, 2.0]), postscale=2.0)
         tensor([2., 4.])
     """
-    from dualdist.collectives import collectives, fast_allreduce
-
     if async_op:
         return collectives.allreduce(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale).start()
     return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale)
@@ -112,7 +109,7 @@ def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpa
 def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
 @disable_compile
 def allreduce_(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -120,7 +117,7 @@ def allreduce_(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Tensor | Handle[Tensor]:
     """Reduce a tensor over all ranks in place; no gradient flows.
 
     Arguments and errors are those of allreduce(). After MismatchError the tensor is unchanged.
@@ -133,8 +130,6 @@ def allreduce_(
         >>> dd.allreduce_(tensor, op="sum") is tensor
         True
     """
-    from dualdist.collectives import collectives, fast_allreduce
-
     if async_op:
         given = as_tensor(tensor)
         return collectives.allreduce(group_or_world(group), given, op, name, prescale, postscale, in_place=True).start()
@@ -151,7 +146,7 @@ def grouped_allreduce(
 ) -> list[Tensor]: ...
 @disable_compile
 def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -159,7 +154,7 @@ def grouped_allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+) -> list[Tensor] | Handle[list[Tensor]]:
     """Reduce several tensors over all ranks, in one message per dtype; all of them or none.
 
     Args:
@@ -172,9 +167,9 @@ def grouped_allreduce(
         >>> dd.grouped_allreduce([torch.ones(2), torch.tensor([3])], op="sum")
         [tensor([1., 1.]), tensor([3])]
     """
-    from dualdist.collectives.collectives import allreduce
-
-    return _call(allreduce(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op)
+    return _call(
+        collectives.allreduce(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op
+    )
 
 
 @overload
@@ -187,7 +182,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]: ...
 @disable_compile
 def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -195,7 +190,7 @@ def grouped_allreduce_(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+) -> list[Tensor] | Handle[list[Tensor]]:
     """Reduce several tensors over all ranks in place; no gradient flows.
 
     Arguments and errors are those of grouped_allreduce(). After MismatchError the tensors are unchanged.
@@ -208,10 +203,10 @@ def grouped_allreduce_(
         >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
         True
     """
-    from dualdist.collectives.collectives import allreduce
-
     members = as_list(tensors)
-    return _call(allreduce(group_or_world(group), members, op, name, prescale, postscale, in_place=True), async_op)
+    return _call(
+        collectives.allreduce(group_or_world(group), members, op, name, prescale, postscale, in_place=True), async_op
+    )
 
 
 @overload
@@ -220,8 +215,8 @@ def allgather(tensor: Tensor, *, async_op: Async, **options: Unpack[Common]) -> 
 def allgather(tensor: Tensor, *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def allgather(
-    tensor: torch.Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
+    tensor: Tensor, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> Tensor | Handle[Tensor]:
     """Concatenate the rows of all ranks, in rank order: (n, *s) -> (sum of all n, *s).
 
     The backward pass returns the mean over ranks of the gradients for this rank's rows.
@@ -240,9 +235,7 @@ def allgather(
         >>> dd.allgather(torch.tensor([[1, 2]]))  # (1, 2) on each of two ranks gives (2, 2) on both
         tensor([[1, 2]])
     """
-    from dualdist.collectives.collectives import allgather
-
-    return _call(allgather(group_or_world(group), as_tensor(tensor), name), async_op)
+    return _call(collectives.allgather(group_or_world(group), as_tensor(tensor), name), async_op)
 
 
 @overload
@@ -255,8 +248,8 @@ def grouped_allgather(
 ) -> list[Tensor]: ...
 @disable_compile
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+    tensors: Sequence[Tensor], *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> list[Tensor] | Handle[list[Tensor]]:
     """Gather several tensors from all ranks in one message; all of them or none.
 
     Args:
@@ -269,9 +262,7 @@ def grouped_allgather(
         >>> dd.grouped_allgather([torch.ones(1), torch.tensor([True])])
         [tensor([1.]), tensor([True])]
     """
-    from dualdist.collectives.collectives import allgather
-
-    return _call(allgather(group_or_world(group), as_list(tensors), name), async_op)
+    return _call(collectives.allgather(group_or_world(group), as_list(tensors), name), async_op)
 
 
 @overload
@@ -280,8 +271,8 @@ def broadcast(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Un
 def broadcast(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def broadcast(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
+    tensor: Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> Tensor | Handle[Tensor]:
     """Return root's tensor on every rank; every rank of the group calls this.
 
     The backward pass returns to root the mean over ranks of the gradients, to the others zero.
@@ -302,9 +293,7 @@ def broadcast(
         >>> dd.broadcast(torch.tensor([7, 8]), root=0)
         tensor([7, 8])
     """
-    from dualdist.collectives.collectives import broadcast
-
-    return _call(broadcast(group_or_world(group), tensor, root, name), async_op)
+    return _call(collectives.broadcast(group_or_world(group), tensor, root, name), async_op)
 
 
 @overload
@@ -313,8 +302,8 @@ def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Async, **options: U
 def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def broadcast_(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
+    tensor: Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> Tensor | Handle[Tensor]:
     """Copy root's tensor to every rank in place; no gradient flows.
 
     Arguments and errors are those of broadcast().
@@ -327,9 +316,7 @@ def broadcast_(
         >>> dd.broadcast_(tensor) is tensor
         True
     """
-    from dualdist.collectives.collectives import broadcast
-
-    return _call(broadcast(group_or_world(group), tensor, root, name, in_place=True), async_op)
+    return _call(collectives.broadcast(group_or_world(group), tensor, root, name, in_place=True), async_op)
 
 
 @overload
@@ -346,8 +333,8 @@ def alltoall(
 ) -> tuple[Tensor, Tensor]: ...
 @disable_compile
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    tensor: Tensor,
+    splits: Sequence[int] | Tensor | None = None,
     *,
     name: str | None = None,
     group: Group | None = None,
@@ -374,9 +361,7 @@ def alltoall(
         >>> dd.alltoall(torch.arange(4))  # of two ranks each keeps two and sends two
         tensor([0, 1, 2, 3])
     """
-    from dualdist.collectives.collectives import alltoall
-
-    collective = alltoall(group_or_world(group), tensor, splits, name)
+    collective = collectives.alltoall(group_or_world(group), tensor, splits, name)
     return _call(collective.map(lambda pair: pair[0]) if splits is None else collective, async_op)
 
 
@@ -386,7 +371,7 @@ def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: U
 def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
 @disable_compile
 def reducescatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -394,7 +379,7 @@ def reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Tensor | Handle[Tensor]:
     """Reduce a tensor over all ranks and return this rank's share of the rows: (n, *s) -> (n/size, *s).
 
     The first ranks get one row more if n is not divisible by the size. The backward pass returns the gradients of all
@@ -416,9 +401,9 @@ def reducescatter(
                 [1.],
                 [1.]])
     """
-    from dualdist.collectives.collectives import reducescatter
-
-    return _call(reducescatter(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale), async_op)
+    return _call(
+        collectives.reducescatter(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale), async_op
+    )
 
 
 @overload
@@ -431,7 +416,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]: ...
 @disable_compile
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     op: Op = "mean",
     *,
     name: str | None = None,
@@ -439,7 +424,7 @@ def grouped_reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     async_op: bool = False,
-) -> list[torch.Tensor] | Handle[list[torch.Tensor]]:
+) -> list[Tensor] | Handle[list[Tensor]]:
     """Reduce several tensors and return this rank's share of the rows of each; all of them or none.
 
     Args:
@@ -452,9 +437,9 @@ def grouped_reducescatter(
         >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
         [tensor([1.]), tensor([0.])]
     """
-    from dualdist.collectives.collectives import reducescatter
-
-    return _call(reducescatter(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op)
+    return _call(
+        collectives.reducescatter(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op
+    )
 
 
 @overload
@@ -472,14 +457,14 @@ def scatter(
 ) -> Tensor: ...
 @disable_compile
 def scatter(
-    tensor: torch.Tensor | None,
+    tensor: Tensor | None,
     root: int = 0,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    splits: Sequence[int] | Tensor | None = None,
     *,
     name: str | None = None,
     group: Group | None = None,
     async_op: bool = False,
-) -> torch.Tensor | Handle[torch.Tensor]:
+) -> Tensor | Handle[Tensor]:
     """Give each rank its share of the rows of root's tensor: root's (n, *s) -> (n/size, *s).
 
     The backward pass returns the gradients of all rows to root if its tensor requires one; then every rank must run it.
@@ -501,9 +486,7 @@ def scatter(
         >>> dd.scatter(torch.arange(3) if dd.rank() == 0 else None)
         tensor([0, 1, 2])
     """
-    from dualdist.collectives.collectives import scatter
-
-    return _call(scatter(group_or_world(group), tensor, root, splits, name), async_op)
+    return _call(collectives.scatter(group_or_world(group), tensor, root, splits, name), async_op)
 
 
 @overload
@@ -512,8 +495,8 @@ def gather(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpac
 def gather(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @disable_compile
 def gather(
-    tensor: torch.Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> torch.Tensor | Handle[torch.Tensor]:
+    tensor: Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
+) -> Tensor | Handle[Tensor]:
     """Concatenate the rows of all ranks on root, in rank order: (n, *s) -> (sum of all n, *s).
 
     The backward pass returns root's gradients to where the rows came from if some rank's tensor requires one. Every
@@ -534,6 +517,130 @@ def gather(
         >>> dd.gather(torch.tensor([dd.rank()]))
         tensor([0])
     """
-    from dualdist.collectives.collectives import gather
+    return _call(collectives.gather(group_or_world(group), tensor, root, name), async_op)
 
-    return _call(gather(group_or_world(group), tensor, root, name), async_op)
+
+@disable_compile
+def barrier(*, group: Group | None = None) -> None:
+    """Wait until every rank of the group has called this; does not wait for other operations under way.
+
+    Args:
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not call this within the timeout_s of init(); raised on every waiting rank.
+
+    Example:
+        >>> dd.barrier()
+    """
+    collectives.barrier(group_or_world(group))
+
+
+@disable_compile
+def join(*, group: Group | None = None) -> int:
+    """Take part in the other ranks' operations with zeros until every rank has called this, like DDP's Join.
+
+    Call it after the loop where ranks have different numbers of batches. Until all have joined, this rank contributes
+    zeros to the others' allreduces and gradient reductions; a mean still divides by the number of all ranks. The other
+    ranks' calls of anything else raise MismatchError there. Ranks that joined early did not step, so afterwards call
+    broadcast_parameters() from the returned rank.
+
+    Args:
+        group: a group of new_group(), or None for all ranks.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        UsageError: an asynchronous operation is still under way on this rank.
+
+    Example:
+        >>> last = dd.join()
+        >>> dd.broadcast_parameters(torch.nn.Linear(2, 1), root=last)
+    """
+    return ddp_join.join(group_or_world(group))
+
+
+@disable_compile
+def broadcast_object(obj: T, root: int = 0, *, group: Group | None = None) -> T:
+    """Return root's object on every rank; every rank of the group calls this.
+
+    Objects are pickled: use it only among ranks that you trust.
+
+    Args:
+        obj: a picklable object; ignored on ranks other than `root`.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks passed different roots; raised on every rank.
+
+    Example:
+        >>> dd.broadcast_object({"lr": 0.1})
+        {'lr': 0.1}
+    """
+    return broadcast_state.broadcast_object(group_or_world(group), obj, root)
+
+
+@disable_compile
+def allgather_object(obj: T, *, group: Group | None = None) -> list[T]:
+    """Return the objects of all ranks, in rank order; every rank of the group calls this.
+
+    Objects are pickled: use it only among ranks that you trust.
+
+    Args:
+        obj: a picklable object.
+        group: a group of new_group(), or None for all ranks.
+
+    Example:
+        >>> dd.allgather_object(f"rank {dd.rank()}")
+        ['rank 0']
+    """
+    return broadcast_state.allgather_object(group_or_world(group), obj)
+
+
+@disable_compile
+def broadcast_parameters(
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Tensor]],
+    root: int = 0,
+    *,
+    group: Group | None = None,
+) -> None:
+    """Copy root's parameters to every rank, in place; every rank of the group calls this.
+
+    Call it after creating or loading the model and before training, so that all ranks begin with equal parameters.
+
+    Args:
+        params: a module (its parameters and buffers), a state_dict, or named parameters; of the same names, shapes and
+            dtypes, in the same order, on every rank.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks' models differ; raised on every rank, and names the difference.
+
+    Example:
+        >>> dd.broadcast_parameters(torch.nn.Linear(2, 1))
+    """
+    broadcast_state.broadcast_parameters(group_or_world(group), params, root)
+
+
+@disable_compile
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, *, group: Group | None = None) -> None:
+    """Copy root's optimizer state and hyperparameters to every rank; every rank of the group calls this.
+
+    State that root does not have is deleted.
+
+    Args:
+        optimizer: an optimizer of the same class, with as many parameters in each group, on every rank.
+        root: a rank of the job that is in the group.
+        group: a group of new_group(), or None for all ranks.
+
+    Raises:
+        MismatchError: the ranks' optimizers differ; raised on every rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> dd.broadcast_optimizer_state(torch.optim.AdamW(model.parameters()))
+    """
+    broadcast_state.broadcast_optimizer_state(group_or_world(group), optimizer, root)

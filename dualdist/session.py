@@ -19,7 +19,14 @@ from dualdist.collectives.arguments import as_ints
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.environments import detect
 from dualdist.environments.horovodrun import ELASTIC
-from dualdist.errors import AlreadyInitializedError, NotInitializedError, TopologyError, UnsupportedError, UsageError
+from dualdist.errors import (
+    CLOSED,
+    AlreadyInitializedError,
+    NotInitializedError,
+    TopologyError,
+    UnsupportedError,
+    UsageError,
+)
 from dualdist.monitoring import failed_exit
 from dualdist.rendezvous.backend_selection import BACKEND, TRANSPORT, check_choice
 from dualdist.rendezvous.open_session import RendezvousStore, Session, SessionConfig, open_exchange, open_session
@@ -46,6 +53,7 @@ class _ProcessState:
     session: Session | None = None
     was_shut_down: bool = False
     sessions: int = 0
+    groups: int = 0  # created by new_group() in any session
     exported: tuple[str, ...] = ()  # variables set by export_env(), removed by the next init()
     rendezvous_store: RendezvousStore = field(default_factory=RendezvousStore)
     recorder: Recorder | None = None
@@ -72,6 +80,15 @@ def group_or_world(group: Group | None) -> Group:
     if group is not None and not isinstance(group, type(world)):
         raise UsageError(f"group={group!r}: expected a group that dd.new_group() returned")
     return group or world
+
+
+def find_group(number: int) -> Group:
+    """Return the group of a number, which a compiled graph holds; NotInitializedError if it has been removed."""
+    here = current()
+    found = next((group for group in (here.world, *here.groups) if group.number == number), None)
+    if found is None:
+        raise NotInitializedError(CLOSED)
+    return found
 
 
 def is_open() -> bool:
@@ -263,7 +280,8 @@ def new_group(ranks: Sequence[int]) -> Group:
     backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda channel: channel.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
     exchange = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
-    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=exchange)
+    _process.groups += 1
+    group = Group(backend, Monitor(world.monitor.probe, members), mailbox=exchange, number=_process.groups)
     session.groups.append(group)
     set_observers(group)
     return group

@@ -84,9 +84,15 @@ class Group:
     """
 
     def __init__(
-        self, backend: Backend, monitor: Monitor, parent: Backend | None = None, mailbox: ShmExchange | None = None
+        self,
+        backend: Backend,
+        monitor: Monitor,
+        parent: Backend | None = None,
+        mailbox: ShmExchange | None = None,
+        number: int = 0,
     ) -> None:
         self.backend = backend
+        self.number = number  # by which a compiled graph finds it: 0 for that of all ranks, others are never reused
         self.ranks = backend.ranks
         self.rank = backend.rank
         self.size = backend.size

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualdist import traced_operations
-from dualdist.collectives import collectives, fast_allreduce
+from dualdist.collectives import collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import as_list
 from dualdist.collectives.compile import disable_compile
 from dualdist.collectives.group import Group
@@ -45,6 +44,7 @@ from dualdist.hvd.process_sets import ProcessSet as ProcessSet
 from dualdist.hvd.process_sets import add_process_set as add_process_set
 from dualdist.hvd.process_sets import current, global_process_set, member_group
 from dualdist.hvd.process_sets import remove_process_set as remove_process_set
+from dualdist.session import find_group
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OPS: dict[int, Op] = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
@@ -57,7 +57,7 @@ Arguments = tuple[Group, Given, Op, "str | None", float, float]
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
     SimpleNamespace(Average=Average, Sum=Sum)
 )
-traced_allreduce = traced_operations.define_allreduce("dualdist::horovod_allreduce", horovods_errors)
+allreduce_operator = traced_allreduce.define_allreduce("dualdist::horovod_allreduce", find_group, horovods_errors)
 
 
 def _public(function: F, unless: Callable[..., Any] | None = None) -> F:
@@ -164,7 +164,7 @@ def _trace_allreduce(
     if average is not None or compression is not Compression.none:
         return None
     arguments = _arguments(tensor, Average if op is None else op, name, prescale_factor, postscale_factor, process_set)
-    return traced_operations.trace(traced_allreduce, *arguments)
+    return traced_allreduce.trace(allreduce_operator, *arguments)
 
 
 @_public

@@ -199,6 +199,24 @@ def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
 
 
 @check
+def a_graph_keeps_its_group_while_others_come_and_go() -> None:
+    first, whole = dd.new_group([0]), dd.new_group(ranks())
+    step = compiled(lambda x: dd.allreduce(x, "sum", group=whole), fullgraph=is_followed())
+    x, y = mine().requires_grad_(), mine().requires_grad_()
+    results = step(x), step(y)
+    dd.remove_group(first)
+    others = [dd.new_group([0])]
+    results[0].sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), float(dd.size())))
+    assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+    dd.remove_group(whole)
+    others.append(dd.new_group(ranks()))
+    raises(UsageError, results[1].sum().backward, "closed")
+    for group in others:
+        dd.remove_group(group)
+
+
+@check
 def what_cannot_be_followed_is_refused_with_a_reason_and_runs_between_graphs() -> None:
     refused(lambda x: dd.allreduce(x, "adasum"), mine())
     refused(lambda x: dd.allreduce(x, async_op=True).wait(), mine())

@@ -13,26 +13,28 @@ from typing import Any, cast
 
 import torch
 
-from dualdist import session
 from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op, is_traceable
 
-WORLD = -1
-
 
 def define_allreduce(
-    qualified_name: str, errors: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    qualified_name: str,
+    find_group: Callable[[int], Group],
+    errors: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Callable[..., torch.Tensor]:
-    """Register an operator; its call runs in the context that `errors` returns, which may convert exceptions."""
+    """Register an operator.
+
+    `find_group` returns the group of a number, since a graph cannot hold the group itself; calls run in the context
+    that `errors` returns, which may convert exceptions.
+    """
 
     @torch.library.custom_op(qualified_name, mutates_args=())
     def allreduce(
         tensor: torch.Tensor, op: str, name: str, group: int, prescale: float, postscale: float
     ) -> torch.Tensor:
         with errors():
-            current = session.current()
-            members = current.world if group == WORLD else current.groups[group]
+            members = find_group(group)
             return collectives.allreduce(members, tensor.detach(), cast(Op, op), name, prescale, postscale).run()
 
     @allreduce.register_fake
@@ -62,9 +64,4 @@ def trace(
     """Put `operator` into the graph that is being traced; return None if torch.compile cannot follow this call."""
     if not is_traceable(group.backend, tensor, op):
         return None
-    current = session.current()
-    index = WORLD if group is current.world else current.groups.index(group)
-    return operator(tensor, op, name or "", index, float(prescale), float(postscale))
-
-
-allreduce = define_allreduce("dualdist::allreduce")
+    return operator(tensor, op, name or "", group.number, float(prescale), float(postscale))
