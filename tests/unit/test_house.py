@@ -1,18 +1,20 @@
-"""The house rules of DESIGN.md that a linter cannot see: who imports whom, and when."""
+"""The house rules that a linter cannot see: who imports whom, and when; docstrings with examples that run."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-import dualdist
+import dualdist as dd
 
-PACKAGE = Path(dualdist.__file__).parent
+PACKAGE = Path(dd.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # What dualdist is held against, used as without it.
 MEASURED = {"bench/ranks/contenders.py", "bench/ranks/cold_start.py"}
@@ -76,6 +78,33 @@ def test_importing_it_loads_no_torch(module: str, base_env: Mapping[str, str]) -
     assert done.stdout.strip() == "[]"
 
 
+# They start processes, change the process that calls them, or, as a module, have their example in the README.
+WITHOUT = {"elastic", "run", "setup_logging", "spawn"}
+NAMES = [name for name in dd.__all__ if name[0] != "_"]
+PUBLIC = [name for name in NAMES if name not in WITHOUT and callable(getattr(dd, name)) and not name.endswith("Error")]
+
+
+@pytest.fixture
+def alone(base_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A job of one rank, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    dd.init()
+    yield
+    if dd.is_initialized():
+        dd.shutdown()
+
+
 def test_every_public_name_is_documented() -> None:
-    undocumented = [name for name in dualdist.__all__ if name[0] != "_" and not getattr(dualdist, name).__doc__]
-    assert undocumented == []
+    assert [name for name in NAMES if not getattr(dd, name).__doc__] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_public_name_runs(alone: None, name: str) -> None:
+    found = doctest.DocTestFinder(recurse=False).find(getattr(dd, name), name, globs={"dd": dd, "torch": torch})
+    assert [each for each in found if each.examples], f"{name} has no example"
+    if any("dd.init" in example.source for each in found for example in each.examples):
+        dd.shutdown()
+    failures: list[str] = []
+    for each in found:
+        doctest.DocTestRunner(verbose=False).run(each, out=failures.append)
+    assert not failures, "".join(failures)

