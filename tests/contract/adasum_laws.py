@@ -1,61 +1,60 @@
-"""The laws of op="adasum" for an optimizer; the oracle plays all ranks in this process, and combines in float64."""
+"""Optimizers with op="adasum", compared with all ranks' steps taken in this process and combined in float64."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from contract.optimizer_laws import Wrap, by_dd, by_hvd, nesterov, sgd
-from contract.oracle import assert_close, assert_same_everywhere, law, law_alone, loss_of, net, raises, ranks
+from contract.oracle import (
+    adasum,
+    assert_close,
+    assert_same_everywhere,
+    closure_of,
+    law,
+    law_alone,
+    loss_of,
+    net,
+    parameters,
+    raises,
+    ranks,
+)
 from torch import nn
 
 import dualdist as dd
 import dualdist.hvd as hvd
 from dualdist.errors import UsageError
 
-# Adasum pairs the ranks: with another number of them there is nothing to see but the refusal.
+# The numbers of ranks, powers of two, that Adasum supports.
 PAIRS = (1, 2, 4, 8, 16)
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The paper's rule for two, in float64."""
-    dot, a_square, b_square = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    if a_square == 0 or b_square == 0:
-        return a + b
-    return a * (1 - dot / (2 * a_square)) + b * (1 - dot / (2 * b_square))
-
-
-def tree(steps: Sequence[torch.Tensor]) -> torch.Tensor:
-    half = len(steps) // 2
-    return steps[0] if half == 0 else pair(tree(steps[:half]), tree(steps[half:]))
-
-
-class Everybody:
-    """All ranks, one after the other: each has an optimizer of its own, and all start each step from the same place."""
+class AllRanks:
+    """All ranks in this process: each has its own optimizer, and all start each step from the same parameters."""
 
     def __init__(self, model: nn.Module, make: Make) -> None:
         self.models = [copy.deepcopy(model) for _ in ranks()]
         self.optimizers = [make(each) for each in self.models]
 
     def step(self, take: Callable[[int, nn.Module, torch.optim.Optimizer], None]) -> list[torch.Tensor]:
-        """Each rank's own step, then the Adasum of them; returns the parameters."""
+        """Take each rank's own step, combine the steps by Adasum, and return the parameters."""
         before = [param.detach().clone() for param in self.models[0].parameters()]
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             take(rank, model, optimizer)
         for number, old in enumerate(before):
             params = [list(model.parameters())[number] for model in self.models]
-            total = tree([param.detach().double() - old.double() for param in params])
+            total = adasum([param.detach().double() - old.double() for param in params])
             for param in params:
                 param.data.copy_(old.double() + total)
-        return [param.detach() for param in self.models[0].parameters()]
+        return parameters(self.models[0])
 
 
 def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rtol: float = 1e-5) -> None:
     model = net()
-    everybody = Everybody(model, make)
+    everybody = AllRanks(model, make)
     optimizer = wrap(make(model), model)
     for step in range(2):
 
@@ -67,14 +66,14 @@ def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rto
 
         take(dd.rank(), model, optimizer)
         expected = everybody.step(take)
-        assert_close([param.detach() for param in model.parameters()], expected, rtol, rtol / 10)
+        assert_close(parameters(model), expected, rtol, rtol / 10)
     assert_same_everywhere(model)
     assert str(optimizer.state_dict()["param_groups"]) == str(make(net()).state_dict()["param_groups"])
 
 
 @law
-def steps_are_combined_by_adasum() -> None:
-    """For every rank count that is a power of two; others are refused."""
+def optimizer_steps_are_combined_by_adasum() -> None:
+    """For powers of two of ranks; other numbers are refused."""
     hvd.init()
     if dd.size() not in PAIRS:
         model = net()
@@ -95,7 +94,7 @@ def steps_are_combined_by_adasum() -> None:
 
 @law
 def compressed_steps_are_combined_by_adasum() -> None:
-    """Steps of 11 bits: far from the tolerance of full ones, and near to them."""
+    """With 11 bits: within their tolerance, and not within that of uncompressed steps."""
     if dd.size() not in PAIRS:
         return
     for wrap in (by_dd(op="adasum", compression="fp16"), by_hvd(op=hvd.Adasum, compression=hvd.Compression.fp16)):
@@ -105,14 +104,14 @@ def compressed_steps_are_combined_by_adasum() -> None:
 
 
 @law
-def an_overflow_on_one_rank_skips_everybodys_adasum() -> None:
-    """Nothing is reduced in a backward, and still no rank steps without the others."""
+def an_overflow_on_one_rank_skips_the_adasum_step_on_all() -> None:
+    """Although no backward reduces anything."""
     if dd.size() not in PAIRS:
         return
     for fused in (False, True):
         model = net()
         make = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True)) if fused else sgd
-        everybody = Everybody(model, make)
+        everybody = AllRanks(model, make)
         optimizer = by_hvd(op=hvd.Adasum)(make(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
@@ -130,12 +129,12 @@ def an_overflow_on_one_rank_skips_everybodys_adasum() -> None:
 
             expected = before if step == 1 else everybody.step(take)
             assert scaler.get_scale() == (2.0 if step else 4.0)
-            assert_close([param.detach() for param in model.parameters()], expected)
+            assert_close(parameters(model), expected)
 
 
 @law
-def closures_run_on_every_rank_by_itself_and_their_steps_are_combined() -> None:
-    """LBFGS evaluates more often on one rank than on another; nothing is exchanged until all are done."""
+def closures_run_independently_before_adasum() -> None:
+    """LBFGS evaluates more often on one rank than on another; ranks communicate after all are done."""
     if dd.size() not in PAIRS:
         return
 
@@ -146,29 +145,23 @@ def closures_run_on_every_rank_by_itself_and_their_steps_are_combined() -> None:
         return torch.optim.LBFGS(model.parameters(), **options)
 
     model = net().double()
-    everybody = Everybody(model, make)
+    everybody = AllRanks(model, make)
     for rank, each in enumerate(everybody.optimizers):
         each.param_groups[0].update(max_iter=2 + rank, max_eval=10 + rank)
     optimizer = by_dd(op="adasum")(make(model), model)
 
     def take(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, rank)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(closure_of(optimizer, lambda: loss_of(model, rank)))
 
     for _ in range(2):
         take(dd.rank(), model, optimizer)
         expected = everybody.step(take)
-        assert_close([param.detach() for param in model.parameters()], expected, 1e-9, 1e-9)
+        assert_close(parameters(model), expected, 1e-9, 1e-9)
 
 
 @law_alone
-def adasum_goes_on_while_ranks_join_or_have_no_gradient() -> None:
-    """A rank without a gradient, or without data, adds no step; the others' is the Adasum of theirs."""
+def adasum_skips_ranks_that_joined_or_have_no_gradient() -> None:
+    """Their step is zero; the result is the Adasum of the others."""
     if dd.size() not in PAIRS:
         return
     weight = nn.Parameter(torch.zeros(2))
@@ -186,7 +179,7 @@ def adasum_goes_on_while_ranks_join_or_have_no_gradient() -> None:
 
 
 @law
-def a_rank_that_uses_no_adasum_is_refused() -> None:
+def adasum_on_some_ranks_only_is_refused() -> None:
     if dd.size() not in PAIRS:
         return
     model = net()

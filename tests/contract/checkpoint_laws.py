@@ -1,4 +1,4 @@
-"""The laws of data and checkpoints: every sample once, and a run that goes on where it was left."""
+"""Samplers, loaders and checkpoints: every sample once per epoch, and runs resumed where they were saved."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from contract.oracle import digest, law, law_alone, net, raises, ranks
+from contract.oracle import digest, law, law_alone, net, raises
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -29,7 +29,7 @@ BATCH = 3
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder of rank 0's; the others name one that nobody could make."""
+    """Yield a folder on rank 0, and on the others a path that cannot be created."""
     path = Path(tempfile.mkdtemp(prefix="dualdist-laws-")) if dd.rank() == 0 else Path("/proc/nowhere")
     try:
         yield path / "run"
@@ -40,7 +40,7 @@ def folder() -> Iterator[Path]:
 
 
 class Crossed(nn.Module):
-    """Its gradients do not come in the reverse order of its parameters: buckets are planned anew after a step."""
+    """Gradients do not become ready in reverse parameter order: buckets are planned again after a step."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Crossed(nn.Module):
 
 
 class Training:
-    """A run with everything that has a state: momentum, schedule, shuffling, dropout, noise of Python's and NumPy's."""
+    """A run with all kinds of state: momentum, schedule, shuffling, dropout, random numbers of Python and NumPy."""
 
     def __init__(self, seed: int) -> None:
         self.model = Crossed(seed)
@@ -61,12 +61,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.sampler = dd.Sampler(range(SAMPLES), remainder="pad", seed=4)
         self.seen: list[Any] = []
-        self.parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "sampler": self.sampler,
-        }
+        self.parts = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "sampler")}
         for draw in (torch.manual_seed, random.seed, np.random.seed):
             draw(100 * seed + dd.rank())
 
@@ -87,8 +82,8 @@ class Training:
 
 
 @law
-def a_resumed_run_is_the_one_that_never_stopped() -> None:
-    """To the bit, and on every rank with its own random state."""
+def a_resumed_run_equals_an_uninterrupted_one() -> None:
+    """To the bit, with the random states of each rank."""
     with folder() as path:
         whole = Training(seed=1)
         whole.steps(7)
@@ -103,10 +98,13 @@ def a_resumed_run_is_the_one_that_never_stopped() -> None:
         assert resumed.sampler.state_dict() == after[1]
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         assert digest(resumed.model) == digest(whole.model)
+        assert len({*dd.allgather_object(tuple(noise for _, _, noise in whole.seen))}) == dd.size()
+        dd.load_checkpoint(path, random=False)
+        assert not torch.equal(torch.rand(3), after[0])
 
 
 class SharedStep(torch.optim.Optimizer):
-    """SGD, slower with each step, which is counted in one tensor that is the state of all parameters."""
+    """SGD with a decaying rate; the step count is one tensor in the state of all parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -122,7 +120,7 @@ class SharedStep(torch.optim.Optimizer):
 
 
 class Raising(torch.autograd.Function):
-    """Has no gradient: backward raises."""
+    """The identity, whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -134,8 +132,8 @@ class Raising(torch.autograd.Function):
 
 
 @law_alone
-def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_rank() -> None:
-    """Buckets have left on each rank, and not as many."""
+def a_loaded_bucket_order_is_used_after_backwards_that_raised() -> None:
+    """At a different layer on each rank: as many buckets had not been sent."""
     layers = nn.ModuleList([nn.Linear(100, 100) for _ in range(4)])
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
     dd.wrap_optimizer(optimizer, layers.named_parameters(), bucket_cap_mb=0.03, first_bucket_mb=0.03)
@@ -163,7 +161,7 @@ def another_runs_order_is_taken_after_a_backward_that_raised_elsewhere_on_each_r
 
 
 @law
-def state_that_parameters_share_they_share_on_every_rank() -> None:
+def optimizer_state_shared_by_parameters_stays_shared() -> None:
     with folder() as path:
         models = [net(3) for _ in range(2)]
         optimizers = [dd.wrap_optimizer(SharedStep(model.parameters())) for model in models]
@@ -185,13 +183,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @law
-def every_sample_of_an_epoch_is_somebodys_once() -> None:
-    """Whatever the rest; and from the middle of an epoch on, too."""
+def every_sample_is_seen_once_per_epoch() -> None:
+    """For every remainder, also from the middle of an epoch."""
     for count in (0, 1, 7, 12, 50):
         for remainder in ("drop", "pad", "uneven"):
             sampler = dd.Sampler(range(count), remainder=remainder, seed=count)
             loader = dd.loader(range(count), 2, sampler=sampler)
-            # Of a share that a batch ends, the next loop would be one of the next epoch.
+            # If that batch ended the share, the next loop would be the next epoch's.
             first = next(iter(loader)).tolist() if count >= 3 * dd.size() else []
             done = [sample for share in dd.allgather_object(first) for sample in share]
             assert sampler.position == len(done)
@@ -211,7 +209,7 @@ def check_once(seen: list[int], count: int, remainder: Remainder) -> None:
 
 
 class Numbers(IterableDataset[int]):
-    """Shuffled by Python's own generator, which differs between the ranks."""
+    """Shuffled by Python's random module, which is seeded differently on each rank."""
 
     def __iter__(self) -> Iterator[int]:
         numbers = list(range(SAMPLES))
@@ -220,7 +218,7 @@ class Numbers(IterableDataset[int]):
 
 
 @law
-def an_iterable_data_set_is_shared_out_too() -> None:
+def iterable_datasets_are_split_between_ranks() -> None:
     random.seed(dd.rank())
     for remainder in ("drop", "pad", "uneven"):
         sampler = dd.Sampler(Numbers(), remainder=remainder, shuffle=False)
@@ -234,7 +232,7 @@ def an_iterable_data_set_is_shared_out_too() -> None:
 
 
 @law
-def what_is_saved_is_what_it_was_when_save_was_called() -> None:
+def async_saves_write_the_values_at_the_call() -> None:
     with folder() as path:
         weight = torch.full((1000,), 1.0)
         saving = dd.save_checkpoint(path, weight=weight, async_op=True)
@@ -247,7 +245,7 @@ def what_is_saved_is_what_it_was_when_save_was_called() -> None:
 
 
 @law
-def a_checkpoint_under_way_is_there_when_it_is_loaded() -> None:
+def load_waits_for_an_async_save() -> None:
     with folder() as path:
         weight = torch.ones(1 << 20)
         for step in range(5):
@@ -261,7 +259,7 @@ def a_checkpoint_under_way_is_there_when_it_is_loaded() -> None:
 
 
 @law
-def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
+def disk_errors_are_raised_on_every_rank() -> None:
     with folder() as path:
         dd.save_checkpoint(path, step=1)
         raises(CheckpointError, lambda: dd.save_checkpoint(path / "not" / "there", step=2), "no folder", "not")
@@ -274,7 +272,7 @@ def a_failure_of_the_disk_is_every_ranks_error_and_the_ranks_go_on() -> None:
 
 
 @law
-def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
+def a_checkpoint_that_does_not_match_changes_nothing() -> None:
     with folder() as path:
         model = nn.Linear(3, 2)
         turned = torch.optim.SGD([model.bias, model.weight], lr=1.0)
@@ -288,7 +286,7 @@ def a_checkpoint_that_does_not_fit_changes_nothing_on_any_rank() -> None:
             ({"model": model, "optimizer": optimizer}, ("it holds no optimizer, only model, sampler",)),
             ({"turned": optimizer}, ("parameter 0 is (2,) in the file, (2, 3) in the program", "parameter 1 is")),
             ({"model": model, "sampler": dd.Sampler(range(6), remainder="pad")}, ("count 5 in the state",)),
-            # On one rank only: the others must not go on without it.
+            # On one rank only: the others must not continue without it.
             ({"model": nn.Linear(3, 2 + (dd.rank() == dd.size() - 1))}, ("(2, 3) in the file",)),
         )
         for parts, words in wrong:
@@ -333,7 +331,7 @@ def a_load_that_one_object_refuses_on_one_rank_changes_nothing_on_any_rank() -> 
 
 
 @law
-def ranks_that_save_or_load_differently_are_told_so() -> None:
+def different_arguments_of_save_or_load_are_errors_on_every_rank() -> None:
     with folder() as path:
         last = dd.rank() == dd.size() - 1
         raises(UsageError, lambda: dd.save_checkpoint(path, keep=0 if last else 3), "keep=0")
@@ -346,8 +344,8 @@ def ranks_that_save_or_load_differently_are_told_so() -> None:
 
 
 @law
-def ranks_at_different_places_of_the_data_are_told_so() -> None:
-    """But with shares that are not as long they may be done, or not, and all at one place."""
+def sampler_positions_that_differ_are_an_error_on_saving() -> None:
+    """Unless shares differ in length, where some ranks may have finished the epoch."""
     with folder() as path:
         for remainder in ("drop", "pad", "uneven"):
             for count in (7, 12):
@@ -364,7 +362,7 @@ def ranks_at_different_places_of_the_data_are_told_so() -> None:
 
 
 @law
-def an_altered_file_is_passed_over_on_every_rank() -> None:
+def damaged_checkpoints_are_skipped_on_every_rank() -> None:
     with folder() as path:
         for step in (1, 2):
             dd.save_checkpoint(path, step=step)
@@ -385,26 +383,7 @@ def an_altered_file_is_passed_over_on_every_rank() -> None:
 
 
 @law
-def random_states_are_those_of_each_rank() -> None:
-    draws: tuple[Callable[[], float], ...] = (
-        lambda: torch.rand(1).item(),
-        random.random,
-        lambda: float(np.random.rand()),
-    )
-    with folder() as path:
-        for seed in (torch.manual_seed, random.seed, np.random.seed):
-            seed(dd.rank())
-        dd.save_checkpoint(path)
-        drawn = [draw() for draw in draws]
-        dd.load_checkpoint(path)
-        assert [draw() for draw in draws] == drawn
-        assert len({*map(tuple, dd.allgather_object(drawn))}) == len(ranks())
-        dd.load_checkpoint(path, random=False)
-        assert [draw() for draw in draws] != drawn
-
-
-@law
-def an_elastic_state_has_rank_zeros_objects_on_every_rank() -> None:
+def elastic_state_syncs_from_rank_0() -> None:
     layer = torch.nn.Linear(2, 2)
     with torch.no_grad():
         layer.weight.fill_(dd.rank() + 1)
@@ -420,7 +399,7 @@ def an_elastic_state_has_rank_zeros_objects_on_every_rank() -> None:
 
 
 @law
-def with_uneven_shares_each_rank_knows_which_batch_is_its_own_alone() -> None:
+def uneven_samplers_know_which_batches_all_ranks_have() -> None:
     sampler = dd.Sampler(range(2 * dd.size() + 1), remainder="uneven", shuffle=False)
     found = []
     for _ in sampler:

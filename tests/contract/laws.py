@@ -1,55 +1,14 @@
-"""The laws that hold on every backend under every launcher, in the order in which a job goes through them."""
+"""All laws: importing this module imports the other files *_laws.py, whose decorators fill LAWS and ALONE."""
 
 from __future__ import annotations
 
-from contract import (
-    adasum_laws,
-    backward_laws,
-    check_laws,
-    checkpoint_laws,
-    collective_laws,
-    derivative_laws,
-    face_laws,
-    habit_laws,
-    meeting_laws,
-    memory_laws,
-    optimizer_laws,
-    quick_laws,
-    replica_laws,
-    rooted_laws,
-    rounds_laws,
-    step_laws,
-    sync_batch_norm_laws,
-    value_laws,
-    wrapping_laws,
-)
-from contract.oracle import ALONE, LAWS, batch, digest, loss_of, net, raises
+from importlib import import_module
+from pathlib import Path
 
-__all__ = [
-    "ALONE",
-    "LAWS",
-    "adasum_laws",
-    "backward_laws",
-    "batch",
-    "check_laws",
-    "checkpoint_laws",
-    "collective_laws",
-    "derivative_laws",
-    "digest",
-    "face_laws",
-    "habit_laws",
-    "loss_of",
-    "meeting_laws",
-    "memory_laws",
-    "net",
-    "optimizer_laws",
-    "quick_laws",
-    "raises",
-    "replica_laws",
-    "rooted_laws",
-    "rounds_laws",
-    "step_laws",
-    "sync_batch_norm_laws",
-    "value_laws",
-    "wrapping_laws",
-]
+from contract.oracle import ALONE, LAWS
+
+__all__ = ["ALONE", "LAWS"]
+
+for path in sorted(Path(__file__).parent.glob("*_laws.py")):
+    if path.stem != "test_laws":
+        import_module(f"contract.{path.stem}")

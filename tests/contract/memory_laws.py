@@ -1,4 +1,4 @@
-"""The laws of where values lie: views, strides, what torch puts off, and whose default device it is."""
+"""Memory layouts: views, strides, lazily conjugated tensors, and the default device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contract.oracle import law, ranks
 import dualdist as dd
 from dualdist.collectives.reductions import Op
 
-# For each dtype the operations to try; complex products and 64-bit unsigned numbers go ways of their own.
+# Complex products and 64-bit unsigned integers have code of their own.
 OPS_OF: dict[torch.dtype, tuple[Op, ...]] = {
     torch.float32: ("sum", "mean", "min", "max", "product", "adasum"),
     torch.float64: ("sum", "mean", "min", "max", "product", "adasum"),
@@ -45,7 +45,7 @@ def plain(tensor: torch.Tensor) -> list[complex]:
 
 
 @law
-def reductions_in_place_write_a_view_and_nothing_beside_it() -> None:
+def in_place_reductions_write_only_the_view() -> None:
     """Every view with float32, and every other dtype and operation with one of the views in turn."""
     turns = itertools.cycle(enumerate(VIEWS))
     for dtype, ops in OPS_OF.items():
@@ -64,7 +64,7 @@ def reductions_in_place_write_a_view_and_nothing_beside_it() -> None:
 
 
 @law
-def ranks_may_keep_the_same_tensor_in_different_ways() -> None:
+def strides_may_differ_between_ranks() -> None:
     memory = torch.zeros(2, 5)
     mine = memory.t().reshape(-1)[:5] if dd.rank() else memory.view(-1)[::2]
     for op, expected in (("sum", sum(ranks())), ("max", dd.size() - 1)):
@@ -81,8 +81,8 @@ def ranks_may_keep_the_same_tensor_in_different_ways() -> None:
 
 
 @law
-def what_torch_has_put_off_is_done_before_values_travel() -> None:
-    """z.conj() and its imaginary part only promise to turn the sign: their memory holds what it held."""
+def lazy_conjugation_and_negation_are_resolved_before_sending() -> None:
+    """z.conj() and its imaginary part only set a flag: their memory holds the values of z."""
     size = dd.size()
     stored = torch.tensor([1 + 2j, 3 - 1j, 0 + 1j, 2 + 2j]).repeat(size)
     for promised in (stored.conj(), stored.conj().imag):
@@ -116,8 +116,8 @@ def what_torch_has_put_off_is_done_before_values_travel() -> None:
 
 
 @law
-def a_default_device_of_the_program_changes_nothing() -> None:
-    """The bytes of ours lie on the CPU, wherever the program has new tensors made."""
+def the_default_device_of_the_program_is_ignored() -> None:
+    """Internal buffers are on the CPU, whatever device the program has set as default."""
     size, one = dd.size(), torch.ones(size_rows := dd.size(), requires_grad=True)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
     with torch.device("meta"):

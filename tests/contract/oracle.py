@@ -1,10 +1,10 @@
-"""What the laws are held against, and the lists in which they stand."""
+"""How laws are registered, and what they are checked against: plain torch in this process, on all ranks' batches."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 import dualdist as dd
 
 LAWS: dict[str, Callable[[], None]] = {}
-# Laws that want a session of their own: once a session has had several optimizers, buckets no longer leave early.
+# Laws that need a session of their own: once a session has had several optimizers, buckets no longer leave early.
 ALONE: dict[str, Callable[[], None]] = {}
 
 
@@ -27,7 +27,7 @@ def law_alone(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
-    """The call raises kind, and its message has all the words."""
+    """Check that the call raises `kind` with all the words in its message."""
     message = None
     try:
         call()
@@ -42,8 +42,18 @@ def ranks() -> range:
     return range(dd.size())
 
 
+def mean_scale() -> float:
+    """Return the mean of rank + 1 over all ranks."""
+    return (dd.size() + 1) / 2
+
+
+def reopen(backend: str) -> None:
+    """Open a session on this backend, which is the dd.backend() of the session before."""
+    dd.init(None if backend == "single" else backend, timeout_s=40)
+
+
 def net(seed: int = 0) -> nn.Sequential:
-    """The same small model on every rank; a parameter in it that no loss touches."""
+    """Return the same small model on every rank; the loss uses all parameters but `untouched`."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
     model.register_parameter("untouched", nn.Parameter(torch.ones(3)))
@@ -62,13 +72,35 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+def total_loss(model: nn.Module, step: int = 0, members: Iterable[int] | None = None) -> torch.Tensor:
+    """Return the sum of the losses of all ranks' batches, or of the members'."""
+    return sum(loss_of(model, rank, step) for rank in (ranks() if members is None else members))  # type: ignore[return-value]
+
+
 def mean_gradients(model: nn.Module, steps: tuple[int, ...] = (0,)) -> list[torch.Tensor | None]:
-    """The oracle: everybody's gradients, computed here one after the other without dualdist, and their mean."""
+    """Return the mean of all ranks' gradients, summed over the steps."""
     alone = copy.deepcopy(model)
     alone.zero_grad()
     for step in steps:
-        (sum(loss_of(alone, rank, step) for rank in ranks()) / dd.size()).backward()
-    return [param.grad for param in alone.parameters()]
+        (total_loss(alone, step) / dd.size()).backward()
+    return gradients(alone)
+
+
+def closure_of(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return a closure for optimizer.step(), which computes the loss and its gradients."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
+
+
+def refuse(gradient: torch.Tensor) -> None:
+    """Raise in a backward, as a tensor's hook."""
+    raise ValueError("refused")
 
 
 def assert_close(
@@ -92,3 +124,19 @@ def assert_same_everywhere(model: nn.Module) -> None:
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [param.grad for param in model.parameters()]
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor | None]:
+    return [param.detach() for param in model.parameters()]
+
+
+def adasum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Adasum of a power of two of tensors, by the rule of arXiv:2006.02924 for pairs of halves."""
+    if len(tensors) == 1:
+        return tensors[0]
+    half = len(tensors) // 2
+    a, b = adasum(tensors[:half]), adasum(tensors[half:])
+    dot, a_square, b_square = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    if a_square == 0 or b_square == 0:
+        return a + b
+    return a * (1 - dot / (2 * a_square)) + b * (1 - dot / (2 * b_square))

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils  # DistributedDataParallel would import it later, when it is in the collector's sight
-from contract.laws import ALONE, LAWS, digest, loss_of, net, raises
+from contract.laws import ALONE, LAWS
+from contract.oracle import digest, loss_of, net, raises
 from harness.rank_pool import serve
 from torch import nn
 

@@ -1,67 +1,60 @@
-"""The laws of what a step finds: gradients zeroed, missing, added up, clipped, scaled, or those of a closure."""
+"""optimizer.step(): gradients that are missing, set by hand, accumulated, clipped or scaled, and closures."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from typing import Any
 
 import torch
+from contract.optimizer_laws import Fixed, Wrap, assert_trains_like_one_process, by_dd, by_hvd, sgd
 from contract.oracle import (
     assert_close,
     assert_same_everywhere,
+    closure_of,
     gradients,
     law,
     law_alone,
     loss_of,
-    mean_gradients,
     net,
+    parameters,
     raises,
     ranks,
+    total_loss,
 )
 from torch import nn
 
 import dualdist as dd
+import dualdist.hvd as hvd
 from dualdist.errors import MismatchError
 
 
-@law
-def zeroed_gradients_work_like_absent_ones() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, dd.rank(), step).backward()
-        assert_close(gradients(model), mean_gradients(model, (step,)))
-        optimizer.step()
-
-
-@law
-def gradients_are_summed_on_request() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
-    loss_of(model, dd.rank()).backward()
-    expected = [None if grad is None else grad * dd.size() for grad in mean_gradients(model)]
-    assert_close(gradients(model), expected)
+def assert_mean_over_all_ranks(wrap: Wrap, passes: int = 1, factor: int = 1) -> None:
+    """Rank 0 uses two layers, the others one of them, and no rank the third."""
+    layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+    dd.broadcast_parameters(layers)
+    optimizer = wrap(torch.optim.SGD(layers.parameters(), lr=0.01), layers)
+    for _ in range(passes):
+        sum(layers[index](torch.ones(1, 2)).sum() for index in ([0] if dd.rank() else [0, 1])).backward()
+    assert torch.allclose(layers[0].weight.grad, torch.full((1, 2), 1.0 * passes * factor))
+    assert torch.allclose(layers[1].weight.grad, torch.full((1, 2), passes * factor / dd.size()))
+    assert layers[2].weight.grad is None
     optimizer.step()
 
 
 @law_alone
-def a_parameter_that_some_ranks_use_gets_the_mean_over_all() -> None:
-    model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
-    for layer in model:
-        nn.init.ones_(layer.weight)
-    dd.broadcast_parameters(model)
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    chosen = [0] if dd.rank() else [0, 1]  # layer 1 by rank 0 only, layer 2 by nobody
-    sum(model[index](torch.ones(1, 2)).sum() for index in chosen).backward()
-    assert torch.equal(model[0].weight.grad, torch.ones(1, 2))
-    assert torch.equal(model[1].weight.grad, torch.full((1, 2), 1 / dd.size()))
-    assert model[2].weight.grad is None
-    optimizer.step()
+def a_parameter_unused_on_some_ranks_gets_the_mean_over_all() -> None:
+    assert_mean_over_all_ranks(by_dd())
+
+
+@law
+def options_keep_the_mean_over_all_of_a_parameter_unused_on_some_ranks() -> None:
+    assert_mean_over_all_ranks(by_hvd(backward_passes_per_step=2), passes=2)
+    assert_mean_over_all_ranks(by_hvd(groups=2, compression=Fixed))
+    assert_mean_over_all_ranks(by_hvd(op=hvd.Sum, gradient_predivide_factor=1.0), factor=dd.size())
 
 
 @law_alone
-def a_rank_whose_backward_touched_nothing_takes_part_when_it_steps() -> None:
+def a_rank_without_a_backward_takes_part_in_the_reduction_in_its_step() -> None:
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step in range(3):
@@ -74,7 +67,7 @@ def a_rank_whose_backward_touched_nothing_takes_part_when_it_steps() -> None:
 
 
 @law
-def a_step_without_any_backward_does_no_harm() -> None:
+def a_step_without_any_backward_changes_nothing() -> None:
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.step()
@@ -82,7 +75,7 @@ def a_step_without_any_backward_does_no_harm() -> None:
 
 
 @law
-def gradients_set_by_hand_are_reduced_by_the_step() -> None:
+def gradients_set_by_hand_are_reduced_in_the_step() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
     weight.grad = torch.full((2,), float(dd.rank()))
@@ -91,94 +84,12 @@ def gradients_set_by_hand_are_reduced_by_the_step() -> None:
 
 
 @law_alone
-def accumulation_reduces_once_and_adds_up() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for step in (0, 1):
-            loss_of(model, dd.rank(), step).backward()
-        alone = copy.deepcopy(model)
-        alone.zero_grad()
-        for step in (0, 1):
-            loss_of(alone, dd.rank(), step).backward()
-        assert_close(gradients(model), gradients(alone))  # not reduced yet
-        loss_of(model, dd.rank(), 2).backward()
-        assert_close(gradients(model), mean_gradients(model, (0, 1, 2)))
-        optimizer.step()
-    optimizer.zero_grad()
-    loss_of(model, dd.rank(), 0).backward()  # the last, short round of an epoch
-    expected = mean_gradients(model)
-    optimizer.step()
-    assert_close(gradients(model), expected)
+def accumulated_gradients_are_reduced_once() -> None:
+    assert_trains_like_one_process(by_dd(accumulate=3), passes=3, backwards=(3, 3, 1))
 
 
 @law
-def clipping_sees_the_mean() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    loss_of(model, dd.rank()).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    expected = torch.stack([grad.norm() for grad in mean_gradients(model) if grad is not None]).norm()
-    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
-    optimizer.step()
-
-
-@law
-def closures_see_the_mean_and_lbfgs_stays_in_step() -> None:
-    model = net().double()  # LBFGS amplifies rounding; in double nothing of it shows
-    model.untouched.requires_grad_(False)
-    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, line_search_fn="strong_wolfe"))
-    alone = copy.deepcopy(model)
-    plain = torch.optim.LBFGS(alone.parameters(), lr=0.5, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, dd.rank())
-        loss.backward()
-        return loss
-
-    def whole() -> torch.Tensor:
-        plain.zero_grad()
-        loss = sum(loss_of(alone, rank) for rank in ranks()) / dd.size()
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    torch.testing.assert_close(first.detach(), plain.step(whole).detach(), rtol=1e-5, atol=1e-6)
-    assert_same_everywhere(model)
-    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
-
-
-@law
-def the_loss_of_a_closure_is_reduced_as_its_gradients_are() -> None:
-    """A line search whose loss is a size-th of what its gradient says goes another way."""
-    model = net().double()
-    model.untouched.requires_grad_(False)
-    alone = copy.deepcopy(model)
-    options: dict[str, Any] = {"lr": 1, "max_iter": 6, "line_search_fn": "strong_wolfe"}
-    optimizer = dd.wrap_optimizer(torch.optim.LBFGS(model.parameters(), **options), op="sum")
-    plain = torch.optim.LBFGS(alone.parameters(), **options)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = 10 * loss_of(model, dd.rank())
-        loss.backward()
-        return loss
-
-    def whole() -> torch.Tensor:
-        plain.zero_grad()
-        loss = sum(10 * loss_of(alone, rank) for rank in ranks())
-        loss.backward()
-        return loss
-
-    torch.testing.assert_close(optimizer.step(closure), plain.step(whole), check_dtype=False)
-    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
-    assert_same_everywhere(model)
-
-
-@law
-def a_closure_may_return_any_number_or_nothing_on_all_ranks_alike() -> None:
+def closures_return_any_number_or_no_number_on_every_rank() -> None:
     weight = nn.Parameter(torch.zeros(1))
     rank, size = dd.rank(), dd.size()
     for op, divisor in (("mean", size), ("sum", 1)):
@@ -205,37 +116,8 @@ def a_closure_may_return_any_number_or_nothing_on_all_ranks_alike() -> None:
             assert step(1) == size / divisor, "and the ranks are still in step"
 
 
-@law
-def loss_scaling_sees_the_mean() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, dd.rank(), step)).backward()
-        scaler.unscale_(optimizer)
-        assert_close(gradients(model), mean_gradients(model, (step,)))
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@law
-def an_overflow_on_one_rank_is_everybodys() -> None:
-    model = net()
-    optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = [param.detach().clone() for param in model.parameters()]
-    loss = loss_of(model, dd.rank())
-    scaler.scale(loss * float("inf") if dd.rank() == 0 else loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    for param, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param, old)
-
-
 @law_alone
-def a_skipped_step_does_not_confuse_the_next() -> None:
+def a_backward_without_a_step_does_not_affect_the_next() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
     weight.sum().backward()  # no step follows, as after an overflow
@@ -247,7 +129,7 @@ def a_skipped_step_does_not_confuse_the_next() -> None:
 
 
 @law
-def sums_begin_anew_however_gradients_were_dropped() -> None:
+def gradients_with_op_sum_start_from_zero_however_they_were_cleared() -> None:
     for drop in ("optimizer", "model", "by hand"):
         model = nn.Linear(2, 2)
         dd.broadcast_parameters(model)
@@ -260,3 +142,50 @@ def sums_begin_anew_however_gradients_were_dropped() -> None:
                 (optimizer if drop == "optimizer" else model).zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             assert model.bias.grad.tolist() == [dd.size()] * 2, drop
+
+
+@law
+def closures_train_lbfgs_like_one_process() -> None:
+    """The closure's loss is reduced like its gradients, for the line search. In float64: LBFGS amplifies rounding."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        model.untouched.requires_grad_(False)
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+    mean, total = 1 / dd.size(), 1.0
+    for wrap, factor in ((by_dd(), mean), (by_dd(op="sum"), total), (by_hvd(), mean), (by_hvd(op=hvd.Sum), total)):
+        model, alone = net().double(), net().double()
+        optimizer, plain = wrap(make(model), model), make(alone)
+        found = optimizer.step(closure_of(optimizer, lambda model=model: loss_of(model, dd.rank())))
+        right = plain.step(closure_of(plain, lambda alone=alone, factor=factor: total_loss(alone) * factor))
+        torch.testing.assert_close(found.detach(), right.detach(), rtol=1e-9, atol=1e-9)
+        assert_close(parameters(model), parameters(alone), 1e-7, 1e-9)
+        assert_same_everywhere(model)
+
+
+@law
+def loss_scaling_skips_every_ranks_step_if_one_overflows() -> None:
+    """In the other steps the mean, or the sum, is what is unscaled and clipped."""
+    for wrap, factor in ((by_dd(), 1 / dd.size()), (by_hvd(), 1 / dd.size()), (by_hvd(op=hvd.Sum), 1.0)):
+        model, alone = net(), net()
+        optimizer, plain = wrap(sgd(model), model), sgd(alone)
+        skips = getattr(optimizer, "skip_synchronize", contextlib.nullcontext)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, dd.rank(), step)
+            scaler.scale(loss * float("inf") if step == 1 and dd.rank() == dd.size() - 1 else loss).backward()
+            if hasattr(optimizer, "synchronize"):
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with skips():
+                scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (2.0 if step else 4.0)
+            if step != 1:
+                plain.zero_grad()
+                (total_loss(alone, step) * factor).backward()
+                nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+                plain.step()
+            assert_close(parameters(model), parameters(alone))

@@ -1,4 +1,4 @@
-"""The laws of batch normalisation over all ranks. The oracle is torch's own, in this process, on everybody's batch."""
+"""SyncBatchNorm, compared with torch's batch normalization of all ranks' batches in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch_of(rank: int, rows: int, shape: tuple[int, ...], dtype: torch.dtype = 
 
 
 def weights_like(batch: torch.Tensor) -> torch.Tensor:
-    """What the loss multiplies each output with: no constant, for the sum of normalized values is always 0."""
+    """Return factors of the outputs in the loss: without them the sum of normalized values is always 0."""
     return torch.sin(batch.double() * 7).to(batch.dtype)
 
 
@@ -47,7 +47,7 @@ def scrambled(layer: nn.Module) -> nn.Module:
 def check(
     rows: Rows, shape: tuple[int, ...], options: dict[str, object], dtype: torch.dtype, tolerance: float, steps: int = 2
 ) -> None:
-    """Two steps of our layer on this rank's rows against torch's on everybody's."""
+    """Compare steps of our layer on this rank's rows with torch's on all rows."""
     mine = scrambled(dd.SyncBatchNorm(CHANNELS, **options))  # type: ignore[arg-type]
     whole = scrambled(PLAIN[2 + len(shape)](CHANNELS, **options))
     if dtype == torch.float64:
@@ -74,21 +74,21 @@ def check(
         # Statistics are float32 whatever the input's dtype.
         close = dict.fromkeys(("rtol", "atol"), min(tolerance, 2e-5))
         torch.testing.assert_close(buffer, right, **close, msg=lambda m, n=name: f"{n}: {m}")
-    said = dd.allgather_object([buffer.tolist() for buffer in mine.buffers()])
-    assert all(other == said[0] for other in said), "every rank has the same bits"
+    buffers = dd.allgather_object([buffer.tolist() for buffer in mine.buffers()])
+    assert all(other == buffers[0] for other in buffers), "every rank has the same bits"
     torch.testing.assert_close(mine.eval()(given), whole.eval()(everybody)[own], rtol=tolerance, atol=tolerance)
 
 
 @law
-def batch_norm_over_all_ranks_is_that_of_the_whole_batch() -> None:
-    """float64, so that a wrong term of 1e-9 would show."""
+def sync_batch_norm_normalizes_the_whole_batch() -> None:
+    """In float64, where a wrong term of 1e-9 shows."""
     for rows in ROWS.values():
         for shape in ((), (6,), (3, 2), (2, 1, 2)):
             check(rows, shape, {}, torch.float64, 1e-10)
 
 
 @law
-def batch_norm_over_all_ranks_has_the_options_of_batch_norm() -> None:
+def sync_batch_norm_has_the_options_of_batch_norm() -> None:
     options: list[dict[str, object]] = [
         {"momentum": None},
         {"momentum": 0.7, "eps": 0.1},
@@ -101,7 +101,7 @@ def batch_norm_over_all_ranks_has_the_options_of_batch_norm() -> None:
 
 
 @law
-def batch_norm_over_all_ranks_calculates_half_precision_in_float32() -> None:
+def sync_batch_norm_computes_half_precision_in_float32() -> None:
     """Outputs are off by the rounding of their own dtype only; statistics are float32, as torch's are."""
     check(ROWS["uneven"], (3, 2), {}, torch.float32, 2e-5)
     check(ROWS["uneven"], (3, 2), {}, torch.float16, 4e-3)
@@ -113,7 +113,7 @@ def batch_norm_over_all_ranks_calculates_half_precision_in_float32() -> None:
 
 
 @law
-def batch_norm_over_all_ranks_keeps_a_small_variance_beside_a_large_mean() -> None:
+def sync_batch_norm_keeps_a_small_variance_beside_a_large_mean() -> None:
     """The square of the mean is 1e7 times the variance: sums of squares in float32 would lose it."""
     layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0)
     batches = [batch_of(rank, 50, ()) / 10 + 1000 for rank in ranks()]
@@ -124,7 +124,7 @@ def batch_norm_over_all_ranks_keeps_a_small_variance_beside_a_large_mean() -> No
 
 
 @law
-def batch_norm_over_all_ranks_is_as_exact_as_its_input() -> None:
+def sync_batch_norm_is_as_exact_as_its_input() -> None:
     """The square of the mean is up to 1e16 times the variance, and the means of the ranks differ; forward and back.
 
     The input itself has 53 bits, of which the mean takes away as many as it is larger than the deviation.
@@ -150,7 +150,7 @@ def batch_norm_over_all_ranks_is_as_exact_as_its_input() -> None:
 
 
 @law
-def batch_norm_over_all_ranks_keeps_channels_last() -> None:
+def sync_batch_norm_keeps_channels_last() -> None:
     layer = dd.SyncBatchNorm(CHANNELS)
     image = batch_of(dd.rank(), 2, (4, 5)).to(memory_format=torch.channels_last).requires_grad_()
     other = dd.SyncBatchNorm(CHANNELS)
@@ -163,7 +163,7 @@ def batch_norm_over_all_ranks_keeps_channels_last() -> None:
 
 
 @law
-def batch_norm_over_all_ranks_sends_one_message_forward_and_one_back() -> None:
+def sync_batch_norm_exchanges_once_forward_and_once_backward() -> None:
     if dd.size() == 1:
         return
     from dualdist import session
@@ -181,7 +181,7 @@ def batch_norm_over_all_ranks_sends_one_message_forward_and_one_back() -> None:
 
 
 @law
-def batch_norm_over_a_group_is_that_of_its_ranks() -> None:
+def sync_batch_norm_over_a_group_uses_its_ranks() -> None:
     group = dd.new_group(range(0, dd.size(), 2))
     if group.is_member:
         layer = dd.SyncBatchNorm(CHANNELS, group=group)
@@ -198,7 +198,7 @@ def batch_norm_over_a_group_is_that_of_its_ranks() -> None:
 
 
 @law
-def a_model_is_converted_to_batch_norm_over_all_ranks_and_keeps_its_parameters() -> None:
+def convert_sync_batchnorm_keeps_parameters_and_options() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Sequential(nn.BatchNorm2d(4, eps=0.25, momentum=None), nn.ReLU()))
     kept = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model[1].eval()
@@ -217,8 +217,8 @@ def a_model_is_converted_to_batch_norm_over_all_ranks_and_keeps_its_parameters()
 
 
 @law
-def batch_norm_over_all_ranks_goes_on_without_ranks_that_have_joined() -> None:
-    """The last rank has twice the batches: the second ones are normalized by themselves."""
+def sync_batch_norm_ignores_joined_ranks() -> None:
+    """The last rank has two batches: the second one is normalized alone."""
     last = dd.size() - 1
     for dtype in (torch.float32, torch.float64):
         layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0).to(dtype)
@@ -232,7 +232,7 @@ def batch_norm_over_all_ranks_goes_on_without_ranks_that_have_joined() -> None:
 
 
 @law
-def what_cannot_be_normalized_is_refused() -> None:
+def sync_batch_norm_refuses_invalid_input() -> None:
     layer = dd.SyncBatchNorm(CHANNELS)
     raises(UsageError, lambda: layer(torch.ones(2)), "(2,)", "two dimensions")
     raises(UsageError, lambda: layer(torch.ones(2, CHANNELS + 1)), f"(n, {CHANNELS}, ...)")

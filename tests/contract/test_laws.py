@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from contract import meeting_laws, rank
-from contract.laws import ALONE, LAWS, digest, loss_of, net
+from contract import negotiation_laws, rank
+from contract.laws import ALONE, LAWS
+from contract.oracle import digest, loss_of, net
 from harness import leaks
 from harness.installed import lack
 from harness.jobs import Launch
@@ -104,7 +105,7 @@ LAUNCHER_CELLS = [
 ]
 CELLS = [*LAW_CELLS, *FULL_LAW_CELLS, *LAUNCHER_CELLS]
 FULL = {*FULL_LAW_CELLS, *LAUNCHER_CELLS}
-RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(meeting_laws)]
+RENDEZVOUS_LAWS = [name for name in (*LAWS, *ALONE) if name in vars(negotiation_laws)]
 
 
 def in_cells(cells: Iterable[Cell], laws: Sequence[str] = ()) -> list[Any]:

@@ -1,35 +1,20 @@
-"""The laws of what operations give, against exact arithmetic: every dtype, scale, shape and split."""
+"""Values of collectives, compared with exact arithmetic: every dtype, operation, scale, shape and split."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from contract.oracle import law, raises, ranks
+from contract.oracle import adasum, law, raises, ranks
 
 import dualdist as dd
+from dualdist import session
+from dualdist.collectives.reductions import Op
 from dualdist.errors import MismatchError, UsageError
 
-INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-)
-FLOATS = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)
+INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8)
 
 
 def of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +27,7 @@ def plain(tensor: torch.Tensor) -> list[float]:
 
 
 @law
-def every_dtype_is_reduced_by_every_operation() -> None:
+def every_dtype_is_reduced_by_every_op() -> None:
     everybody = [[rank + 1.0, 2.0, 1.0] for rank in ranks()]
     mine = everybody[dd.rank()]
     columns = list(zip(*everybody, strict=True))
@@ -63,21 +48,21 @@ def every_dtype_is_reduced_by_every_operation() -> None:
 
 
 @law
-def booleans_are_reduced_as_logic() -> None:
+def booleans_are_reduced_logically() -> None:
     mine = torch.tensor([dd.rank() == 0, True, False])
     only_first = dd.size() == 1
-    assert dd.allreduce(mine, "sum").tolist() == [True, True, False]
-    assert dd.allreduce(mine, "max").tolist() == [True, True, False]
-    assert dd.allreduce(mine, "min").tolist() == [only_first, True, False]
-    assert dd.allreduce(mine, "product").tolist() == [only_first, True, False]
+    for op in ("sum", "max"):
+        assert dd.allreduce(mine, op).tolist() == [True, True, False]
+    for op in ("min", "product"):
+        assert dd.allreduce(mine, op).tolist() == [only_first, True, False]
     for scales in ({"prescale": 2.0}, {"postscale": 0.5}):
-        raises(UsageError, lambda scales=scales: dd.allreduce(mine, "sum", **scales), "booleans")
-        raises(UsageError, lambda scales=scales: dd.reducescatter(mine, "sum", **scales), "booleans")
+        for call in (dd.allreduce, dd.reducescatter):
+            raises(UsageError, lambda call=call, scales=scales: call(mine, "sum", **scales), "booleans")
 
 
 @law
-def the_least_and_the_greatest_of_numbers_and_nan_is_nan() -> None:
-    """On whichever rank it is, with either sign; as torch.maximum, and in every way that the values take."""
+def min_and_max_propagate_nan() -> None:
+    """As torch.maximum does: on whichever rank it is, with either sign, in every collective that reduces."""
     inf, nan = math.inf, math.nan
     everybody = torch.tensor([[-1.5, 0.0, -inf, inf, 2.0, -3.0, -7.0, 1e-40]]).repeat(dd.size(), 1)
     everybody += torch.arange(dd.size()).view(-1, 1)
@@ -98,7 +83,7 @@ def the_least_and_the_greatest_of_numbers_and_nan_is_nan() -> None:
 
 
 @law
-def complex_numbers_are_added_and_multiplied() -> None:
+def complex_dtypes_are_summed_and_multiplied() -> None:
     for dtype in (torch.complex64, torch.complex128):
         mine = torch.tensor([complex(1, dd.rank()), 2j], dtype=dtype)
         size = dd.size()
@@ -113,7 +98,7 @@ def complex_numbers_are_added_and_multiplied() -> None:
 
 
 @law
-def unsigned_numbers_keep_their_order_and_wrap_round() -> None:
+def unsigned_integers_are_ordered_and_wrap_around() -> None:
     top = torch.tensor([2**64 - 1 - dd.rank(), dd.rank()], dtype=torch.uint64)
     last = dd.size() - 1
     assert dd.allreduce(top, "max").tolist() == [2**64 - 1, last]
@@ -126,7 +111,7 @@ def unsigned_numbers_keep_their_order_and_wrap_round() -> None:
 
 
 @law
-def scales_multiply_before_and_after() -> None:
+def prescale_and_postscale_multiply_before_and_after() -> None:
     mine = torch.tensor([1.0, 3.0]) * (dd.rank() + 1)
     total = torch.tensor([1.0, 3.0]) * sum(rank + 1 for rank in ranks())
     assert torch.equal(dd.allreduce(mine, "sum", prescale=0.5, postscale=4.0), total * 2)
@@ -140,7 +125,7 @@ def scales_multiply_before_and_after() -> None:
 
 
 @law
-def strange_shapes_and_strides_survive_every_operation() -> None:
+def any_shape_and_any_strides_are_accepted_by_every_collective() -> None:
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     for tensor in (
         torch.tensor(2.0),
@@ -167,7 +152,7 @@ def strange_shapes_and_strides_survive_every_operation() -> None:
 
 
 @law
-def alltoall_sends_rows_where_they_shall_go() -> None:
+def alltoall_sends_equal_or_given_numbers_of_rows() -> None:
     size, mine = dd.size(), dd.rank()
     for dtype in (torch.float32, torch.int16, torch.bool, torch.bfloat16):
         equal = dd.alltoall(of([mine] * size * 2, dtype))
@@ -179,14 +164,16 @@ def alltoall_sends_rows_where_they_shall_go() -> None:
     assert received.tolist() == [mine + 2 * rank for rank in ranks()]
     assert received.dtype == torch.int64
     assert torch.equal(found, torch.cat([torch.full((mine + 2 * rank, 2), float(rank)) for rank in ranks()]))
-    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [3] * (size + 1)), "splits")
-    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [5] + [0] * (size - 1)), "splits")
-    raises(UsageError, lambda: dd.alltoall(torch.ones(3), [-1] + [0] * (size - 1)), "splits")
+    for wrong in ([3] * (size + 1), [5] + [0] * (size - 1), [-1] + [0] * (size - 1)):
+        raises(UsageError, lambda wrong=wrong: dd.alltoall(torch.ones(3), wrong), "splits")
     raises(UsageError, lambda: dd.alltoall(torch.tensor(1.0)), "dimension")
+    own = torch.full((3,), float(mine))  # what stays on its rank
+    assert dd.alltoall(own, [3 * (rank == mine) for rank in ranks()])[0].tolist() == own.tolist()
+    assert not getattr(session.current().backend, "under_way", None), "no work is left behind"
 
 
 @law
-def reducescatter_gives_the_first_ranks_the_remainder() -> None:
+def reducescatter_gives_the_remainder_to_the_first_ranks() -> None:
     for count in (0, 1, dd.size(), 2 * dd.size() + 1):
         mine = torch.arange(count * 2).view(count, 2) * (dd.rank() + 1)
         everybody = torch.stack([torch.arange(count * 2).view(count, 2) * (rank + 1) for rank in ranks()])
@@ -203,7 +190,7 @@ def reducescatter_gives_the_first_ranks_the_remainder() -> None:
 
 
 @law
-def grouped_operations_do_each_of_their_tensors() -> None:
+def grouped_collectives_handle_each_tensor_or_none() -> None:
     mine = [torch.full((3,), float(dd.rank())), torch.tensor(dd.rank()), torch.ones(2, 2, dtype=torch.bfloat16)]
     found = dd.grouped_allreduce(mine, "sum")
     assert found[0].tolist() == [float(sum(ranks()))] * 3
@@ -224,26 +211,18 @@ def grouped_operations_do_each_of_their_tensors() -> None:
 
 
 @law
-def adasum_follows_the_pairwise_rule() -> None:
-    def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        dot = (a * b).sum()
-        return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
-
-    def tree(gradients: list[torch.Tensor]) -> torch.Tensor:
-        half = len(gradients) // 2
-        return gradients[0] if half == 0 else pair(tree(gradients[:half]), tree(gradients[half:]))
-
+def adasum_of_tensors_combines_ranks_pairwise() -> None:
     if dd.size() == 3:
         raises(UsageError, lambda: dd.allreduce(torch.ones(2), "adasum"), "power of two")
         return
     everybody = [
         torch.randn(50, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in ranks()
     ]
-    expected = tree(everybody)
+    expected = adasum(everybody)
     mine = everybody[dd.rank()]
-    torch.testing.assert_close(dd.allreduce(mine, "adasum"), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(dd.allreduce(mine.float(), "adasum"), expected.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dd.allreduce(mine.half(), "adasum"), expected.half(), rtol=1e-2, atol=1e-2)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2)):
+        found = dd.allreduce(mine.to(dtype), "adasum")
+        torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance, atol=tolerance)
     parts = dd.grouped_allreduce([mine, 2 * mine], "adasum")
     torch.testing.assert_close(parts[1], 2 * expected, rtol=1e-12, atol=1e-12)
     same = torch.tensor([3.0, 4.0])
@@ -255,7 +234,7 @@ def adasum_follows_the_pairwise_rule() -> None:
 
 
 @law
-def sparse_tensors_are_added_where_they_are() -> None:
+def sparse_tensors_are_reduced_sparsely() -> None:
     rank, size = dd.rank(), dd.size()
     indices = torch.tensor([[0, rank + 1], [1, 0]])
     mine = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (size + 1, 2), check_invariants=True)
@@ -278,3 +257,67 @@ def sparse_tensors_are_added_where_they_are() -> None:
         torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (4, 3), check_invariants=True
     )
     assert torch.equal(dd.allreduce(empty, "sum").to_dense(), torch.zeros(4, 3))
+
+
+# One value, what just rides along and what does not any more, one piece of memory, and several with a remainder.
+COUNTS = (1, 2, 16, 17, 32, 33, 5000, 300_001)
+
+
+def numbers(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(count).remainder(5).add(1 + dd.rank()).to(dtype)
+
+
+def reduced(count: int, dtype: torch.dtype, op: Op) -> torch.Tensor:
+    every = torch.stack([torch.arange(count).remainder(5).add(1 + rank).double() for rank in ranks()])
+    found = {
+        "sum": every.sum(0),
+        "mean": every.mean(0),
+        "min": every.amin(0),
+        "max": every.amax(0),
+        "product": every.prod(0),
+    }[op]
+    return found.to(dtype)
+
+
+@law
+def allreduce_agrees_blocking_async_and_in_place_at_every_size() -> None:
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
+        ops: tuple[Op, ...] = ("sum", "min", "max", "product", *(("mean",) if dtype.is_floating_point else ()))
+        for count in COUNTS:
+            for op in ops if count in (2, 33) else ops[-1:]:
+                x, total = numbers(count, dtype), reduced(count, dtype, op)
+                torch.testing.assert_close(dd.allreduce(x, op), total, rtol=1e-6, atol=0)
+                assert torch.equal(x, numbers(count, dtype)), "the argument is left alone"
+                later = dd.allreduce(x, op, async_op=True)
+                torch.testing.assert_close(later.wait(), total, rtol=1e-6, atol=0)
+                assert dd.allreduce_(x, op) is x
+                torch.testing.assert_close(x, total, rtol=1e-6, atol=0)
+
+
+@law
+def allreduce_without_grad_returns_no_graph() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        assert not dd.allreduce(parameter, "sum").requires_grad
+        assert dd.allreduce_(parameter, "sum") is parameter
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+@law
+def one_rank_may_block_where_others_wait_later() -> None:
+    """The blocking rank takes the fast path, the others the usual one."""
+    for turn in range(2 * dd.size()):
+        for count in (2, 5000):
+            x = numbers(count, torch.float32)
+            if dd.rank() == turn % dd.size():
+                found = dd.allreduce(x, "sum", name="together")
+            else:
+                found = dd.allreduce(x, "sum", name="together", async_op=True).wait()
+            assert torch.equal(found, reduced(count, torch.float32, "sum"))
+
+
+@law
+def long_names_are_exchanged_in_several_messages() -> None:
+    for length in (300, 700, 1500, 5000):
+        assert dd.allreduce(torch.ones(2), "sum", name="n" * length).tolist() == [dd.size()] * 2

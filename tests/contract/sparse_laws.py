@@ -1,4 +1,4 @@
-"""The laws of gradients that are sparse, missing, infinite or late: rank by rank another way, and no rank waits."""
+"""Sparse gradients, also of ranks that have joined, and dtypes of the messages between ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from contract.optimizer_laws import Fixed, Wrap, by_dd, by_hvd, sgd
+from contract.optimizer_laws import Fixed, Wrap, by_dd, by_hvd
 from contract.oracle import (
     assert_close,
     assert_same_everywhere,
     gradients,
     law,
     law_alone,
-    loss_of,
-    net,
     raises,
     ranks,
+    refuse,
 )
 from torch import nn
 
@@ -28,13 +27,14 @@ from dualdist.ddp import buckets
 
 
 class Tied(nn.Module):
-    """An embedding with sparse gradients, whose weights may be used as a dense layer too."""
+    """An embedding with sparse gradients, whose weights a dense layer may share, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(dd.size() + 1, 3, sparse=True)
         self.dense = nn.Linear(3, 2)
+        self.untouched = nn.Parameter(torch.ones(2))
 
     def forward(self, row: int | None, *, tied: bool = False) -> torch.Tensor:
         hidden = torch.ones(2, 3) if row is None else self.embedding(torch.tensor([row, row]))
@@ -64,7 +64,7 @@ def assert_sparse_trains(wrap: Wrap, make: Callable[[nn.Module], torch.optim.Opt
 
 
 @law
-def the_default_dtype_does_not_matter_to_what_ranks_tell_each_other() -> None:
+def the_default_dtype_does_not_affect_messages_between_ranks() -> None:
     usual = torch.get_default_dtype()
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     try:
@@ -92,19 +92,19 @@ def slow(model: nn.Module) -> torch.optim.Optimizer:
 
 @law
 def sparse_gradients_train_like_one_process() -> None:
-    assert_sparse_trains(by_dd(), slow)
-    assert_sparse_trains(by_hvd(sparse_as_dense=True, gradient_predivide_factor=2.0), slow)
     for dense in (False, True):
+        assert_sparse_trains(by_dd(sparse_as_dense=dense), slow)
         assert_sparse_trains(by_hvd(sparse_as_dense=dense, op=hvd.Sum, groups=1), slow, "sum")
+    assert_sparse_trains(by_hvd(sparse_as_dense=True, gradient_predivide_factor=2.0), slow)
 
 
 @law
-def sparse_optimizers_get_sparse_gradients() -> None:
+def sparse_adam_gets_sparse_gradients() -> None:
     for dense in (False, True):
         model = Tied()
-        optimizer = hvd_of(sparse_adam(model), sparse_as_dense=dense)
         alone = copy.deepcopy(model)
         plain = sparse_adam(alone)
+        optimizer = by_hvd(sparse_as_dense=dense)(sparse_adam(model), nn.ParameterList([model.embedding.weight]))
         model(dd.rank()).backward()
         (sum(alone(rank) for rank in ranks()) / dd.size()).backward()
         optimizer.step()
@@ -112,15 +112,9 @@ def sparse_optimizers_get_sparse_gradients() -> None:
         assert_close([model.embedding.weight.detach()], [alone.embedding.weight.detach()], 1e-4, 1e-5)
 
 
-def hvd_of(optimizer: torch.optim.Optimizer, **options: object) -> torch.optim.Optimizer:
-    return by_hvd(**options)(
-        optimizer, nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-    )
-
-
 @law
-def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None:
-    """Tied weights: who uses both ends has a dense gradient. Also once they have been sparse, and afterwards."""
+def gradients_sparse_on_one_rank_and_dense_on_another_become_dense() -> None:
+    """Ranks that tie the weights have a dense gradient. Also after steps in which all were sparse, and before."""
     for dense in (False, True):
         for first in (False, True):
             model = Tied()
@@ -138,8 +132,8 @@ def weights_that_are_sparse_on_one_rank_and_dense_on_another_are_dense() -> None
 
 
 @law
-def sparse_gradients_of_other_dimensions_are_added_up() -> None:
-    """An embedding's are rows, those of torch.gather single elements; a rank that has none knows of neither."""
+def sparse_gradients_of_different_sparse_dims_are_added() -> None:
+    """An embedding's are rows, those of torch.gather single elements; a rank without a gradient knows of neither."""
     places = torch.tensor([[0], [2], [1], [0]])
     for uses in (["rows", "elements"], ["elements"], ["elements", "elements", "rows"]):
         table, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2))
@@ -164,8 +158,8 @@ def sparse_gradients_of_other_dimensions_are_added_up() -> None:
 
 
 @law
-def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> None:
-    """As on a GPU, where a rank that has the gradient dense does not hear that another has it sparse."""
+def gradients_once_dense_are_sent_dense_on_async_devices() -> None:
+    """As on a GPU, where a rank with a dense gradient does not learn that another one's is sparse."""
     usual, buckets.ASYNC_DEVICES = buckets.ASYNC_DEVICES, frozenset(("cpu",))
     try:
         for uses in ("dense mixed sparse", "sparse mixed dense sparse", "mixed sparse dense mixed"):
@@ -193,13 +187,10 @@ def what_was_dense_before_is_sent_as_dense_where_nobody_waits_for_flags() -> Non
 
 
 @law_alone
-def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next() -> None:
-    """It raises on rank 0 only, which tries again: what the others sent for the first time is of no use to anybody."""
+def sparse_gradients_sent_by_an_interrupted_backward_are_dropped() -> None:
+    """It raises on rank 0 only, which retries."""
     first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a bucket of its own
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
-
-    def refuse(gradient: torch.Tensor) -> None:
-        raise ValueError("refused")
 
     for _ in range(2):
         optimizer.zero_grad()
@@ -216,84 +207,8 @@ def a_backward_that_raised_after_sparse_gradients_left_does_not_spoil_the_next()
         optimizer.step()
 
 
-@law
-def a_parameter_without_gradient_on_some_ranks_gets_the_mean_over_all() -> None:
-    for wrap in (
-        by_hvd(backward_passes_per_step=2),
-        by_hvd(groups=2, compression=Fixed),
-        by_hvd(op=hvd.Sum, gradient_predivide_factor=1.0),
-    ):
-        layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
-        dd.broadcast_parameters(layers)
-        optimizer = wrap(slow(layers), layers)
-        passes, factor = optimizer.backward_passes_per_step, dd.size() if optimizer.op == hvd.Sum else 1
-        for _ in range(passes):
-            chosen = [0] if dd.rank() else [0, 1]  # layer 1 by rank 0 only, layer 2 by nobody
-            sum(layers[index](torch.ones(1, 2)).sum() for index in chosen).backward()
-        assert torch.allclose(layers[0].weight.grad, torch.full((1, 2), 1.0 * passes * factor))
-        assert torch.allclose(layers[1].weight.grad, torch.full((1, 2), passes * factor / dd.size()))
-        assert layers[2].weight.grad is None
-        optimizer.step()
-
-
-@law
-def loss_scaling_works_horovods_way_too() -> None:
-    """An overflow on one rank is everybody's; in the other steps, what is clipped is the mean."""
-    for op, factor in ((hvd.Average, 1 / dd.size()), (hvd.Sum, 1.0)):
-        model = net()
-        optimizer, alone = by_hvd(op=op)(sgd(model), model), net()
-        plain = sgd(alone)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, dd.rank(), step)
-            scaler.scale(loss * float("inf") if step == 1 and dd.rank() == dd.size() - 1 else loss).backward()
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-            assert scaler.get_scale() == (2.0 if step else 4.0)
-            if step != 1:
-                plain.zero_grad()
-                (sum(loss_of(alone, rank, step) for rank in ranks()) * factor).backward()
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-                plain.step()
-            assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
-
-
-@law
-def closures_and_lbfgs_train_like_one_process() -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        model.untouched.requires_grad_(False)
-        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-    for op, factor in ((hvd.Average, 1 / dd.size()), (hvd.Sum, 1.0)):
-        model, alone = net().double(), net().double()
-        optimizer, plain = by_hvd(op=op)(make(model), model), make(alone)
-
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, dd.rank())
-            loss.backward()
-            return loss
-
-        def whole(
-            model: nn.Module = alone, optimizer: torch.optim.Optimizer = plain, factor: float = factor
-        ) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = sum(loss_of(model, rank) for rank in ranks()) * factor
-            loss.backward()
-            return loss
-
-        found, right = optimizer.step(closure), plain.step(whole)
-        torch.testing.assert_close(found.detach(), right.detach(), rtol=1e-9, atol=1e-9)
-        assert_close([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()], 1e-7, 1e-9)
-
-
 def train_uneven(wrap: Wrap, *, drops: bool) -> weakref.ref[torch.Tensor]:
-    """Rank r has size - r batches; who has none joins, or drops its model first, of which a reference comes back."""
+    """Train on size - r batches on rank r; then join, or return a reference to the model, which is freed."""
     model = Tied()
     optimizer = wrap(slow(model), model)
     alone = copy.deepcopy(model)
@@ -311,7 +226,7 @@ def train_uneven(wrap: Wrap, *, drops: bool) -> weakref.ref[torch.Tensor]:
         optimizer.step()
         plain.step()
     if not drops:
-        dd.join()
+        assert dd.join() == 0
         dd.broadcast_parameters(model)
         assert_same_everywhere(model)
         optimizer.zero_grad()
@@ -322,13 +237,13 @@ def train_uneven(wrap: Wrap, *, drops: bool) -> weakref.ref[torch.Tensor]:
 
 
 @law_alone
-def those_who_join_follow_one_optimizer_of_any_kind() -> None:
+def joined_ranks_follow_one_optimizer() -> None:
     train_uneven(by_dd(), drops=False)
 
 
 @law_alone
-def those_who_join_follow_gradients_of_any_size_and_kind() -> None:
-    """Large ones of a compressor of one's own, and complex ones, which go other ways than those in a bucket."""
+def joined_ranks_follow_large_compressed_and_complex_gradients() -> None:
+    """These are not sent in buckets."""
     for dtype, compressor in ((torch.float32, Fixed), (torch.complex64, None)):
         weight = nn.Parameter(torch.ones(20_000, dtype=dtype))
         optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=0.1), compression=compressor)
@@ -342,16 +257,17 @@ def those_who_join_follow_gradients_of_any_size_and_kind() -> None:
 
 
 @law_alone
-def those_who_join_may_have_dropped_their_model() -> None:
+def joined_ranks_may_have_freed_their_model() -> None:
     dropped = train_uneven(by_dd(), drops=True)
     if dd.rank() % 2:
         gc.collect()  # at another time on each rank
-        assert dropped() is None, "nobody keeps the model"
+        assert dropped() is None, "the session does not keep the model"
     dd.join()
 
 
 @law_alone
-def those_who_join_follow_several_optimizers_of_any_kind() -> None:
+def joined_ranks_follow_several_optimizers() -> None:
+    other = dd.wrap_optimizer(slow(nn.Linear(1, 1)))
     for wrap in (
         by_dd(sparse_as_dense=True),
         by_dd(compression=Fixed),
@@ -360,3 +276,4 @@ def those_who_join_follow_several_optimizers_of_any_kind() -> None:
         train_uneven(wrap, drops=False)
     train_uneven(by_dd(), drops=True)
     dd.join()
+    del other

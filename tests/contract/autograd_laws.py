@@ -1,4 +1,4 @@
-"""The laws of gradients through operations: second ones too, and on ranks that differ in what they want."""
+"""Autograd through collectives: first and second derivatives, also where ranks differ in requires_grad."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dualdist.errors import MismatchError
 
 
 @law
-def gradients_flow_back_through_every_collective() -> None:
-    """What a rank gets back is what Horovod gives: sums of the ranks' gradients, or means where it takes means."""
+def backward_of_every_collective_matches_horovods() -> None:
+    """Sums of the ranks' gradients, or means where Horovod takes means."""
     size, rank = dd.size(), dd.rank()
     weights = [torch.arange(1.0, 4.0) * (r + 1) for r in ranks()]
     mean_weight, mine = sum(weights) / size, weights[rank]
@@ -65,10 +65,7 @@ def derivatives(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
 @law
 def second_derivatives_are_reduced_like_first_ones() -> None:
-    """With equal values on all ranks each operation is, to one rank, a plain function with the gradient it defines.
-
-    call(x) = a x with the gradient g -> b g.
-    """
+    """With equal values on all ranks, each collective is call(x) = a x on one rank, with the gradient g -> b g."""
     size = dd.size()
     x = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     rows = x.detach().repeat(size).requires_grad_()
@@ -90,7 +87,7 @@ def second_derivatives_are_reduced_like_first_ones() -> None:
 
 
 @law
-def second_derivatives_of_what_is_moved_are_those_of_the_whole() -> None:
+def second_derivatives_of_allgather_broadcast_and_reducescatter_match_one_process() -> None:
     size, rank = dd.size(), dd.rank()
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     # Each mean on the way back meets rows that only one rank has asked for: one part in as many as there are ranks.
@@ -110,7 +107,7 @@ def second_derivatives_of_what_is_moved_are_those_of_the_whole() -> None:
 
 
 @law
-def floats_and_integers_in_one_group_have_gradients_where_they_can() -> None:
+def grouped_collectives_differentiate_floats_beside_integers() -> None:
     size = dd.size()
     for call, factor in (
         (dd.grouped_allgather, 1),
@@ -127,8 +124,8 @@ def floats_and_integers_in_one_group_have_gradients_where_they_can() -> None:
 
 
 @law
-def a_rank_that_wants_no_gradient_does_not_shift_the_others() -> None:
-    """Only a backward that not all ranks take part in is an error, on every rank, and says what it was."""
+def requires_grad_may_differ_between_ranks() -> None:
+    """Only a backward in which some ranks take no part is an error, on every rank, that names the collective."""
     size = dd.size()
     mine = torch.ones(size, requires_grad=dd.rank() == 0)
     calls: tuple[Callable[[], torch.Tensor], ...] = (

@@ -1,4 +1,4 @@
-"""The laws of Horovod's face that its optimizer's laws leave: operations, process sets, functions, init with ranks."""
+"""dualdist.hvd beside its optimizer: collectives, functions, process sets, the timeline, init with some ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualdist import hvd
 
 
 @law
-def the_face_averages_integers_as_horovod_does() -> None:
+def hvd_averages_integers_like_horovod() -> None:
     hvd.init()
     mine = torch.tensor([dd.rank() + 3, -dd.rank() - 3, 7])
     totals = [sum(rank + 3 for rank in ranks()), -sum(rank + 3 for rank in ranks()), 7 * dd.size()]
@@ -39,7 +39,7 @@ def the_face_averages_integers_as_horovod_does() -> None:
 
 
 @law
-def the_faces_operations_carry_values_synchronously_and_not() -> None:
+def hvd_collectives_return_values_blocking_and_async() -> None:
     hvd.init()
     size, rank = dd.size(), dd.rank()
     x = torch.full((3,), float(rank + 1))
@@ -86,7 +86,7 @@ def the_faces_operations_carry_values_synchronously_and_not() -> None:
 
 
 @law
-def the_face_knows_where_it_is() -> None:
+def hvd_reports_ranks_and_builds() -> None:
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (dd.rank(), dd.size())
     assert (hvd.local_rank(), hvd.local_size()) == (dd.local_rank(), dd.local_size())
@@ -104,7 +104,7 @@ def the_face_knows_where_it_is() -> None:
 
 
 @law
-def the_faces_functions_take_what_scripts_pass() -> None:
+def hvd_broadcast_functions_accept_what_scripts_pass() -> None:
     hvd.init()
     torch.manual_seed(dd.rank())
     model = nn.Linear(3, 2)
@@ -129,8 +129,8 @@ def the_faces_functions_take_what_scripts_pass() -> None:
 
 
 @law
-def zero_gradients_of_a_fresh_optimizer_go_before_they_do_anything() -> None:
-    """A script may look at them, as at Horovod's; but neither weight decay nor a sparse gradient meets them."""
+def zero_gradients_of_broadcast_optimizer_state_have_no_effect() -> None:
+    """A script may read them, as with Horovod; weight decay and sparse gradients do not see them."""
     hvd.init()
 
     def fresh(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, wraps: bool) -> list[nn.Parameter]:
@@ -169,17 +169,9 @@ def zero_gradients_of_a_fresh_optimizer_go_before_they_do_anything() -> None:
         assert not unused._backward_hooks
 
 
-@law
-def process_sets_come_and_go_where_the_variable_allows_it() -> None:
-    hvd.init()
-    evens = list(range(0, dd.size(), 2))
-    if os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
-        raises(ValueError, lambda: hvd.add_process_set(evens), "HOROVOD_DYNAMIC_PROCESS_SETS=1")
-
-
 @law_alone
-def a_timeline_shows_operations_buckets_and_process_sets() -> None:
-    """Every row begins and ends as often, and each bucket is on it once a step."""
+def hvd_timeline_shows_collectives_buckets_and_process_sets() -> None:
+    """Every row begins and ends equally often, and each bucket is in it once a step."""
     hvd.init(process_sets="dynamic")
     size, steps = dd.size(), 3
     model = net()
@@ -203,20 +195,20 @@ def a_timeline_shows_operations_buckets_and_process_sets() -> None:
         events = json.loads(path.read_text()) if dd.rank() == 0 else []
     names = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
     rows = [[event for event in events if event["pid"] == pid and event["ph"] in "BE"] for pid in names if pid]
-    told = {names[row[0]["pid"]]: [event.get("name", "end") for event in row] for row in rows}
+    phases_of = {names[row[0]["pid"]]: [event.get("name", "end") for event in row] for row in rows}
     if dd.rank() == 0:
         waited = ["NEGOTIATE_ALLREDUCE", "end", "ALLREDUCE", "end"]
-        assert told["allreduce.late"] == told["allreduce.early"] == waited
-        assert "allreduce.afterwards" not in told
-        buckets = {name: phases for name, phases in told.items() if name.startswith("allreduce.gradients.")}
-        assert buckets, told
+        assert phases_of["allreduce.late"] == phases_of["allreduce.early"] == waited
+        assert "allreduce.afterwards" not in phases_of
+        buckets = {name: phases for name, phases in phases_of.items() if name.startswith("allreduce.gradients.")}
+        assert buckets, phases_of
         assert all(phases == ["ALLREDUCE", "end"] * steps for phases in buckets.values()), buckets
     assert all([event["ts"] for event in row] == sorted(event["ts"] for event in row) for row in rows)
 
 
 @law_alone
-def a_job_of_some_ranks_is_numbered_from_nought() -> None:
-    """Pairs of ranks make jobs of their own, and everybody comes back together; process sets are made on the way."""
+def hvd_init_with_some_ranks_numbers_them_from_0() -> None:
+    """Pairs of ranks form jobs, then all ranks again, with process sets; shutdown ends each of them."""
     backend, rank, size = dd.backend(), dd.rank(), dd.size()
     if backend == "single":
         backend = "native"

@@ -1,4 +1,4 @@
-"""The laws of what scripts do besides training: metrics, lines of one rank, and the timeline of all ranks."""
+"""Metrics, printing, dd.info() and the timeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import io
 import math
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -52,7 +51,7 @@ def a_metric_is_the_mean_over_all_ranks_samples() -> None:
 
 
 @law
-def a_metric_keeps_sums_that_float32_would_lose() -> None:
+def a_metric_sums_in_more_than_float32() -> None:
     metric = dd.Metric()
     for _ in range(10):
         metric.update(torch.tensor(float(2**24) + 2), count=2**24)
@@ -62,46 +61,30 @@ def a_metric_keeps_sums_that_float32_would_lose() -> None:
 
 
 @law
-def lines_are_printed_by_one_rank_or_by_all() -> None:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+def print_and_info_show_the_rank() -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         dd.print("a", 1, sep="-")
         dd.print("last", rank=dd.size() - 1, end="!")
         dd.print("x\ny", rank=None)
     first = "a-1\n" if dd.rank() == 0 else ""
     last = "last!" if dd.rank() == dd.size() - 1 else ""
-    assert said.getvalue() == f"{first}{last}[{dd.rank()}] x\n[{dd.rank()}] y\n"
+    assert printed.getvalue() == f"{first}{last}[{dd.rank()}] x\n[{dd.rank()}] y\n"
     raises(UsageError, lambda: dd.print("x", rank=dd.size()), f"0 to {dd.size() - 1}")
-
-
-@law
-def one_line_says_what_a_rank_runs_on() -> None:
-    told = dd.info()
-    assert "\n" not in told
-    assert f"rank {dd.rank()} of {dd.size()}" in told
-    assert f"{dd.backend()} over {dd.transport()}, started by {dd.launcher()}" in told
+    info = dd.info()
+    assert "\n" not in info
+    assert f"rank {dd.rank()} of {dd.size()}" in info
+    assert f"{dd.backend()} over {dd.transport()}, started by {dd.launcher()}" in info
 
 
 @law_alone
-def a_session_leaves_the_way_errors_are_shown_as_it_was() -> None:
-    """torch's default group puts "[rank0]: " before each line of an error, and its end does not take that back."""
-    backend = dd.backend() if dd.backend() != "single" else "auto"
-    dd.shutdown()
-    before = sys.excepthook
-    for _ in range(2):
-        dd.init(backend, timeout_s=40)
-        dd.shutdown()
-    assert sys.excepthook is before
-
-
-@law_alone
-def a_timeline_shows_all_ranks_computing_and_communicating() -> None:
-    """One file, written by rank 0; the ranks' times fit together, and every step is there on every rank."""
+def the_timeline_shows_compute_and_communication_of_all_ranks() -> None:
+    """One file, written by rank 0, with comparable clocks and every step on every rank."""
     backend = dd.backend() if dd.backend() != "single" else "auto"
     transport = dd.transport()
     folder = Path(dd.broadcast_object(tempfile.mkdtemp() if dd.rank() == 0 else ""))
     rank, size = dd.rank(), dd.size()
-    # A rank that has replaced another has had fewer sessions than the others.
+    # A rank that replaced another has had fewer sessions than the others.
     timeline_writer.start_timeline(str(folder / "late.json"), session.current().world, rank).finish()
     if rank == 0:
         (folder / ("late.json" if size == 1 else f"late-{size}.json")).unlink()
@@ -131,7 +114,7 @@ def a_timeline_shows_all_ranks_computing_and_communicating() -> None:
 
 
 def train() -> None:
-    """Three steps, and operations of the world and of a group."""
+    """Train three steps, with collectives of all ranks and of a group."""
     model = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     some = dd.new_group([0])
@@ -147,7 +130,7 @@ def train() -> None:
 
 
 def check(events: list[dict[str, Any]], size: int) -> None:
-    """What must be in the trace, found without dualdist's own words for tracks."""
+    """Check what must be in the trace, whatever dualdist calls its tracks."""
     spans: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event["ph"] == "X":
@@ -161,7 +144,7 @@ def check(events: list[dict[str, Any]], size: int) -> None:
         assert len(own["backward"]) == len(own["step SGD"]) == STEPS, own.keys()
         steps = sorted(name for name in own if name.startswith("step "))
         assert steps == [*(f"step {number}" for number in range(STEPS)), "step SGD"]
-        # Of the model the outermost module alone; the last forward is that of a Linear by itself.
+        # Only the model's outermost module; the last forward is that of a Linear alone.
         assert len(own["forward Sequential"]) >= STEPS
         assert len(own["forward Linear"]) == 1
         for number in range(STEPS):
@@ -176,7 +159,7 @@ def check(events: list[dict[str, Any]], size: int) -> None:
                 assert all(e["args"]["bytes"] > 0 for e in inside)
         assert ("allreduce own 0" in own) == (rank == 0)
     for number in range(STEPS):
-        # No rank may leave an allreduce before the last one has entered it.
+        # No rank leaves an allreduce before the last one has entered it.
         of_all = [own[f"allreduce metric {number}"][0] for own in spans.values()]
         assert max(e["ts"] for e in of_all) <= min(map(ended, of_all)) + 1.0
 
