@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dualdist.backends import registry
 from dualdist.backends.horovod import CONTROLLER
 from dualdist.backends.registry import Availability
+from dualdist.environments import UnusedVariable, find_all_set, find_unused
 from dualdist.environments.env_values import RENDEZVOUS, get_value
-from dualdist.environments.precedence import UnusedVariable, find_all_set, find_unused
 from dualdist.errors import TopologyError, UsageError
 from dualdist.rendezvous.backend_selection import (
     BACKEND,

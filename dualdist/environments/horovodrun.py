@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dualdist.environments.env_values import LauncherVariables, find_present, get_integer, read_values, require_all
-from dualdist.environments.infer_topology import infer_topology
+from dualdist.environments.env_values import (
+    LauncherVariables,
+    find_present,
+    get_integer,
+    read_topology,
+    read_values,
+    require_all,
+)
 from dualdist.topology import Topology
 
 VARIABLES = LauncherVariables(
@@ -38,10 +44,11 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     get_integer(environ, STORE_PORT)
     read_values(environ, CROSS)
     variables = ELASTIC_VARIABLES if environ.get(ELASTIC) == "1" else VARIABLES
-    return infer_topology(
-        read_values(environ, variables),
+    return read_topology(
+        environ,
         variables,
         launcher="horovodrun",
-        source=f"{', '.join(RANK_VARIABLES)} (horovodrun)",
+        note=" (horovodrun)",
+        address=None,
         rendezvous="horovod",
     )

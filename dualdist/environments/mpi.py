@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dualdist.environments import slurm
@@ -12,11 +12,9 @@ from dualdist.environments.env_values import (
     find_present,
     format_present,
     get_value,
-    read_values,
+    read_topology,
     require_agreement,
-    require_all,
 )
-from dualdist.environments.infer_topology import get_main_address, infer_topology
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
@@ -102,7 +100,6 @@ def detect_mvapich(environ: Mapping[str, str]) -> Topology | None:
 def detect_pmi(environ: Mapping[str, str]) -> Topology | None:
     """Read PMI_RANK and PMI_SIZE alone, as mpiexec.gforker sets them; refuse PMIx, which gives no size."""
     if find_present(environ, PMI.given()):
-        require_all(environ, PMI)
         return _read_mpi(environ, PMI, "mpirun")
     if all(get_value(environ, name) for name in PMIX) and not slurm.started_with_pmix(environ):
         raise TopologyError(
@@ -116,7 +113,6 @@ def detect_jsm(environ: Mapping[str, str]) -> Topology | None:
     """Read jsrun's variables; Open MPI's, which Spectrum MPI sets too, must agree."""
     if not find_present(environ, (JSM.rank, JSM.size)):
         return None
-    require_all(environ, JSM)
     topology = _read_mpi(environ, JSM, "jsrun")
     require_agreement(environ, topology, OPENMPI)
     return topology
@@ -127,20 +123,18 @@ def detect_pals(environ: Mapping[str, str]) -> Topology | None:
     present = find_present(environ, PALS_ONLY)
     if not present or slurm.is_step(environ) or _is_flux_task(environ):
         return None  # Slurm's cray_shasta plugin and Flux's cray-pals plugin set these variables too
-    require_all(environ, PALS, list(dict.fromkeys([*present, PALS.rank, PALS.size])))
     variables = replace(
         PALS,
         local_rank=next(iter(find_present(environ, PALS_LOCAL_RANKS)), None),
         local_size=next(iter(find_present(environ, PALS_LOCAL_SIZES)), None),
     )
-    return _read_mpi(environ, variables, "mpiexec")
+    return _read_mpi(environ, variables, "mpiexec", list(dict.fromkeys([*present, PALS.rank, PALS.size])))
 
 
 def detect_flux(environ: Mapping[str, str]) -> Topology | None:
     """Read Flux's variables, which give neither the local size nor the node rank."""
     if not _is_flux_task(environ):
         return None
-    require_all(environ, FLUX)
     return _read_mpi(environ, FLUX, "flux")
 
 
@@ -149,17 +143,12 @@ def _is_flux_task(environ: Mapping[str, str]) -> bool:
     return bool(find_present(environ, (FLUX.rank, FLUX.size)))
 
 
-def _read_mpi(environ: Mapping[str, str], variables: LauncherVariables, launcher: str) -> Topology:
+def _read_mpi(
+    environ: Mapping[str, str], variables: LauncherVariables, launcher: str, needed: Sequence[str] | None = None
+) -> Topology:
     """Return the Topology in MPI_COMM_WORLD; rendezvous is by MPI broadcast unless MASTER_ADDR and _PORT are set."""
-    return infer_topology(
-        read_values(environ, variables),
-        variables,
-        launcher=launcher,
-        source=f"{', '.join(find_present(environ, variables.given()))} ({variables.launcher})",
-        main=get_main_address(environ),
-        rendezvous="mpi",
-        mpi=True,
-    )
+    note = f" ({variables.launcher})"
+    return read_topology(environ, variables, launcher=launcher, needed=needed, note=note, rendezvous="mpi", mpi=True)
 
 
 def _read_mpirun(environ: Mapping[str, str], variables: LauncherVariables) -> Topology | None:
@@ -169,7 +158,6 @@ def _read_mpirun(environ: Mapping[str, str], variables: LauncherVariables) -> To
     """
     if not find_present(environ, (variables.rank, variables.size)) or slurm.started_with_pmix(environ):
         return None
-    require_all(environ, variables)
     topology = _read_mpi(environ, variables, "mpirun")
     slurm.refuse_leftover(environ, topology, variables)
     return topology

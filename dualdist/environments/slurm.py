@@ -1,4 +1,4 @@
-"""Slurm: tasks of a step that srun started. A batch script or a shell of salloc is not a task."""
+"""Slurm: tasks of a step that srun started, not a batch script or a shell of salloc. PBS: pbsdsh is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from dualdist.environments.env_values import (
     find_present,
     format_present,
     get_integer,
+    get_main_address,
     get_value,
+    infer_topology,
     read_values,
     require_all,
 )
-from dualdist.environments.infer_topology import get_main_address, infer_topology
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
@@ -41,6 +42,8 @@ NODE_TASKS = "SLURM_GTIDS"
 TERMINAL = "SLURM_PTY_PORT"
 PMIX_NAMESPACE = "PMIX_NAMESPACE"
 CRAY = "PALS_RANKID"
+# PBS: the node's index in the job, and Torque's index of the slot; both are 0 in the batch script too.
+PBS_VARIABLES = ("PBS_NODENUM", "PBS_VNODENUM")
 # slurm.h: 0xfffffffa is the interactive step of salloc; above it are the batch script, the extern step etc.
 FIRST_SPECIAL_STEP = 0xFFFFFFFA
 STEP_ID = re.compile(r"[0-9]{1,10}")
@@ -143,3 +146,17 @@ def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
         f"{NODE}={node} but {TASKS_PER_NODE}={value[:SHOWN]!r} has {end} nodes: a node's index must be below that; "
         f"start with `{VARIABLES.command}`, or set {OVERRIDE}"
     )
+
+
+def refuse_pbsdsh(environ: Mapping[str, str]) -> Topology | None:
+    """Raise TopologyError on other nodes than a PBS batch script's, where only pbsdsh starts processes; else None.
+
+    pbsdsh of PBS Pro and Torque gives its tasks no size: each would silently become a job of one rank.
+    """
+    if any(get_integer(environ, name) for name in PBS_VARIABLES):
+        raise TopologyError(
+            f"{format_present(environ, find_present(environ, PBS_VARIABLES))}: pbsdsh started this process, and no "
+            "variable gives the number of ranks: let pbsdsh start torchrun, one per node (dualdist run "
+            f"--scheduler pbs writes that), or use mpirun, or set {OVERRIDE}"
+        )
+    return None

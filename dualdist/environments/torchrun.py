@@ -1,11 +1,18 @@
-"""torchrun, and other launchers built on torch's elastic agent."""
+"""torchrun's RANK and WORLD_SIZE, also set without torchrun; the user's DUALDIST_RANK and DUALDIST_SIZE; one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import LauncherVariables, find_present, get_value, read_values, require_all
-from dualdist.environments.infer_topology import MASTER, get_main_address, infer_topology
+from dualdist.environments.env_values import (
+    MASTER,
+    EnvValues,
+    LauncherVariables,
+    find_present,
+    get_value,
+    infer_topology,
+    read_topology,
+)
 from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -20,17 +27,55 @@ VARIABLES = LauncherVariables(
     num_nodes="GROUP_WORLD_SIZE",
 )
 NEEDED = (RUN_ID, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MASTER)
+ENV_NEEDED = (VARIABLES.rank, VARIABLES.size)
+# Set by torchrun only, not by hand or by Kubernetes' PyTorchJob.
+TORCHRUN_ONLY = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
+OVERRIDE_VARIABLES = LauncherVariables(
+    launcher="the override",
+    command="DUALDIST_RANK=0 DUALDIST_SIZE=2 python script.py",
+    rank="DUALDIST_RANK",
+    size="DUALDIST_SIZE",
+    local_rank="DUALDIST_LOCAL_RANK",
+    local_size="DUALDIST_LOCAL_SIZE",
+    node_rank="DUALDIST_NODE_RANK",
+    num_nodes="DUALDIST_NUM_NODES",
+)
+OVERRIDE_NEEDED = (OVERRIDE_VARIABLES.rank, OVERRIDE_VARIABLES.size)
+OVERRIDE_ADDRESS = ("DUALDIST_ADDRESS", "DUALDIST_PORT")
+OVERRIDE_LAUNCHER = "DUALDIST_LAUNCHER"
 
 
-def detect(environ: Mapping[str, str]) -> Topology | None:
+def detect_torchrun(environ: Mapping[str, str]) -> Topology | None:
     """Read torchrun's variables; the agent serves a store at MASTER_ADDR if TORCHELASTIC_USE_AGENT_STORE is True."""
     if get_value(environ, RUN_ID) is None:
         return None
-    require_all(environ, VARIABLES, NEEDED)
-    return infer_topology(
-        read_values(environ, VARIABLES),
-        VARIABLES,
-        launcher="torchrun",
-        source=f"{', '.join(find_present(environ, VARIABLES.given()))} (torchrun)",
-        main=get_main_address(environ),
+    return read_topology(environ, VARIABLES, launcher="torchrun", needed=NEEDED, note=" (torchrun)")
+
+
+def detect_env(environ: Mapping[str, str]) -> Topology | None:
+    """Read RANK and WORLD_SIZE as torch.distributed's env:// does; LOCAL_RANK or MASTER_ADDR alone are ignored."""
+    if not find_present(environ, ENV_NEEDED):
+        return None
+    launcher = "torchrun" if find_present(environ, TORCHRUN_ONLY) else "env"
+    note = " (set without a launcher's mark)"
+    return read_topology(environ, VARIABLES, launcher=launcher, needed=ENV_NEEDED, note=note)
+
+
+def detect_override(environ: Mapping[str, str]) -> Topology | None:
+    """Read DUALDIST_RANK etc., set by the user or dd.spawn; MASTER_ADDR and MASTER_PORT may give the address."""
+    if not find_present(environ, OVERRIDE_NEEDED):
+        return None
+    uses_master = find_present(environ, MASTER) and not find_present(environ, OVERRIDE_ADDRESS)
+    return read_topology(
+        environ,
+        OVERRIDE_VARIABLES,
+        launcher=get_value(environ, OVERRIDE_LAUNCHER) or "override",
+        needed=OVERRIDE_NEEDED,
+        note="",
+        address=MASTER if uses_master else OVERRIDE_ADDRESS,
     )
+
+
+def detect_single(environ: Mapping[str, str]) -> Topology:
+    """Return rank 0 of 1."""
+    return infer_topology(EnvValues(rank=0, size=1, local_rank=0), launcher="none", source="no launcher's variables")

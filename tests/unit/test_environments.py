@@ -152,8 +152,8 @@ def test_detect_reads_only_its_mapping_and_imports_nothing_heavy() -> None:
 
 def test_only_the_last_environment_accepts_no_variables() -> None:
     assert len(set(ORDER)) == len(ORDER)
-    assert [ask for ask in ORDER[:-1] if ask({}) is not None] == []
-    assert ORDER[-1]({}) is not None
+    assert [each for each in ORDER[:-1] if each.detect({}) is not None] == []
+    assert ORDER[-1].detect({}) is not None
 
 
 Env = dict[str, str]

@@ -7,8 +7,8 @@ from doctor_facts import recorded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualdist.environments import detect, explicit, horovodrun, mpi, slurm, torchrun
-from dualdist.environments.infer_topology import AGENT_STORE
+from dualdist.environments import detect, horovodrun, mpi, slurm, torchrun
+from dualdist.environments.env_values import AGENT_STORE
 from dualdist.errors import TopologyError
 from dualdist.topology import Topology
 
@@ -18,7 +18,7 @@ MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 # A complete environment each, and its required variables.
 WHOLE = {
-    "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, explicit.NEEDED),
+    "override": ({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | MASTER, torchrun.OVERRIDE_NEEDED),
     "torchrun": (recorded("torchrun", 1), torchrun.NEEDED[1:]),  # without the run id it is no torchrun
     "horovodrun": (
         recorded("horovodrun_gloo_more", 1),
@@ -37,7 +37,7 @@ WHOLE = {
     ),
     "flux": (dict(zip(mpi.FLUX.given(), ("1", "4", "1", "2"), strict=True)), mpi.FLUX.given()),
     "slurm": (recorded("slurm_srun-none_N2x2", 1), slurm.NEEDED),
-    "env": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*explicit.ENV_NEEDED, *MASTER)),
+    "env": ({"RANK": "1", "WORLD_SIZE": "2"} | MASTER, (*torchrun.ENV_NEEDED, *MASTER)),
 }
 WORDS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", horovodrun.STORE_ADDRESS, slurm.TASKS_PER_NODE)
 HALVES = [pytest.param(env, name, id=f"{kind}-{name}") for kind, (env, needed) in WHOLE.items() for name in needed]
@@ -179,10 +179,9 @@ NAMES = sorted(
     | {
         *mpi.PALS_LOCAL_RANKS,
         *mpi.PALS_LOCAL_SIZES,
-        *explicit.VARIABLES.given(),
-        explicit.ADDRESS,
-        explicit.PORT,
-        explicit.LAUNCHER,
+        *torchrun.OVERRIDE_VARIABLES.given(),
+        *torchrun.OVERRIDE_ADDRESS,
+        torchrun.OVERRIDE_LAUNCHER,
     }
 )
 VALUES = st.one_of(
