@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dualdist.collectives.group import Group
     from dualdist.collectives.negotiation import CollectiveRequest
     from dualdist.diagnostics.recording import Recorder
-    from dualdist.diagnostics.timeline_writer import TimelineWriter
+    from dualdist.diagnostics.timeline import TimelineWriter
 
 # Set by `dualdist compare` for a program that it times: a folder, the warm-up steps and the steps to time.
 RECORD, RECORD_WARMUP, RECORD_STEPS = "DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS"
@@ -181,12 +181,12 @@ def _recording_plan(environ: Mapping[str, str]) -> tuple[Path, int, int] | None:
 
 def _start_timeline(session: Session, path: str) -> None:
     """Trace the session; the file is complete after shutdown()."""
-    from dualdist.diagnostics import timeline_writer
+    from dualdist.diagnostics.timeline import start_timeline
 
     backend, topology = session.backend, session.topology
     about = {"backend": f"{backend.name} over {backend.transport}", "launcher": topology.launcher}
     try:
-        _process.timeline = timeline_writer.start_timeline(path, session.world, _process.sessions - 1, **about)
+        _process.timeline = start_timeline(path, session.world, _process.sessions - 1, **about)
     except UsageError:
         _process.session = None
         session.close()

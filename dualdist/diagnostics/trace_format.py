@@ -98,25 +98,28 @@ def trace_document(events: Iterable[Event], **about: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ClockModel:
-    """Converts this rank's clock to rank 0's: ahead by `ahead_ns` at `at_ns`, by `ahead_later_ns` at `later_ns`.
+class ClockOffset:
+    """At `at_ns`, a rank's clock was `ns` ± `error_ns` ahead of rank 0's."""
 
-    The trace starts at rank 0's `zero_ns`.
-    """
+    ns: float
+    error_ns: float
+    at_ns: int
+
+
+@dataclass(frozen=True)
+class ClockModel:
+    """Converts this rank's clock to microseconds since rank 0's `zero_ns`; between two offsets it drifts evenly."""
 
     zero_ns: int
-    at_ns: int = 0
-    ahead_ns: float = 0.0
-    later_ns: int | None = None
-    ahead_later_ns: float = 0.0
+    first: ClockOffset
+    last: ClockOffset
 
     def microseconds(self, at_ns: int) -> float:
         """Return the time since the start of the trace."""
-        ahead = self.ahead_ns
-        if self.later_ns is not None and self.later_ns > self.at_ns:
-            share = min(1.0, max(0.0, (at_ns - self.at_ns) / (self.later_ns - self.at_ns)))
-            ahead += share * (self.ahead_later_ns - self.ahead_ns)
-        return round((at_ns - self.zero_ns - ahead) / 1e3, 3)
+        between_ns = max(1, self.last.at_ns - self.first.at_ns)
+        share = min(1.0, max(0.0, (at_ns - self.first.at_ns) / between_ns))
+        ahead_ns = self.first.ns + share * (self.last.ns - self.first.ns)
+        return round((at_ns - self.zero_ns - ahead_ns) / 1e3, 3)
 
 
 TIMELINE = "DUALDIST_TIMELINE"
@@ -129,8 +132,3 @@ def find_write_problem(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    """Return the path of one rank's part."""
-    return path.with_stem(f"{path.stem}.rank-{rank}")

@@ -60,9 +60,7 @@ def test_clocks_of_two_hosts_are_brought_together(launch: Launch, two_hosts: Hos
 
 
 def test_ranks_that_do_not_shut_down_leave_one_file(launch: Launch) -> None:
-    """Whatever is left of a job that was killed while it joined its own."""
     path = launch.directory / "trace.json"
-    path.with_name("trace.json.joining").touch()
     outcome = launch([*TORCHRUN, "return"], env={"DUALDIST_TIMELINE": str(path)})
     assert [each.name for each in launch.directory.glob("trace*")] == ["trace.json"], str(outcome)
     assert sorted(spans(trace_format.load(path), "allreduce metric 19")) == [0, 1]

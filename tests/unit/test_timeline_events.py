@@ -17,11 +17,23 @@ import pytest
 import torch
 from harness import trace_format
 
-from dualdist.diagnostics.timeline_events import EventListener
-from dualdist.diagnostics.timeline_writer import ClockOffset, max_error_ns, measure_offsets, offset_between
-from dualdist.diagnostics.trace_format import STEPS, ClockModel, Event, TraceSpan, rank_events, trace_document
+from dualdist.diagnostics.timeline import EventListener, max_error_ns, measure_offsets, offset_between
+from dualdist.diagnostics.trace_format import (
+    STEPS,
+    ClockModel,
+    ClockOffset,
+    Event,
+    TraceSpan,
+    rank_events,
+    trace_document,
+)
 
 COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+def clock_from(zero_ns: int) -> ClockModel:
+    """A clock that is rank 0's."""
+    return ClockModel(zero_ns, ClockOffset(0.0, 0.0, 0), ClockOffset(0.0, 0.0, 0))
 
 
 def written(events: list[Event], tmp_path: Path) -> list[dict[str, Any]]:
@@ -39,7 +51,7 @@ def test_spans_become_complete_events_in_microseconds(tmp_path: Path) -> None:
         TraceSpan(COMPUTE, "forward Net", 2_000, 5_500),
         TraceSpan(COMMUNICATION, "allreduce x", 3_000, 9_000, {"bytes": 8}, (("agreeing", 3_000, 4_000),)),
     ]
-    events = written(rank_events(1, "rank 1", spans, ClockModel(1_000)), tmp_path)
+    events = written(rank_events(1, "rank 1", spans, clock_from(1_000)), tmp_path)
     (forward,) = complete(events, COMPUTE)
     assert (forward["name"], forward["pid"], forward["ts"], forward["dur"]) == ("forward Net", 1, 1.0, 3.5)
     whole, part = complete(events, COMMUNICATION)
@@ -57,7 +69,7 @@ def test_overlapping_communication_uses_separate_tracks(tmp_path: Path) -> None:
         for number in range(40):
             start = chance.randrange(1000)
             spans.append(TraceSpan(COMMUNICATION, str(number), start, start + chance.randrange(1, 200)))
-        events = written(rank_events(0, "rank 0", spans, ClockModel(0)), tmp_path)
+        events = written(rank_events(0, "rank 0", spans, clock_from(0)), tmp_path)
         lanes = {event["tid"] for event in complete(events, COMMUNICATION)}
         most = max(sum(span.start_ns <= at < span.end_ns for span in spans) for at in range(1200))
         assert len(lanes) == most
@@ -78,12 +90,12 @@ def test_the_validator_refuses_invalid_traces(tmp_path: Path) -> None:
 
 def test_clock_drift_is_interpolated() -> None:
     """1 ms ahead at 10 s, 3 ms at 20 s."""
-    clock = ClockModel(0, 10 * 10**9, 1e6, 20 * 10**9, 3e6)
+    clock = ClockModel(0, ClockOffset(1e6, 0.0, 10 * 10**9), ClockOffset(3e6, 0.0, 20 * 10**9))
     assert clock.microseconds(10 * 10**9) == 10e6 - 1e3
     assert clock.microseconds(15 * 10**9) == 15e6 - 2e3
     assert clock.microseconds(20 * 10**9) == 20e6 - 3e3
     assert clock.microseconds(5 * 10**9) == 5e6 - 1e3
-    assert ClockModel(5_000).microseconds(7_500) == 2.5
+    assert clock_from(5_000).microseconds(7_500) == 2.5
 
 
 @pytest.mark.parametrize(
