@@ -13,7 +13,7 @@ from dualdist.collectives.compile import disable_compile
 if TYPE_CHECKING:
     import torch
 
-    from dualdist.checkpoint.save import CheckpointSaver, PendingSave
+    from dualdist.checkpoint.save_load import CheckpointSaver, PendingSave
     from dualdist.collectives.group import Group
     from dualdist.data.sampler import Sampler
     from dualdist.ddp.bucket_plan import GradientOp
@@ -448,7 +448,7 @@ def load_checkpoint(
         >>> dd.load_checkpoint("run", model=model)
         {'epoch': 3}
     """
-    from dualdist.checkpoint.load import load
+    from dualdist.checkpoint.save_load import load
 
     here = session.current()
     require_flags(required=required, random=random)
@@ -460,7 +460,7 @@ def load_checkpoint(
 
 
 def _saver(here: Session) -> CheckpointSaver:
-    from dualdist.checkpoint.save import CheckpointSaver
+    from dualdist.checkpoint.save_load import CheckpointSaver
 
     saver: CheckpointSaver | None = here.extras.get(SAVER)
     if saver is None:

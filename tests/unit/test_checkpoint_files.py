@@ -31,7 +31,7 @@ from dualdist.checkpoint.files import (
     seal,
     write,
 )
-from dualdist.checkpoint.save import DiskOutcome, DiskTask
+from dualdist.checkpoint.save_load import DiskOutcome, DiskTask
 from dualdist.errors import CheckpointError
 
 RANDOM = random.Random(5)
