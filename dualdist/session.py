@@ -277,7 +277,7 @@ def new_group(ranks: Sequence[int]) -> Group:
         raise UsageError(f"ranks {members}: expected different ranks of this job, 0 to {session.topology.size - 1}")
     world = session.world
     name = world.next_name("new_group")
-    backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda channel: channel.subgroup(members, name))
+    backend = run_agreed(world, "new_group", name, {"ranks": members}, lambda backend: backend.subgroup(members, name))
     index, timeout_s = backend.rank, backend.timeout_s
     exchange = open_exchange(session.store, f"{session.key}/{name}", session.hosts, members, index, timeout_s)
     _process.groups += 1
@@ -296,5 +296,5 @@ def remove_group(group: Group) -> None:
         raise UsageError("remove_group takes a group that dd.new_group returned in this session, once")
     world = session.world
     ranks = {"ranks": list(group.ranks)}
-    run_agreed(world, "remove_group", world.next_name("remove_group"), ranks, lambda channel: group.close())
+    run_agreed(world, "remove_group", world.next_name("remove_group"), ranks, lambda backend: group.close())
     session.groups.remove(group)

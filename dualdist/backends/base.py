@@ -96,7 +96,7 @@ class Buffer(Protocol):
 class AdoptedGroup:
     """A backend over process groups that the program has set up.
 
-    `set_locations` is called with the ranks' locations, once they are known, before channels are opened.
+    `set_locations` is called with the ranks' locations, once they are known, before the backend is duplicated.
     """
 
     backend: Backend
@@ -163,7 +163,7 @@ class Backend(Protocol):
     def release(self, region: int) -> None:
         """Stop using a region, on every rank. Tensors that still refer to its memory stay readable."""
 
-    def channel(self, key: str) -> Backend:
+    def duplicate(self, key: str) -> Backend:
         """Connect the same ranks again, so that operations on the new backend do not queue behind this one's."""
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:

@@ -38,7 +38,7 @@ class SingleBackend(PrivateBuffers):
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> CompletedWork:
         return CompletedWork(tensor.clone())
 
-    def channel(self, key: str) -> Backend:
+    def duplicate(self, key: str) -> Backend:
         return self
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:

@@ -195,11 +195,11 @@ class CheckpointSaver:
                 content = collect_state(parts, copy=async_op)
         except Exception as error:  # from the program's own objects, too: the other ranks must not wait for this one
             cause = error
-        terms = {"parts": sorted(parts), "async_op": async_op}
+        shared_args = {"parts": sorted(parts), "async_op": async_op}
         positions = {name: sorted(part.possible_positions) for name, part in parts.items() if isinstance(part, Sampler)}
         problem = "" if cause is None else error_message(cause)
         try:
-            states = _gather_random_states(group, name, terms, (problem, positions), self._device)
+            states = _gather_random_states(group, name, shared_args, (problem, positions), self._device)
         except UsageError as error:
             raise error from cause
         task = None
@@ -228,7 +228,7 @@ def _check_arguments(parts: Mapping[str, Any], keep: int | None) -> None:
 
 
 def _gather_random_states(
-    group: Group, name: str, terms: dict[str, Any], report: tuple[str, Positions], device: torch.device
+    group: Group, name: str, shared_args: dict[str, Any], report: tuple[str, Positions], device: torch.device
 ) -> list[RandomState]:
     """Gather all random states to rank 0 if no rank reports a problem; `report` is (problem, sampler positions).
 
@@ -238,15 +238,15 @@ def _gather_random_states(
     """
     state = torch.frombuffer(bytearray(pickle.dumps(random_state.get_random_state(device))), dtype=torch.uint8)
 
-    def perform(channel: Backend, own: Sequence[Any]) -> list[RandomState]:
-        raise_problems([problem for _, (problem, _) in own], channel.ranks, UsageError)
-        _require_same_positions([positions for _, (_, positions) in own], channel.ranks)
-        sent = [len(state) if rank == ROOT else 0 for rank in range(channel.size)]
-        sizes = [nbytes if channel.rank == ROOT else 0 for nbytes, _ in own]
-        received = channel.alltoall(state, sent, sizes, f"op.{name}").wait()
-        return [unpickle(piece) for piece in received.split(sizes)] if channel.rank == ROOT else []
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> list[RandomState]:
+        raise_problems([problem for _, (problem, _) in rank_args], backend.ranks, UsageError)
+        _require_same_positions([positions for _, (_, positions) in rank_args], backend.ranks)
+        sent = [len(state) if rank == ROOT else 0 for rank in range(backend.size)]
+        sizes = [nbytes if backend.rank == ROOT else 0 for nbytes, _ in rank_args]
+        received = backend.alltoall(state, sent, sizes, f"op.{name}").wait()
+        return [unpickle(piece) for piece in received.split(sizes)] if backend.rank == ROOT else []
 
-    request = CollectiveRequest("save_checkpoint", name, terms, (len(state), report))
+    request = CollectiveRequest("save_checkpoint", name, shared_args, (len(state), report))
     return Collective(group, request, perform).run()
 
 
@@ -293,7 +293,7 @@ def load(
     """Load a checkpoint; see dualdist.api.load_checkpoint. The saver will keep the file that was loaded."""
     name = group.next_name("load_checkpoint")
     # The ranks agree on the parts before rank 0 reads them.
-    run_agreed(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda channel: None)
+    run_agreed(group, "load_checkpoint", name, {"parts": sorted(parts), "required": required}, lambda backend: None)
     wrong = [part for part, value in parts.items() if not callable(getattr(value, "load_state_dict", None))]
     problem = f"{', '.join(wrong)} cannot be loaded into: plain data are in the returned dict" if wrong else ""
     _raise_problem(group, f"{name}.parts", problem, UsageError)
@@ -320,7 +320,7 @@ def load(
         "broadcast",
         f"{name}.tensors",
         {},
-        lambda channel: broadcast_all(channel, tensors, ROOT, f"op.{name}"),
+        lambda backend: broadcast_all(backend, tensors, ROOT, f"op.{name}"),
     )
     content = header.content(tensors)
     _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random") if random else None)

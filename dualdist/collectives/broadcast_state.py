@@ -32,8 +32,8 @@ def broadcast_object(group: Group, obj: T, root: int, name: str | None = None, d
     name = name_of(group, "broadcast_object", name)
     problem, payload = _pickle(obj, dumps) if group.rank == root_index else ("", _byte_buffer(0))
 
-    def perform(backend: Backend, own: Sequence[Any]) -> T:
-        nbytes, problem = own[root_index]
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> T:
+        nbytes, problem = rank_args[root_index]
         _require_pickled([problem], name)
         received = payload if backend.rank == root_index else _byte_buffer(nbytes)
         backend.broadcast_(received, root_index, f"op.{name}").wait()
@@ -48,9 +48,9 @@ def allgather_object(group: Group, obj: T, name: str | None = None, dumps: Dumps
     name = name_of(group, "allgather_object", name)
     problem, payload = _pickle(obj, dumps)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> list[T]:
-        _require_pickled([problem for _, problem in own], name)
-        sizes = [nbytes for nbytes, _ in own]
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> list[T]:
+        _require_pickled([problem for _, problem in rank_args], name)
+        sizes = [nbytes for nbytes, _ in rank_args]
         blocks = allgather_bytes(backend, payload, sizes, f"op.{name}").split(sizes)
         return [obj if rank == backend.rank else unpickle(block) for rank, block in enumerate(blocks)]
 
@@ -123,12 +123,12 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
         raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
     root_index = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
-    terms = {"root": root}
+    shared_args = {"root": root}
     run_agreed(
         group,
         "broadcast_optimizer_state",
         name,
-        terms,
+        shared_args,
         lambda each: _broadcast_state(each, optimizer, root_index, name),
     )
 

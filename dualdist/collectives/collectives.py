@@ -76,17 +76,17 @@ def allreduce(
         raise UsageError(f"op 'adasum' pairs the ranks, so their number is a power of two, not {group.size}")
     targets = members if in_place else [plain_copy(tensor) for tensor in members]
     name = name_of(group, kind, name)
-    terms = reduction_terms([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
+    shared_args = reduction_args([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
         _reduce_in_place(backend, targets, op, scales, name)
         return form(targets)
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> Tensors:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
         return allreduce(group, form(gradients), op, f"{name}.backward", *scales).run()
 
-    request = CollectiveRequest(kind, name, terms)
+    request = CollectiveRequest(kind, name, shared_args)
     return Collective(group, request, perform, members[0].device, () if in_place else members, backward)
 
 
@@ -109,10 +109,10 @@ def _require_linear(op: Op) -> None:
         raise UnsupportedError(f"no gradient flows through a reduction by {op!r}: use 'mean' or 'sum', or detach()")
 
 
-def reduction_terms(
+def reduction_args(
     specs: Sequence[str], device: str, op: Op, scales: tuple[float, float] = (1.0, 1.0)
 ) -> dict[str, Any]:
-    """Return the terms of a reduction's request, which all ranks must pass alike."""
+    """Return the arguments of a reduction that all ranks must pass alike."""
     scaled = {"prescale": scales[0], "postscale": scales[1]} if scales != (1.0, 1.0) else {}
     return {"tensors": specs, "device": device, "op": op, **scaled}
 
@@ -144,13 +144,13 @@ def _reduce_in_place(
 
 def zero_contribution(group: Group, request: CollectiveRequest) -> Collective[None]:
     """Return the part of a rank that has joined in a reduction of the other ranks: zeros."""
-    terms = request.terms
-    device = local_device(terms["device"])
-    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, terms["tensors"])]
-    scales = terms.get("prescale", 1.0), terms.get("postscale", 1.0)
+    shared_args = request.shared_args
+    device = local_device(shared_args["device"])
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in map(spec_from, shared_args["tensors"])]
+    scales = shared_args.get("prescale", 1.0), shared_args.get("postscale", 1.0)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> None:
-        _reduce_in_place(backend, zeros, terms["op"], scales, request.name)
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> None:
+        _reduce_in_place(backend, zeros, shared_args["op"], scales, request.name)
 
     return Collective(group, request, perform, device)
 
@@ -171,17 +171,17 @@ def sparse_allreduce(
     check_op(op, tensor.dtype)
     name = name_of(group, "sparse_allreduce", name)
     values, scales = tensor.detach(), scales_of(prescale, postscale)
-    terms = reduction_terms([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales)
-    terms["sparse_dim"] = tensor.sparse_dim()
+    shared_args = reduction_args([f"sparse {spec_of(tensor)}"], tensor.device.type, op, scales)
+    shared_args["sparse_dim"] = tensor.sparse_dim()
 
-    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
         return sparse_sum(backend, values, op, f"op.{name}", scales)
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         _require_linear(op)
         return allreduce(group, gradients[0], op, f"{name}.backward", *scales).run()
 
-    request = CollectiveRequest("sparse_allreduce", name, terms)
+    request = CollectiveRequest("sparse_allreduce", name, shared_args)
     return Collective(group, request, perform, tensor.device, [tensor], backward)
 
 
@@ -193,27 +193,28 @@ def allgather(group: Group, tensors: Tensors, name: str | None = None) -> Collec
     members, kind, form = _parse(tensors, "allgather")
     rows = [with_rows(plain_values(tensor)) for tensor in members]
     name = name_of(group, kind, name)
-    terms = {"tensors": [spec_of(tensor, any_rows=True) for tensor in rows], "device": members[0].device.type}
+    shared_args = {"tensors": [spec_of(tensor, any_rows=True) for tensor in rows], "device": members[0].device.type}
     differentiable = [(number, tensor.shape) for number, tensor in enumerate(members) if is_differentiable(tensor)]
 
-    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
         widths = [row_nbytes(each) for each in rows]
-        sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in own]
+        sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in rank_args]
         sent = torch.cat([as_bytes(each.contiguous()) for each in rows])
         blocks = allgather_bytes(backend, sent, [sum(size) for size in sizes], f"op.{name}")
         pieces = blocks.split([nbytes for size in sizes for nbytes in size])
-        columns = [(torch.cat(pieces[i :: len(rows)]), sum(counts[i] for counts in own)) for i in range(len(rows))]
-        return form([_rows_like(rows[i], data, count) for i, (data, count) in enumerate(columns)])
+        columns = [torch.cat(pieces[number :: len(rows)]) for number in range(len(rows))]
+        totals = [sum(counts) for counts in zip(*rank_args, strict=True)]
+        return form([_rows_like(*each) for each in zip(rows, columns, totals, strict=True)])
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> list[torch.Tensor]:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> list[torch.Tensor]:
         means = allreduce(group, list(gradients), "mean", f"{name}.backward").run()
-        starts = [sum(counts[number] for counts in own[: group.rank]) for number, _ in differentiable]
+        starts = [sum(counts[number] for counts in rank_args[: group.rank]) for number, _ in differentiable]
         return [
-            mean[start : start + own[group.rank][number]].reshape(shape)
+            mean[start : start + rank_args[group.rank][number]].reshape(shape)
             for mean, start, (number, shape) in zip(means, starts, differentiable, strict=True)
         ]
 
-    request = CollectiveRequest(kind, name, terms, [each.shape[0] for each in rows])
+    request = CollectiveRequest(kind, name, shared_args, [each.shape[0] for each in rows])
     return Collective(group, request, perform, members[0].device, members, backward)
 
 
@@ -234,21 +235,21 @@ def broadcast(
         require_own_memory(tensor)
     target = tensor if in_place else plain_copy(tensor)
     name = name_of(group, "broadcast", name)
-    terms = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
+    shared_args = {"tensors": [spec_of(tensor)], "device": tensor.device.type, "root": root}
 
-    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
         buffer = plain_values(target).contiguous()
         if buffer.numel():
             backend.broadcast_(as_bytes(buffer), root_index, f"op.{name}").wait()
         copy_to_(target, buffer)
         return target
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         mean = allreduce(group, gradients[0], "mean", f"{name}.backward").run()
         # Zeros that depend on the mean, since second derivatives need every rank to take part.
         return mean if group.rank == root_index else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0)
 
-    request = CollectiveRequest("broadcast", name, terms)
+    request = CollectiveRequest("broadcast", name, shared_args)
     return Collective(group, request, perform, tensor.device, () if in_place else [tensor], backward)
 
 
@@ -262,19 +263,19 @@ def alltoall(
     rows = plain_values(check_tensors([tensor])[0])
     sent = _send_counts(rows, splits, group.size)
     name = name_of(group, "alltoall", name)
-    terms = {"tensors": [spec_of(rows, any_rows=True)], "device": tensor.device.type}
+    shared_args = {"tensors": [spec_of(rows, any_rows=True)], "device": tensor.device.type}
     like = splits[:0] if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
-    def perform(backend: Backend, own: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        received = [counts[backend.rank] for counts in own]
-        moves = any(sum(counts) for counts in own)
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        received = [counts[backend.rank] for counts in rank_args]
+        moves = any(sum(counts) for counts in rank_args)
         return _move_rows(backend, rows, sent, received, name, moves=moves), like.new_tensor(received)
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
-        received = [counts[group.rank] for counts in own]
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
+        received = [counts[group.rank] for counts in rank_args]
         return alltoall(group, gradients[0], received, f"{name}.backward").run()[0]
 
-    request = CollectiveRequest("alltoall", name, terms, sent)
+    request = CollectiveRequest("alltoall", name, shared_args, sent)
     return Collective(group, request, perform, tensor.device, [tensor], backward)
 
 
@@ -333,19 +334,19 @@ def reducescatter(
             raise UsageError("reducescatter shares out rows: pass tensors with at least one dimension")
     given = [plain_values(each) if scales[0] == 1 else scale_(plain_copy(each), scales[0]) for each in members]
     name = name_of(group, kind, name)
-    terms = reduction_terms([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
+    shared_args = reduction_args([spec_of(tensor) for tensor in members], members[0].device.type, op, scales)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> Tensors:
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> Tensors:
         rows = (_own_rows(backend, each, op, scales[1], f"op.{name}.{i}") for i, each in enumerate(given))
         return form(list(rows))
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> Tensors:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> Tensors:
         _require_linear(op)
         factor = scales[0] * scales[1] * (group.size if op == "sum" else 1)
         scaled = [scale_(gradient.clone(), factor) for gradient in gradients]
         return allgather(group, form(scaled), f"{name}.backward").run()
 
-    return Collective(group, CollectiveRequest(kind, name, terms), perform, members[0].device, members, backward)
+    return Collective(group, CollectiveRequest(kind, name, shared_args), perform, members[0].device, members, backward)
 
 
 def _own_rows(backend: Backend, rows: torch.Tensor, op: Op, postscale: float, name: str) -> torch.Tensor:
@@ -372,22 +373,22 @@ def scatter(
     """Give rank i the next splits[i] rows of root's tensor, or even shares; the others may pass None.
 
     Gradient: to root that of all rows, if its tensor requires one. Only root knows the tensor and whether it is valid,
-    so its own part of the request carries both.
+    so its `rank_args` carry both.
     """
     root, root_index = root_of(group, root)
     inputs: list[torch.Tensor] = []
-    rows, own_part, device = None, None, _current_gpu()
+    rows, root_args, device = None, None, _current_gpu()
     if group.rank == root_index:
         try:
             rows, counts = _rows_to_scatter(tensor, splits, group.size)
-            own_part = ["", spec_of(rows), rows.device.type, counts, requires_grad([rows])]
+            root_args = ["", spec_of(rows), rows.device.type, counts, requires_grad([rows])]
             rows, device = plain_values(rows), rows.device
         except (UsageError, UnsupportedError) as error:
-            own_part = [f"{error}"]
+            root_args = [f"{error}"]
     name = name_of(group, "scatter", name)
 
-    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        problem, *rest = own[root_index]
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+        problem, *rest = rank_args[root_index]
         if problem:
             raise UsageError(f"{name}: {problem} (on rank {root}, the root)")
         spec, kind, counts, has_gradient = rest
@@ -400,10 +401,10 @@ def scatter(
             inputs.append(_no_rows(tensor, found) if rows is None else cast(torch.Tensor, tensor))
         return found
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
         return gather(group, gradients[0], root, f"{name}.backward").run()
 
-    request = CollectiveRequest("scatter", name, {"root": root}, own_part)
+    request = CollectiveRequest("scatter", name, {"root": root}, root_args)
     return Collective(group, request, perform, device, inputs, backward)
 
 
@@ -439,21 +440,21 @@ def gather(group: Group, tensor: torch.Tensor, root: int, name: str | None = Non
     inputs: list[torch.Tensor] = []
     shape = tensor.shape
     name = name_of(group, "gather", name)
-    terms = {"tensors": [spec_of(rows, any_rows=True)], "device": rows.device.type, "root": root}
+    shared_args = {"tensors": [spec_of(rows, any_rows=True)], "device": rows.device.type, "root": root}
 
-    def perform(backend: Backend, own: Sequence[Any]) -> torch.Tensor:
-        counts = [count for count, _ in own]
-        if any(has_gradient for _, has_gradient in own):
+    def perform(backend: Backend, rank_args: Sequence[Any]) -> torch.Tensor:
+        counts = [count for count, _ in rank_args]
+        if any(has_gradient for _, has_gradient in rank_args):
             inputs.append(_requiring_grad(tensor))
         received = counts if backend.rank == root_index else [0] * backend.size
         sent = _only(root_index, len(rows), backend.size)
         return _move_rows(backend, rows, sent, received, name, moves=any(counts))
 
-    def backward(gradients: Sequence[torch.Tensor], own: Sequence[Any]) -> torch.Tensor:
-        counts = [count for count, _ in own]
+    def backward(gradients: Sequence[torch.Tensor], rank_args: Sequence[Any]) -> torch.Tensor:
+        counts = [count for count, _ in rank_args]
         return scatter(group, gradients[0], root, counts, f"{name}.backward").run().reshape(shape)
 
-    request = CollectiveRequest("gather", name, terms, [len(rows), requires_grad([tensor])])
+    request = CollectiveRequest("gather", name, shared_args, [len(rows), requires_grad([tensor])])
     return Collective(group, request, perform, tensor.device, inputs, backward)
 
 
@@ -477,6 +478,7 @@ def barrier(group: Group, name: str | None = None) -> None:
     run_agreed(group, "barrier", name_of(group, "barrier", name), {}, lambda backend: None)
 
 
-def run_agreed(group: Group, kind: str, name: str, terms: dict[str, Any], perform: Callable[[Backend], T]) -> T:
-    """Run `perform` at the same point on every rank, once all ranks agree on the terms; return its result."""
-    return Collective(group, CollectiveRequest(kind, name, terms), lambda backend, own: perform(backend)).run()
+def run_agreed(group: Group, kind: str, name: str, shared_args: dict[str, Any], perform: Callable[[Backend], T]) -> T:
+    """Run `perform` at the same point on every rank, once all ranks agree on the arguments; return its result."""
+    request = CollectiveRequest(kind, name, shared_args)
+    return Collective(group, request, lambda backend, rank_args: perform(backend)).run()

@@ -77,7 +77,7 @@ def allreduce(
 class AllreduceSignature:
     """The part of an allreduce that all calls with the same op, dtype and shape share."""
 
-    terms: dict[str, Any]
+    shared_args: dict[str, Any]
     before_name: str  # of the message, whose other variable part is the name
     after_name: str
     wire_op: ReduceOp
@@ -89,12 +89,12 @@ class AllreduceSignature:
 def signature(op: Op, dtype: torch.dtype, shape: torch.Size) -> AllreduceSignature:
     """Return what such calls share; raise UsageError if numbers of this dtype cannot be reduced by `op`."""
     check_op(op, dtype)
-    terms = collectives.reduction_terms([spec(dtype, shape)], "cpu", op)
-    message = RankRequests((CollectiveRequest(KIND, ANY_NAME, terms),)).dumps().decode()
+    shared_args = collectives.reduction_args([spec(dtype, shape)], "cpu", op)
+    message = RankRequests((CollectiveRequest(KIND, ANY_NAME, shared_args),)).dumps().decode()
     before_name, _, after_name = message.partition(ENCODE(ANY_NAME))
     is_inline = shape.numel() * dtype.itemsize <= INLINE_BYTES
     is_exact = not (dtype.is_floating_point and op in ("min", "max"))
-    return AllreduceSignature(terms, before_name, after_name, wire_op(op), is_exact, is_inline)
+    return AllreduceSignature(shared_args, before_name, after_name, wire_op(op), is_exact, is_inline)
 
 
 class FastAllreduce(NamedTuple):
@@ -114,11 +114,11 @@ class FastAllreduce(NamedTuple):
 
     @property
     def _request(self) -> CollectiveRequest:
-        return CollectiveRequest(KIND, self.name, self.signature.terms)
+        return CollectiveRequest(KIND, self.name, self.signature.shared_args)
 
     def collective(self) -> Collective[torch.Tensor]:
         """Return the same call for the general path."""
-        return Collective(self.group, self._request, lambda backend, own: self.perform(backend), self.tensor.device)
+        return Collective(self.group, self._request, lambda backend, _: self.perform(backend), self.tensor.device)
 
     def perform(self, backend: Backend, inline_payloads: Sequence[bytes] = ()) -> torch.Tensor:
         """Return the reduction, of the payloads that came with the requests if there are any, else by the backend."""

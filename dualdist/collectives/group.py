@@ -25,7 +25,7 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather
 from dualdist.backends.shm.segment import ShmExchange, ShmMessage
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests, compute_response
-from dualdist.collectives.work import Collective, Handle, own_parts
+from dualdist.collectives.work import Collective, Handle, rank_args_of
 from dualdist.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -99,12 +99,12 @@ class Group:
         self.monitor = monitor
         self.observer: Callable[[str, CollectiveRequest | None], None] | None = None  # see _notify()
         self.wait_times: WaitTimes | None = None  # if the waits of the ranks are recorded
-        self.rounds = 0  # gradient reductions in which this rank had gradients
+        self.gradient_reductions = 0  # gradient reductions in which this rank had gradients
         self.reducers: list[Any] = []  # ReductionPlans of this group's reducers, in the order of their creation
         self.num_unnamed = 0  # collectives that were given a numbered name
         self.exchanges = 0
         self._mailbox = mailbox  # if all ranks share a host
-        self._parent = parent or backend  # closed with the group, and with it all channels
+        self._parent = parent or backend  # closed with the group, and with it its duplicates
         self._gradients: MonitoredBackend | None = None
         self._last_requests: Sequence[RankRequests] = ()  # of all ranks, when nothing could be done
         lock = threading.Lock()
@@ -119,7 +119,7 @@ class Group:
         self._blocking_name = ""  # of the collective in run_blocking()
         self._is_progressing = False  # Note [progress]
         self._thread: threading.Thread | None = None
-        self._thread_starts_at = 0.0  # earliest next round of the background thread, on the monotonic clock
+        self._thread_starts_at = 0.0  # earliest next cycle of the background thread, on the monotonic clock
         self._is_closed = False
 
     @property
@@ -144,11 +144,11 @@ class Group:
 
     @property
     def gradients(self) -> Backend:
-        """Return the channel of gradients, whose reductions are agreed on once; all members ask for it first."""
+        """Return the backend of gradients, whose reductions are agreed on once; all members ask for it first."""
         if self._failure is not None:
             self.require_usable()
         if self._gradients is None:
-            self._gradients = MonitoredBackend(self._parent.channel("gradients"), self.monitor)
+            self._gradients = MonitoredBackend(self._parent.duplicate("gradients"), self.monitor)
         return self._gradients
 
     def next_name(self, kind: str) -> str:
@@ -199,12 +199,12 @@ class Group:
                 self._pending[handle.name] = handle
         self._notify("entered", handle.request)
         if self.size == 1:
-            self._perform(handle, [handle.request.own])
+            self._perform(handle, [handle.request.rank_args])
         return handle
 
-    def _perform(self, handle: Handle[Any], own: Sequence[Any]) -> None:
+    def _perform(self, handle: Handle[Any], rank_args: Sequence[Any]) -> None:
         self._notify("agreed", handle.request)
-        handle._perform(self.backend, own, self.monitor)
+        handle._perform(self.backend, rank_args, self.monitor)
         if handle.error is not None:
             self.fail(handle.error)
         if self.wait_times is not None:
@@ -264,7 +264,7 @@ class Group:
             with self._changed:
                 self._blocking_name = ""
                 if self._pending:
-                    self._end_round()
+                    self._end_cycle()
                 else:
                     self._is_progressing = False
                     self._changed.notify_all()
@@ -291,7 +291,7 @@ class Group:
                     if self._is_progressing:
                         self._changed.wait()
                     else:
-                        self._run_round()
+                        self._run_cycle()
             finally:
                 self._waiting.pop(handle.name, None)
                 if self._pending:
@@ -312,9 +312,9 @@ class Group:
                 elif early_s > 0:
                     self._unattended.wait(early_s)
                 else:
-                    self._run_round()
+                    self._run_cycle()
 
-    def _run_round(self) -> None:
+    def _run_cycle(self) -> None:
         """Exchange requests once and respond; called with the lock held, which is released meanwhile."""
         self._is_progressing = True
         offered = list(self._pending.values())
@@ -326,9 +326,9 @@ class Group:
                 time.sleep(PAUSE_S)
         finally:
             self._changed.acquire()
-            self._end_round()
+            self._end_cycle()
 
-    def _end_round(self) -> None:
+    def _end_cycle(self) -> None:
         """Let another thread make progress; called with the lock held."""
         for name, handle in list(self._pending.items()):
             if handle.done():
@@ -350,7 +350,7 @@ class Group:
             self._fail_all(offered, error)
             return True
         if all_equal:
-            self._perform(offered[0], [offered[0].request.own] * self.size)
+            self._perform(offered[0], [offered[0].request.rank_args] * self.size)
             self._progressed_at = time.monotonic()
             return True
         return self._respond(messages, offered)
@@ -364,7 +364,7 @@ class Group:
             if name in handles:
                 handles[name]._fail(MismatchError(f"{handles[name].request}: {reason}"))
         for name in response.agreed:
-            self._perform(handles[name], own_parts(rows, name))
+            self._perform(handles[name], rank_args_of(rows, name))
         if response.agreed or response.refused:
             self._progressed_at = time.monotonic()
             return True

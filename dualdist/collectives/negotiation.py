@@ -20,12 +20,12 @@ WITH_JOINED = ("allreduce", "grouped_allreduce")
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """A collective that a rank is ready for. `terms` must be the same on all ranks; the rank's `own` part need not."""
+    """A collective that a rank is ready for: `shared_args` must be the same on all ranks, `rank_args` need not."""
 
     kind: str
     name: str
-    terms: dict[str, Any]
-    own: Any = None
+    shared_args: dict[str, Any]
+    rank_args: Any = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}{self._tensors}"
@@ -34,32 +34,32 @@ class CollectiveRequest:
     def encoded(self) -> str:
         """Return the request as JSON; raise UsageError if it holds anything but texts, numbers, and lists of them."""
         try:
-            return ENCODE([self.kind, self.name, self.terms, self.own])
+            return ENCODE([self.kind, self.name, self.shared_args, self.rank_args])
         except TypeError as error:
             raise UsageError(f"{self.kind} {self.name!r}: {error}: pass plain numbers and texts") from error
 
     @property
     def arguments(self) -> str:
-        """Return the kind and the terms as text, without the name."""
-        others = [f"{key} {value}" for key, value in self.terms.items() if key != "tensors"]
+        """Return the kind and the shared arguments as text, without the name."""
+        others = [f"{key} {value}" for key, value in self.shared_args.items() if key != "tensors"]
         return f"{self.kind}{self._tensors}" + "".join(f", {other}" for other in others)
 
     @property
     def _tensors(self) -> str:
-        tensors = self.terms.get("tensors", [])
+        tensors = self.shared_args.get("tensors", [])
         more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
         return f" of {', '.join(tensors[:SHOWN])}{more}" if tensors else ""
 
 
 @dataclass(frozen=True)
 class JoinedAt:
-    """When a rank joined: after this many exchanges and gradient reductions, at this second of its clock.
+    """When a rank joined: after how many exchanges and gradient reductions, at which second of its clock.
 
     The clock decides only between ranks that have done nothing together in between.
     """
 
     exchanges: int
-    rounds: int
+    gradient_reductions: int
     clock_s: float
     num_unnamed: int  # afterwards all ranks go on from the highest
 
@@ -151,7 +151,7 @@ def _objection(
     request: CollectiveRequest, found: Sequence[tuple[int, CollectiveRequest]], joined: Sequence[int]
 ) -> str:
     """Return why the ranks cannot perform the request together, or ""."""
-    if any((other.kind, other.terms) != (request.kind, request.terms) for _, other in found):
+    if any((other.kind, other.shared_args) != (request.kind, request.shared_args) for _, other in found):
         by_arguments = _ranks_by_text((rank, other.arguments) for rank, other in found)
         return "the ranks passed different arguments: " + "; ".join(
             f"{format_ranks(ranks)} {text}" for text, ranks in by_arguments.items()

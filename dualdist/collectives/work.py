@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 U = TypeVar("U")
-# Maps the gradients of the results, and each rank's own part of the request, to the gradients of the inputs.
+# Maps the gradients of the results, and each rank's rank_args, to the gradients of the inputs.
 Backward = Callable[[Sequence[torch.Tensor], Sequence[Any]], torch.Tensor | Sequence[torch.Tensor]]
 
 
@@ -31,12 +31,12 @@ class Collective(Generic[T]):
     Attributes:
         group: The ranks that take part.
         request: Compared with the requests of the other ranks before any data moves.
-        perform: Called as `perform(backend, own)` once all ranks agree; own[i] is rank i's own part of the request,
+        perform: Called as `perform(backend, rank_args)` once all ranks agree; rank_args[i] are those of rank i,
             None if it has joined.
         device: The device of the tensors, if there are any.
         inputs: The tensors through which gradients flow. `perform` may fill a list that is given here.
-        backward: Called on every rank with the gradients of the results, and `own`, in the backward pass. Leaves out
-            tensors whose dtype has no gradient. Must hold no reference to an input or a result.
+        backward: Called on every rank with the gradients of the results, and `rank_args`, in the backward pass. Leaves
+            out tensors whose dtype has no gradient. Must hold no reference to an input or a result.
     """
 
     group: Group
@@ -48,7 +48,7 @@ class Collective(Generic[T]):
 
     def map(self, function: Callable[[T], U]) -> Collective[U]:
         """Return the same collective with `function` applied to its result."""
-        return replace(cast("Collective[U]", self), perform=lambda backend, own: function(self.perform(backend, own)))
+        return replace(cast("Collective[U]", self), perform=lambda *args: function(self.perform(*args)))
 
     def start(self) -> Handle[T]:
         """Begin, and return at once; no gradient flows."""
@@ -61,7 +61,7 @@ class Collective(Generic[T]):
         if self.backward is None or not requires_grad(self.inputs):
             return result
         results = [result] if isinstance(result, torch.Tensor) else cast(Sequence[torch.Tensor], result)
-        tracked = _Gradient.apply(results, handle.own, self.backward, *self.inputs)  # type: ignore[no-untyped-call]
+        tracked = _Gradient.apply(results, handle.rank_args, self.backward, *self.inputs)  # type: ignore[no-untyped-call]
         return cast(T, tracked[0] if isinstance(result, torch.Tensor) else type(result)(tracked))  # type: ignore[call-arg]
 
     def streams(self) -> contextlib.AbstractContextManager[Any]:
@@ -76,9 +76,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, results: Sequence[torch.Tensor], own: Sequence[Any], backward: Backward, *inputs: torch.Tensor
+        ctx: Any, results: Sequence[torch.Tensor], rank_args: Sequence[Any], backward: Backward, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.own, ctx.backward_of = own, backward
+        ctx.rank_args, ctx.backward_of = rank_args, backward
         ctx.of_inputs = [is_differentiable(tensor) for tensor in inputs]
         ctx.of_results = [is_differentiable(tensor) for tensor in results]
         ctx.mark_non_differentiable(*(tensor for tensor in results if not is_differentiable(tensor)))
@@ -87,7 +87,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         given = [gradient.contiguous() for gradient, has in zip(gradients, ctx.of_results, strict=True) if has]
-        found = ctx.backward_of(given, ctx.own)
+        found = ctx.backward_of(given, ctx.rank_args)
         remaining = iter([found] if isinstance(found, torch.Tensor) else found)
         return (None, None, None, *(next(remaining) if has else None for has in ctx.of_inputs))
 
@@ -108,7 +108,7 @@ class Handle(Generic[T]):
     def __init__(self, collective: Collective[T]) -> None:
         self.request = collective.request
         self.name = collective.request.name
-        self.own: Sequence[Any] = ()  # each rank's own part of the request, once it was performed
+        self.rank_args: Sequence[Any] = ()  # of each rank, once it was performed
         self.error: BaseException | None = None
         self.began = 0.0 if collective.group.wait_times is None else time.monotonic()
         self.waits_since: float | None = None  # if the program waited before it called wait()
@@ -143,12 +143,12 @@ class Handle(Generic[T]):
             raise self.error
         return self._result
 
-    def _perform(self, backend: Backend, own: Sequence[Any], monitor: Monitor) -> None:
+    def _perform(self, backend: Backend, rank_args: Sequence[Any], monitor: Monitor) -> None:
         assert self._collective is not None, "a collective is performed once"
-        self.own = own
+        self.rank_args = rank_args
         try:
             with monitor.operation(self.request), self._streams, _inference_mode(self._is_inference):
-                result = self._collective.perform(backend, own)
+                result = self._collective.perform(backend, rank_args)
         except Exception as error:  # of any kind: wait() raises it
             self._fail(error)
         else:
@@ -171,7 +171,7 @@ def _inference_mode(is_wanted: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(is_wanted)
 
 
-def own_parts(rows: Sequence[RankRequests], name: str) -> list[Any]:
-    """Return each rank's own part of a request, None where the rank has joined."""
+def rank_args_of(rows: Sequence[RankRequests], name: str) -> list[Any]:
+    """Return each rank's arguments of a request, None where the rank has joined."""
     requests = [row.request(name) for row in rows]
-    return [None if request is None else request.own for request in requests]
+    return [None if request is None else request.rank_args for request in requests]

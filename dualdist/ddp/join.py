@@ -10,7 +10,7 @@ import torch
 from dualdist.collectives.collectives import zero_contribution
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import JoinedAt, RankRequests, compute_response
-from dualdist.collectives.work import own_parts
+from dualdist.collectives.work import rank_args_of
 from dualdist.ddp.bucket_plan import CONTRIBUTES, DISCARDS, HAS_JOINED
 from dualdist.ddp.reduction_plan import ReductionPlan, active_plans, allreduce_due_flags
 from dualdist.ddp.step_checks import NonFiniteReport, nonfinite_kinds
@@ -86,7 +86,7 @@ class JoinedRank:
         for bucket in buckets:
             bucket.wait()
         if self._group.wait_times is not None:
-            self._group.wait_times.skip(self._group.wait_times.rounds)
+            self._group.wait_times.skip(self._group.wait_times.gradient_reductions)
         if buckets[-1].any_rank_set(DISCARDS):
             return
         for bucket in buckets:
@@ -123,7 +123,8 @@ def join(group: Group) -> int:
     group.finish_pending()
     timeout_s = group.backend.timeout_s
     with group.exclusive_progress(), group.monitor.operation("join"):
-        message = RankRequests(joined=JoinedAt(group.exchanges, group.rounds, time.time(), group.num_unnamed)).dumps()
+        joined_at = JoinedAt(group.exchanges, group.gradient_reductions, time.time(), group.num_unnamed)
+        message = RankRequests(joined=joined_at).dumps()
         gradients = JoinedRank(group)
         while True:
             exchange = group.exchange(message)
@@ -143,10 +144,10 @@ def join(group: Group) -> int:
                 gradients.finish()
                 joined = [each.joined for each in requests if each.joined is not None]
                 group.num_unnamed = max(each.num_unnamed for each in joined)
-                group.rounds = max(each.rounds for each in joined)
+                group.gradient_reductions = max(each.gradient_reductions for each in joined)
                 return response.last_joined
             for name in response.agreed:
                 request = next(found for each in requests if (found := each.request(name)) is not None)
-                zero_contribution(group, request).perform(group.backend, own_parts(requests, name))
+                zero_contribution(group, request).perform(group.backend, rank_args_of(requests, name))
                 if group.wait_times is not None:
                     group.wait_times.skip(group.wait_times.operations)

@@ -211,7 +211,7 @@ class Reducer(ParamBuckets):
             self._finish_round()
             self._num_backwards = 0
             self._num_rounds += 1
-            self.group.rounds += 1
+            self.group.gradient_reductions += 1
 
     def _holds_last_sums(self) -> bool:
         """Return True if a parameter's gradient is still the tensor of the last sum."""
@@ -242,7 +242,7 @@ class Reducer(ParamBuckets):
         for bucket in self._buckets:
             bucket.wait()
         if self.group.wait_times is not None and self._buckets:
-            self.group.wait_times.record_round(began)
+            self.group.wait_times.record_gradient_reduction(began)
 
     def _must_rebuild_buckets(self) -> bool:
         """Return True after the first round without joined ranks."""

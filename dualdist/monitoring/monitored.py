@@ -178,8 +178,8 @@ class MonitoredBackend:
     def release(self, region: int) -> None:
         self._backend.release(region)
 
-    def channel(self, key: str) -> Backend:
-        return MonitoredBackend(self._backend.channel(key), self._monitor)
+    def duplicate(self, key: str) -> Backend:
+        return MonitoredBackend(self._backend.duplicate(key), self._monitor)
 
     def subgroup(self, ranks: Sequence[int], key: str) -> Backend:
         return MonitoredBackend(self._backend.subgroup(ranks, key), Monitor(self._monitor.probe, ranks))

@@ -1,6 +1,6 @@
 """Wait times: how long each rank waited in collectives, and for which other rank.
 
-All ranks of a group perform the same operations, and the same rounds of gradients, in the same order. So every rank
+All ranks of a group perform the same operations, and the same gradient reductions, in the same order. So every rank
 records two durations of each, and exchanges them on request only. Durations are compared, not clocks: all ranks
 complete an operation at about the same time, so the rank with the shortest duration arrived last.
 """
@@ -20,7 +20,7 @@ from dualdist.utils.suggest import format_ranks
 
 Array = np.ndarray[Any, Any]
 
-# Number of operations, and of rounds, that are kept.
+# Number of operations, and of gradient reductions, that are kept.
 KEPT = 1 << 16
 UNKNOWN = float("nan")
 SHOWN = 8  # ranks in a table
@@ -48,7 +48,7 @@ class WaitTimes:
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
-        self.operations, self.rounds = WaitRecord(), WaitRecord()
+        self.operations, self.gradient_reductions = WaitRecord(), WaitRecord()
         self._flags_s = 0.0
 
     def record_operation(self, ready_since: float, waits_since: float | None) -> None:
@@ -58,14 +58,14 @@ class WaitTimes:
         self.operations.add(ready_s, 0.0 if waits_since is None else now - waits_since)
 
     def record_flags_wait(self, since: float) -> None:
-        """Record a wait for the flags of the next round since `since`."""
+        """Record a wait for the flags of the next gradient reduction since `since`."""
         self._flags_s += time.monotonic() - since
 
-    def record_round(self, since: float) -> None:
-        """Record a wait for a round of gradients since `since`."""
+    def record_gradient_reduction(self, since: float) -> None:
+        """Record a wait for a gradient reduction since `since`."""
         waited_s = time.monotonic() - since + self._flags_s
         self._flags_s = 0.0
-        self.rounds.add(waited_s, waited_s)
+        self.gradient_reductions.add(waited_s, waited_s)
 
     def skip(self, times: WaitRecord) -> None:
         """Record an operation after this rank has joined, for which no rank waited."""
@@ -73,7 +73,7 @@ class WaitTimes:
 
     def dumps(self) -> bytes:
         """Serialize for the other ranks."""
-        kinds = (self.operations, self.rounds)
+        kinds = (self.operations, self.gradient_reductions)
         head = json.dumps([time.monotonic() - self.started_at, *((times.dropped, len(times.ready)) for times in kinds)])
         body = b"".join(part.tobytes() for times in kinds for part in (times.ready, times.waited))
         return head.encode() + b"\0" + body
@@ -87,7 +87,7 @@ class SlowRanks:
         ranks: The ranks compared.
         seconds: Time over which was counted.
         operations: Number of operations.
-        rounds: Number of rounds of gradients.
+        gradient_reductions: Number of gradient reductions.
         was_last: `was_last[b]` is how often b arrived last.
         caused_s: `caused_s[b]` is how long each of the others waited for b, on average.
         waited_for_s: `waited_for_s[a][b]` is how long a waited while b arrived last.
@@ -96,7 +96,7 @@ class SlowRanks:
     ranks: tuple[int, ...]
     seconds: float
     operations: int
-    rounds: int
+    gradient_reductions: int
     was_last: tuple[int, ...]
     caused_s: tuple[float, ...]
     waited_for_s: tuple[tuple[float, ...], ...]
@@ -113,10 +113,10 @@ class SlowRanks:
         return self.ranks[index] if self.caused_s[index] > SLOW * self.seconds else None
 
     def __str__(self) -> str:
-        counted = self.operations + self.rounds
+        counted = self.operations + self.gradient_reductions
         if not counted or len(self.ranks) == 1:
             return "no collectives have been counted yet"
-        head = f"in {self.seconds:.1f} s ({self.rounds} rounds of gradients, {self.operations} operations)"
+        head = f"in {self.seconds:.1f} s ({self.gradient_reductions} gradient reductions, {self.operations} operations)"
         if self.slowest is None:
             return f"{head} no rank made the others wait for more than {SLOW:.0%} of the time"
         order = sorted(range(len(self.ranks)), key=lambda index: -self.caused_s[index])
@@ -162,12 +162,14 @@ def summarize_waits(ranks: Sequence[int], dumps: Sequence[bytes]) -> SlowRanks:
             caused[index] += for_index.sum() / max(1, size - 1)
     seconds = min(float(head[0]) for head in heads)
     table = tuple(tuple(float(value) for value in row) for row in waited_for)
-    operations, rounds = counts
-    return SlowRanks(tuple(ranks), seconds, operations, rounds, tuple(map(int, last)), tuple(map(float, caused)), table)
+    operations, reductions = counts
+    return SlowRanks(
+        tuple(ranks), seconds, operations, reductions, tuple(map(int, last)), tuple(map(float, caused)), table
+    )
 
 
 def _loads(text: bytes) -> tuple[list[Any], list[Array]]:
-    """Parse dumps(): two rows each of operations and of rounds."""
+    """Parse dumps(): two rows each of operations and of gradient reductions."""
     head, _, body = text.partition(b"\0")
     numbers = np.frombuffer(body, dtype=np.float32)
     found = json.loads(head)

@@ -196,7 +196,7 @@ def _start_session(
 ) -> Session:
     """Return the session on a running backend.
 
-    The group of all ranks has its own channel: the program may use torch's default group while a thread uses ours.
+    The group of all ranks has its own connections: the program may use torch's default group while a thread uses ours.
     """
     from dualdist.collectives.group import Group
     from dualdist.monitoring.monitored import Monitor
@@ -211,14 +211,14 @@ def _start_session(
     try:
         probe = None if store is None else RankProbe(store, backend.rank, f"{key}/roll", processes, timeout_s)
         opened += [] if probe is None else [probe.close]
-        channel = backend.channel("operations")
+        operations = backend.duplicate("operations")
         exchange = open_exchange(store, f"{key}/mailbox", hosts, backend.ranks, backend.rank, timeout_s)
     except BaseException:
         for close in opened[::-1]:  # or the next init() would take torch's default group for the program's own
             with contextlib.suppress(DualdistError):  # the first error says more
                 close()
         raise
-    world = Group(channel, Monitor(probe, backend.ranks), backend, exchange)
+    world = Group(operations, Monitor(probe, backend.ranks), backend, exchange)
     return Session(world, topology, select_device(topology), timeout_s, hosts, store, key)
 
 

@@ -32,8 +32,8 @@ GROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60
 # Shared memory that operations and the gradients of a common model need, per rank of the host.
 SHM_BYTES_PER_RANK = 48 << 20
-# Gloo connects every pair of ranks on every channel: torch's, those for operations and for gradients, and a group's.
-CHANNELS = 4
+# Gloo connects every pair of ranks several times: for torch, for operations, for gradients, and for a group.
+GLOO_MESHES = 4
 SPARE_FILES = 512
 
 
@@ -267,4 +267,4 @@ def _number(word: str) -> int:
 
 def needed_open_files(size: int) -> int:
     """Return how many files a rank may have open at once in a job of `size` ranks."""
-    return CHANNELS * size + SPARE_FILES
+    return GLOO_MESHES * size + SPARE_FILES

@@ -257,7 +257,7 @@ def slow_ranks_are_named_with_their_delay() -> None:
             dd.allreduce(torch.ones(1), name="quick" if turn else None)
             dd.allreduce(torch.ones(1), async_op=True).wait()
         found = dd.slow_ranks()
-        assert (found.rounds, found.operations >= 6) == (3, True), found
+        assert (found.gradient_reductions, found.operations >= 6) == (3, True), found
         assert dd.allgather_object(str(found)) == [str(found)] * dd.size()
         if dd.size() > 1:
             place = found.ranks.index(slow)
@@ -287,7 +287,7 @@ def joined_ranks_are_not_slow() -> None:
     weight.sum().backward()
     optimizer.step()
     found = dd.slow_ranks()
-    assert (found.rounds, found.operations >= 4) == (5, True), found
+    assert (found.gradient_reductions, found.operations >= 4) == (5, True), found
     if dd.size() > 1:
         assert found.slowest == 0, found
         assert found.waited_for_s[last][0] > 0.15, found  # the last rank may be late, too, on a busy machine

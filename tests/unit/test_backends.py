@@ -31,7 +31,7 @@ from dualdist.utils.deadline import Deadline
 class NoLines(SingleBackend):
     """A backend that runs, and whose ranks do not find each other again."""
 
-    def channel(self, key: str) -> Backend:
+    def duplicate(self, key: str) -> Backend:
         raise CollectiveTimeoutError("not all ranks arrived")
 
 

@@ -191,7 +191,7 @@ def counted(operations: list[tuple[float, float]], rounds: list[tuple[float, flo
     found = WaitTimes()
     found.started_at -= 100.0
     found.operations.dropped = dropped
-    for times, rows in ((found.operations, operations), (found.rounds, rounds)):
+    for times, rows in ((found.operations, operations), (found.gradient_reductions, rounds)):
         for ready_s, waited_s in rows:
             times.add(ready_s, waited_s)
     return found.dumps()
@@ -204,7 +204,7 @@ def both(*rows: float) -> list[tuple[float, float]]:
 
 def test_each_rank_waits_for_the_last_to_arrive() -> None:
     found = summarize_waits([0, 1, 5], [counted([], both(3, 1)), counted([], both(1, 2)), counted([], both(2, 2.5))])
-    assert (found.rounds, found.operations) == (2, 0)
+    assert (found.gradient_reductions, found.operations) == (2, 0)
     assert found.was_last == (1, 1, 0)
     assert found.waited_for_s == ((0, 2, 0), (1, 0, 0), (1.5, 1, 0))
     assert found.caused_s == (1.25, 1.5, 0)
@@ -246,7 +246,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_starts_with_the_slowest_rank() -> None:
     found = summarize_waits([0, 1], [counted([], both(30, 1)), counted([], both(10, 2))])
     lines = str(found).splitlines()
-    assert lines[0].endswith("(2 rounds of gradients, 0 operations) the others waited most for rank 1")
+    assert lines[0].endswith("(2 gradient reductions, 0 operations) the others waited most for rank 1")
     assert lines[1].split("  ")[0] == "rank"
     assert [line.split()[0] for line in lines[2:]] == ["1", "0"]
     assert "20.00 s, 20%" in lines[2]

@@ -247,7 +247,7 @@ class HorovodBackend(PrivateBuffers):
             lambda: self._hvd.alltoall_async(tensor, splits=list(sent), name=name, process_set=self._set)
         )
 
-    def channel(self, key: str) -> HorovodBackend:
+    def duplicate(self, key: str) -> HorovodBackend:
         return self  # Horovod matches operations by name
 
     def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:

@@ -139,7 +139,7 @@ class MpiBackend(PrivateBuffers):
 
         return self._start_requests(begin, output, tensor)
 
-    def channel(self, key: str) -> MpiBackend:
+    def duplicate(self, key: str) -> MpiBackend:
         return self._child(self.ranks, self.rank, lambda comm: comm.Dup())
 
     def subgroup(self, ranks: Sequence[int], key: str) -> MpiBackend:

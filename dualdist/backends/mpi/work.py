@@ -94,7 +94,7 @@ class MpiCalls:
         return CollectiveError(f"MPI failed ({text})")
 
 
-class MpiChannel(Protocol):
+class MpiConnection(Protocol):
     """Attributes of the backend that an operation runs on."""
 
     mpi: MpiCalls
@@ -106,7 +106,7 @@ class MpiChannel(Protocol):
 class MpiRequest:
     """An operation of one or more nonblocking MPI requests."""
 
-    def __init__(self, backend: MpiChannel, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
+    def __init__(self, backend: MpiConnection, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
         self._backend = backend
         self._requests = requests
         self._result = result
@@ -155,7 +155,7 @@ class MpiRequest:
 class MpiBlockingCall:
     """An operation that the backend's thread runs by a blocking MPI call."""
 
-    def __init__(self, backend: MpiChannel, call: Callable[[], object], result: torch.Tensor) -> None:
+    def __init__(self, backend: MpiConnection, call: Callable[[], object], result: torch.Tensor) -> None:
         self._backend = backend
         self._call = call
         self._result = result

@@ -130,7 +130,7 @@ class NativeBackend:
         self._hosts = hosts
         self._host: HostChannel | None = None
         self._is_full = False  # the last reservation failed
-        self._printed: set[str] = set()  # messages, shared by all channels
+        self._printed: set[str] = set()  # messages, shared by all backends of the job
         self._children: list[NativeBackend] = []
 
     @property
@@ -200,10 +200,10 @@ class NativeBackend:
         if self._host is not None and region != UNRESERVED:
             self._host.release(region)
 
-    def channel(self, key: str) -> NativeBackend:
+    def duplicate(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
         if child._host is None:
-            self._hosts = ()  # later channels of the same ranks would find no room either
+            self._hosts = ()  # later duplicates would find no room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
@@ -267,11 +267,11 @@ class NativeBackend:
         return child
 
     def share_memory(self, hosts: Sequence[int]) -> None:
-        """Let channels and subgroups that are created from now on use memory that the ranks of a host share."""
+        """Let duplicates and subgroups that are created from now on use memory that the ranks of a host share."""
         self._hosts = hosts
 
     def _share_memory(self) -> None:
-        """Open a channel between the ranks of this host if every host can, and one between the hosts' first ranks."""
+        """Share memory between the ranks of this host if every host can, and connect the hosts' first ranks."""
         if not self._hosts:
             return
         members: dict[int, list[int]] = {}

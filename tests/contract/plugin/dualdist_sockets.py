@@ -103,7 +103,7 @@ class SocketBackend(PrivateBuffers):
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
         return self._submit(tensor.split(list(sent)), lambda blocks: torch.cat(blocks).view(tensor.dtype))
 
-    def channel(self, key: str) -> SocketBackend:
+    def duplicate(self, key: str) -> SocketBackend:
         return self.subgroup(self.ranks, key)
 
     def subgroup(self, ranks: Sequence[int], key: str) -> SocketBackend:
