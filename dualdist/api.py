@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from dualdist import session
 from dualdist.collectives.arguments import as_path, require_flags
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 
 if TYPE_CHECKING:
     import torch
@@ -493,9 +493,9 @@ def check_consistency(
     Example:
         >>> dd.check_consistency(torch.nn.Linear(2, 1))
     """
-    from dualdist.collectives import consistency
+    from dualdist.collectives import drift
 
-    consistency.check_consistency(session.group_or_world(group), model, buffers=buffers)
+    drift.check_consistency(session.group_or_world(group), model, buffers=buffers)
 
 
 @disable_compile

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from dualdist.collectives import broadcast_state, collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import as_list, as_tensor
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import Op
 from dualdist.collectives.work import Collective, Handle

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from dualdist.backends.base import Backend
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.negotiation import CollectiveRequest, RankRequests
 from dualdist.monitoring.monitored import Monitor
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dualdist.collectives.consistency import require_same
+from dualdist.collectives.drift import require_same
 from dualdist.errors import NonFiniteError, UsageError
 from dualdist.utils.suggest import format_ranks
 

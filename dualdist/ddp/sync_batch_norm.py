@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualdist import session
 from dualdist.collectives import collectives
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.errors import UsageError
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dualdist.collectives.consistency import digest
+from dualdist.collectives.drift import digest
 from dualdist.topology import Topology
 from dualdist.utils.machine import CpuUse, device_name, peak_kib, read_cpu
 

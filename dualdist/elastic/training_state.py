@@ -18,7 +18,7 @@ from dualdist.collectives.broadcast_state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.optimizer import move_to_group

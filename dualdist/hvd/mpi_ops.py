@@ -11,7 +11,7 @@ import torch
 
 from dualdist.collectives import collectives, fast_allreduce, traced_allreduce
 from dualdist.collectives.arguments import as_list
-from dualdist.collectives.compile import disable_compile
+from dualdist.collectives.dynamo import disable_compile
 from dualdist.collectives.group import Group
 from dualdist.collectives.reductions import INTEGERS, Op
 from dualdist.collectives.work import Collective

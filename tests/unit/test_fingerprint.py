@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualdist.collectives.consistency import CHUNK_WORDS, digest, fingerprints
+from dualdist.collectives.drift import CHUNK_WORDS, digest, fingerprints
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
 

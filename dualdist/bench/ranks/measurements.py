@@ -23,7 +23,7 @@ from dualdist.bench.options import COMMUNICATING, TORCH_CONTENDERS, AllreduceOpt
 from dualdist.bench.ranks import contenders
 from dualdist.bench.ranks.contenders import Contender, TrainingCase, make_case, make_contender, step_case
 from dualdist.bench.statistics import max_foreign_cores
-from dualdist.collectives.consistency import digest
+from dualdist.collectives.drift import digest
 from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
 from dualdist.errors import CollectiveError, UnsupportedError
 from dualdist.topology import Topology
