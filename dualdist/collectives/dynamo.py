@@ -48,6 +48,9 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return function(*args, **kwargs)
 
 
+outside: Callable[..., Any]
+
+
 def __getattr__(name: str) -> Any:
     """Create `outside`, which calls a function outside of the graph, when something is compiled."""
     if name != "outside":
