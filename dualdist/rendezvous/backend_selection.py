@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, HOROVOD, MPI, NATIVE, SINGLE
@@ -138,20 +138,16 @@ def load_choices(path: Path) -> list[SavedChoice]:
         content = json.loads(path.read_text())
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r}, expected {SCHEMA}")
-        return [_parse_choice(fields) for fields in content["choices"]]
+        choices = [
+            SavedChoice(**{**fields, "conditions": ChoiceConditions(**fields["conditions"])})
+            for fields in content["choices"]
+        ]
+        hash(tuple(choice.conditions for choice in choices))
+        return choices
     except (FileNotFoundError, PermissionError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path}: these saved choices cannot be read ({error!r}): delete the file") from error
-
-
-def _parse_choice(fields: Mapping[str, Any]) -> SavedChoice:
-    """Raise ValueError, TypeError or KeyError if the fields are invalid."""
-    choice = SavedChoice(**{**fields, "conditions": ChoiceConditions(**fields["conditions"])})
-    if choice.backend not in registry.choices() or choice.transport not in registry.transports():
-        raise ValueError(f"{choice.backend!r} over {choice.transport!r} is no choice")
-    hash(choice.conditions)
-    return choice
 
 
 def save_choices(path: Path, choices: Sequence[SavedChoice]) -> None:
@@ -215,17 +211,19 @@ def matching_choice(
 
 
 def _problem(saved: SavedChoice) -> str | None:
-    """Return why a choice cannot be taken: another number of threads, or a backend that this Python lacks."""
+    """Return why a choice cannot be taken: a backend that this Python lacks, or another number of threads."""
     import torch
 
+    spec = registry.find(saved.backend)
+    if spec is None or saved.transport not in spec.transports:
+        return f"there is no backend {saved.backend!r} over {saved.transport!r} in this Python"
     threads, compared = torch.get_num_threads(), saved.conditions.threads
     if threads != compared:
         return (
             f"ranks had {_format_threads(compared)} there, and have {_format_threads(threads)} here: "
             f"OMP_NUM_THREADS={compared} takes it"
         )
-    spec = registry.find(saved.backend)
-    return None if spec is None else spec.problem(saved.transport)
+    return spec.problem(saved.transport)
 
 
 def _format_threads(count: int) -> str:

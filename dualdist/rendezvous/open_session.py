@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dualdist.backends import registry
 from dualdist.backends.registry import AUTO, NATIVE, BackendSpec
-from dualdist.errors import BackendUnavailableError, DualdistError
+from dualdist.errors import BackendUnavailableError, DualdistError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.backend_selection import Print, describe_choice, matching_choice, select_backend, select_device
 from dualdist.rendezvous.rank_assignment import (
@@ -126,52 +126,39 @@ def open_session(requested: str, config: SessionConfig, print_line: Print) -> Se
 def _open(spec: BackendSpec, config: SessionConfig) -> Session:
     """Start the backend before the ranks meet, if it connects them, else after."""
     backend = spec.start_early(config.context(select_device(None)))
-    if backend is None:
-        return _open_over_store(spec, config)
+    session = _open_over_store(spec, config) if backend is None else _open_over_backend(backend, config)
+    if (name := session.backend.name) != spec.name:
+        session.close()
+        raise UsageError(f"the backend {spec.name!r} names itself {name!r}: give its Backend.name the first name")
+    return session
+
+
+def _open_over_backend(backend: Backend, config: SessionConfig) -> Session:
+    """Open a session on a backend that has connected the ranks."""
     locations = _exchange_locations(backend, config.topology, "", config.environ)
     config = replace(config, topology=with_location(config.topology, locations))
     if config.rendezvous.store is None and config.topology.size > 1:  # for the rank probe
-        config.rendezvous.store = _create_store(backend, config.topology, config.environ, Deadline(config.timeout_s))
+        config.rendezvous.store = _create_store(backend, config)
     return _start_session(backend, config.rendezvous.store, config, locations)
 
 
-def _create_store(backend: Backend, topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> Store:
+def _create_store(backend: Backend, config: SessionConfig) -> Store:
     """Serve a store on rank 0 and broadcast its address over a running backend."""
     from dualdist.backends.control_plane import broadcast_object
-    from dualdist.backends.native import store as native_store
-    from dualdist.utils import network_interfaces
+    from dualdist.rendezvous.store_rendezvous import BroadcastAddressExchange, serve_or_connect
 
-    host, one_node = network_interfaces.host_identity(environ), topology.num_nodes == 1
-    if topology.rank == 0:
-        listener = network_interfaces.open_listener(0, loopback_only=one_node)
-        port = listener.getsockname()[1]
-        broadcast_object(backend, network_interfaces.StoreAddress.of(host, port, one_node=one_node), 0, STORE)
-        return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
-    address = broadcast_object(backend, network_interfaces.StoreAddress("", (), 0), 0, STORE)
-    return native_store.connect(address.reachable_address(host, deadline), address.port, None, deadline)
+    exchange = BroadcastAddressExchange(lambda text: cast(str, broadcast_object(backend, text, 0, STORE)))
+    return serve_or_connect(exchange, config.topology, host_identity(config.environ), Deadline(config.timeout_s))
 
 
 def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
     """Start a backend after the ranks have met at a store; a job of one rank needs none."""
-    from dualdist.backends.native import store as native_store
-    from dualdist.rendezvous import store_rendezvous
-
     store, locations, interface = None, [RankLocation(0, 0)], None
     if config.topology.size > 1:
-        known = config.rendezvous
-        met = store_rendezvous.join_store(
-            config.topology,
-            config.environ,
-            config.key,
-            spec.name,
-            native_store.connect,
-            known.store,
-            Deadline(config.timeout_s),
-            config.transport,
-            known.generation,
-        )
+        from dualdist.rendezvous.store_rendezvous import join_store
+
+        met = join_store(config, spec.name)
         store, locations, interface = met.store, met.locations, met.interface
-        known.store, known.generation = store, met.generation
         config = replace(config, key=met.key)
     config = replace(config, topology=with_location(config.topology, locations))
     context = config.context(select_device(config.topology))

@@ -15,16 +15,16 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from dualdist.backends.base import Store
 from dualdist.backends.mpi import world
+from dualdist.backends.native import store as native_store
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
@@ -32,6 +32,9 @@ from dualdist.topology import RankLocation, Topology
 from dualdist.utils import network_interfaces
 from dualdist.utils.deadline import Deadline, call_within
 from dualdist.utils.network_interfaces import StoreAddress
+
+if TYPE_CHECKING:
+    from dualdist.rendezvous.open_session import SessionConfig
 
 RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
@@ -46,9 +49,6 @@ POLL_S = 0.01
 GRACE_S = 1.0
 # Rank 0 serves the store for so many seconds more, until every other rank has read why rendezvous failed.
 READ_VERDICT_S = 5.0
-
-# Connects to the store at (address, port), and serves it on the socket if given. Raises RendezvousError.
-Connect = Callable[[str, int, "socket.socket | None", Deadline], Store]
 
 
 class AddressExchange(Protocol):
@@ -102,11 +102,11 @@ class FileAddressExchange:
 
 @dataclass(frozen=True)
 class HorovodAddressExchange:
-    """A key in the HTTP store of horovodrun, in the scope "dualdist"."""
+    """The key "rank0" in the HTTP store of horovodrun, in the scope "dualdist"."""
 
     address: str
     port: int
-    key: str
+    deadline: Deadline
 
     def publish(self, text: str) -> None:
         if self._request("PUT", text.encode()) is None:
@@ -123,99 +123,90 @@ class HorovodAddressExchange:
         return f"in horovodrun's store at {self.address}:{self.port}"
 
     def _request(self, method: str, body: bytes | None) -> str | None:
-        connection = None
+        timeout_s = max(0.1, min(network_interfaces.PROBE_S, self.deadline.left_s()))
         try:
-            connection = http.client.HTTPConnection(self.address, self.port, timeout=network_interfaces.PROBE_S)
-            connection.request(method, f"/dualdist/{self.key}", body)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
+            with contextlib.closing(connection):
+                connection.request(method, "/dualdist/rank0", body)
+                response = connection.getresponse()
+                text = response.read().decode(errors="replace")
         except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an invalid host name
             raise RendezvousError(
                 f"horovodrun's store at {self.address}:{self.port} ({HOROVOD_STORE_ADDRESS}, {HOROVOD_STORE_PORT}) "
                 f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
             ) from error
-        finally:
-            if connection is not None:
-                connection.close()
         return text if response.status == http.HTTPStatus.OK else None
 
 
-@dataclass
-class MpiAddressExchange:
-    """An MPI broadcast from rank 0; each rank calls publish or read once."""
+@dataclass(frozen=True)
+class BroadcastAddressExchange:
+    """A broadcast of rank 0's text, None on the others; each rank calls publish or read once."""
 
-    topology: Topology
-    environ: MutableMapping[str, str]
-    deadline: Deadline
+    broadcast: Callable[[str | None], str]
 
     def publish(self, text: str) -> None:
-        world.broadcast_text(text, self.topology, self.environ, self.deadline)
+        self.broadcast(text)
 
     def read(self) -> str | None:
-        return world.broadcast_text(None, self.topology, self.environ, self.deadline)
+        return self.broadcast(None)
 
     def withdraw(self) -> None:
-        pass
+        """Withdraw nothing."""
 
     def describe(self) -> str:
-        return "by MPI broadcast"
+        return "by broadcast"
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """The store, the locations of all ranks, and this rank's network interface towards the other nodes.
+    """The store, the prefix of this session's keys in it, and the locations of all ranks.
 
-    `interface` is None if there is one node. `key` is the prefix of this session's keys in the store, and
-    `generation` that of the elastic agent, or "".
+    `interface` is this rank's network interface towards the other nodes, None if there are none.
     """
 
     store: Store
+    key: str
     locations: list[RankLocation]
     interface: str | None
-    key: str
-    generation: str
 
 
-def join_store(
-    topology: Topology,
-    environ: MutableMapping[str, str],
-    session: str,
-    backend: str,
-    connect: Connect,
-    known: Store | None,
-    deadline: Deadline,
-    transport: str = "",
-    known_generation: str = "",
-) -> RendezvousResult:
-    """Connect all ranks to one store and exchange their locations.
+def join_store(config: SessionConfig, backend: str) -> RendezvousResult:
+    """Connect all ranks to one store, the known one in a later session, and exchange their locations.
 
-    Every rank calls this with the backend and transport it will use, and the same `session`. `known` and
-    `known_generation` are those of an earlier session of this process. Errors are raised on every rank that takes part.
+    Every rank calls this with the backend that it will use. Errors are raised on every rank that takes part.
     """
-    host = network_interfaces.host_identity(environ)
-    store, exchange = (known, None) if known else _open_store(topology, environ, host, connect, deadline)
-    report = make_report(topology, host, backend, transport, process_state.current_process().dumps())
+    topology, environ, known = config.topology, config.environ, config.rendezvous
+    host, deadline = network_interfaces.host_identity(environ), Deadline(config.timeout_s)
+    report = make_report(topology, host, backend, config.transport, process_state.current_process().dumps())
+    connected: list[Store] = []
 
-    def gather() -> RendezvousResult:
-        generation = known_generation
-        if known is None and may_restart(topology, environ):
-            generation = agree_on_generation(store, topology, deadline)
-        key = f"{session}/{generation}" if generation else session
-        locations = gather_locations(store, report, key, deadline)
-        interface = _interface(store, locations, topology.rank, key, deadline)
-        return RendezvousResult(store, locations, interface, key, generation)
+    def meet() -> RendezvousResult:
+        store, exchange = (known.store, None) if known.store else _open_store(topology, environ, host, deadline)
+        connected.append(store)
+        try:
+            if known.store is None and may_restart(topology, environ):
+                known.generation = agree_on_generation(store, topology, deadline)
+            key = f"{config.key}/{known.generation}" if known.generation else config.key
+            locations = LocationExchange(store, report, key, deadline).run()
+            interface = _interface(store, locations, topology.rank, key, deadline)
+        finally:
+            if exchange is not None and topology.rank == 0:
+                exchange.withdraw()
+        return RendezvousResult(store, key, locations, interface)
 
     def late() -> DualdistError:
+        waited = f"rank {topology.rank} waited {deadline.timeout_s:g} s for"
+        if not connected:
+            return RendezvousError(f"{waited} the network or a shared folder, by which the ranks meet")
         return RendezvousError(
-            f"rank {topology.rank} waited {deadline.timeout_s:g} s for an answer of the store at {store.endpoint}: "
+            f"{waited} an answer of the store at {connected[0].endpoint}: "
             "the process that serves it, rank 0 or its launcher, is stopped or unreachable"
         )
 
-    try:
-        return call_within(deadline.left_s() + GRACE_S, gather, late)
-    finally:
-        if exchange is not None and topology.rank == 0:
-            exchange.withdraw()
+    # In a thread: a store that stops and a shared folder that hangs have no timeouts.
+    found = call_within(deadline.left_s() + GRACE_S, meet, late)
+    known.store = found.store
+    return found
 
 
 def may_restart(topology: Topology, environ: Mapping[str, str]) -> bool:
@@ -280,7 +271,7 @@ def _interface(store: Store, locations: list[RankLocation], rank: int, key: str,
 
 
 def _open_store(
-    topology: Topology, environ: MutableMapping[str, str], host: str, connect: Connect, deadline: Deadline
+    topology: Topology, environ: MutableMapping[str, str], host: str, deadline: Deadline
 ) -> tuple[Store, AddressExchange | None]:
     """Connect to the job's store, served by rank 0 or the launcher; return it and the address exchange used."""
     given = environ.get(RENDEZVOUS)
@@ -290,7 +281,7 @@ def _open_store(
         address, port = _address_of(given)
     elif given or topology.rendezvous in ("horovod", "mpi", "slurm"):
         exchange = FileAddressExchange(_path_of(given)) if given else _exchange(topology, environ, deadline)
-        return _publish_or_find(topology, exchange, host, connect, deadline), exchange
+        return serve_or_connect(exchange, topology, host, deadline), exchange
     if address is None or port is None:
         raise TopologyError(
             f"the {topology.size} ranks have no address for rendezvous (from {topology.source}): "
@@ -298,10 +289,10 @@ def _open_store(
         )
     if topology.rank == 0 and not agent:
         listener = network_interfaces.open_listener(port, loopback_only=False)
-        return connect(network_interfaces.LOOPBACK, port, listener, deadline), None
+        return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline), None
     who = "the store of the launcher" if agent else "rank 0 (MASTER_ADDR, MASTER_PORT)"
     network_interfaces.wait_until_listening(address, port, deadline, who)
-    return connect(address, port, None, deadline), None
+    return native_store.connect(address, port, None, deadline), None
 
 
 def _address_of(url: str) -> tuple[str, int]:
@@ -323,30 +314,29 @@ def _path_of(url: str) -> Path:
 
 def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: Deadline) -> AddressExchange:
     if topology.rendezvous == "mpi":
-        return MpiAddressExchange(topology, environ, deadline)
+        return BroadcastAddressExchange(lambda text: world.broadcast_text(text, topology, environ, deadline))
     if topology.rendezvous == "horovod":
-        return HorovodAddressExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), "rank0")
+        return HorovodAddressExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), deadline)
     folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
     step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
     return FileAddressExchange(Path(folder) / f".dualdist-{step}")
 
 
-def _publish_or_find(
-    topology: Topology, exchange: AddressExchange, host: str, connect: Connect, deadline: Deadline
-) -> Store:
+def serve_or_connect(exchange: AddressExchange, topology: Topology, host: str, deadline: Deadline) -> Store:
     """Serve a store on a free port and publish its address (rank 0), or read the address and connect."""
     if topology.rank == 0:
         one_node = topology.num_nodes == 1 and "num_nodes" not in topology.inferred
         listener = network_interfaces.open_listener(0, loopback_only=one_node)
         port = listener.getsockname()[1]
         exchange.publish(StoreAddress.of(host, port, one_node=one_node).dumps())
-        return connect(network_interfaces.LOOPBACK, port, listener, deadline)
+        return native_store.connect(network_interfaces.LOOPBACK, port, listener, deadline)
     while True:
         text = exchange.read()
         if text is not None:
             published = StoreAddress.loads(text)
             try:
-                return connect(published.reachable_address(host, deadline), published.port, None, deadline)
+                address = published.reachable_address(host, deadline)
+                return native_store.connect(address, published.port, None, deadline)
             except RendezvousError:
                 if deadline.passed() or not isinstance(exchange, FileAddressExchange):
                     raise  # else read again: the file may be of a job that was killed
@@ -357,73 +347,74 @@ def _publish_or_find(
         deadline.sleep(0.05)
 
 
-def gather_locations(store: Store, report: RankReport, key: str, deadline: Deadline) -> list[RankLocation]:
-    """Publish this rank's report and return the locations of all ranks in rank order.
+@dataclass(frozen=True)
+class LocationExchange:
+    """Exchange of the ranks' reports under a key of the store, and the verdict on them.
 
     Each rank sends a fixed number of messages; the last one to arrive reads all reports and writes the verdict. A rank
     that is missing, is there twice, or contradicts the others is an error on every rank that takes part.
     """
-    rank, size = report.rank, report.size
-    if store.add(f"{key}/came/{rank}", 1) > 1:
-        _reject(
-            store, report, key, deadline, f"two processes are rank {rank} of {size}: is one left over from another job?"
-        )
-    store.set(f"{key}/report/{rank}", report.dumps())
-    count = store.add(f"{key}/count", 1)
-    if count == 1:
-        store.set(f"{key}/size", str(size))
-    elif (others := int(store.get(f"{key}/size", deadline.left_s()))) != size:
-        _reject(
-            store,
-            report,
-            key,
-            deadline,
-            f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?",
-        )
-    if count == size:
-        _check_reports(store, key, size, deadline)
-    try:
-        problem, locations = json.loads(store.get(f"{key}/verdict", deadline.left_s()))
-    except TimeoutError as late:
-        missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
-        raise RendezvousError(
-            f"rank {rank} waited {deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
-            f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
-        ) from late
-    if problem:
-        _leave_together(store, report, key, deadline)
-        raise TopologyError(problem)
-    return [RankLocation(*location) for location in locations]
 
+    store: Store
+    report: RankReport
+    key: str
+    deadline: Deadline
 
-def _leave_together(store: Store, report: RankReport, key: str, deadline: Deadline) -> None:
-    """Count this rank as one that knows of the failure; rank 0, with whose exit the store may end, waits for all."""
-    with contextlib.suppress(RendezvousError):  # the store is gone: the failure says more
-        informed = store.add(f"{key}/informed", 1)
-        until = Deadline(min(READ_VERDICT_S, deadline.left_s()))
-        while report.rank == 0 and informed < report.size and not until.passed():
-            until.sleep(POLL_S)
-            informed = store.add(f"{key}/informed", 0)
+    def run(self) -> list[RankLocation]:
+        """Publish this rank's report and return the locations of all ranks in rank order."""
+        store, key, rank, size = self.store, self.key, self.report.rank, self.report.size
+        try:
+            problem = self._publish_report()
+            if problem:  # raised here, whatever the verdict already is
+                self._write_verdict(problem)
+            else:
+                problem, locations = json.loads(store.get(f"{key}/verdict", self.deadline.left_s()))
+        except TimeoutError as late:
+            missing = [other for other in range(size) if not store.has(f"{key}/report/{other}")]
+            raise RendezvousError(
+                f"rank {rank} waited {self.deadline.timeout_s:g} s for all {size} ranks to call dd.init(); "
+                f"{'missing: ' + str(missing) if missing else 'all came, the last one too late'}"
+            ) from late
+        if problem:
+            self._leave_together()
+            raise TopologyError(problem)
+        return [RankLocation(*location) for location in locations]
 
+    def _publish_report(self) -> str:
+        """Publish this rank's report, and write the verdict if it is the last; return why it does not fit, or ""."""
+        store, key, rank, size = self.store, self.key, self.report.rank, self.report.size
+        if store.add(f"{key}/came/{rank}", 1) > 1:
+            return f"two processes are rank {rank} of {size}: is one left over from another job?"
+        store.set(f"{key}/report/{rank}", self.report.dumps())
+        count = store.add(f"{key}/count", 1)
+        if count == 1:
+            store.set(f"{key}/size", str(size))
+        elif (others := int(store.get(f"{key}/size", self.deadline.left_s()))) != size:
+            return f"rank {rank} of {size} met ranks of a job of {others}: were all started by one command?"
+        if count == size:
+            self._check_reports()
+        return ""
 
-def _check_reports(store: Store, key: str, size: int, deadline: Deadline) -> None:
-    """Write the verdict on the reports of all ranks."""
-    arrived = [rank for rank in range(size) if store.has(f"{key}/report/{rank}")]
-    reports = [RankReport.loads(store.get(f"{key}/report/{rank}", deadline.left_s())) for rank in arrived]
-    try:
-        _write_verdict(store, key, "", assign_locations(reports))
-    except TopologyError as error:
-        _write_verdict(store, key, str(error))
+    def _check_reports(self) -> None:
+        """Write the verdict on the reports of all ranks."""
+        arrived = [f"{self.key}/report/{rank}" for rank in range(self.report.size)]
+        texts = [self.store.get(key, self.deadline.left_s()) for key in arrived if self.store.has(key)]
+        try:
+            self._write_verdict("", assign_locations([RankReport.loads(text) for text in texts]))
+        except TopologyError as error:
+            self._write_verdict(str(error))
 
+    def _write_verdict(self, problem: str, locations: Sequence[RankLocation] = ()) -> None:
+        """Write the verdict, a problem or the locations of all ranks, unless there is one already."""
+        if self.store.add(f"{self.key}/judges", 1) == 1:
+            verdict = json.dumps([problem, [astuple(location) for location in locations]])
+            self.store.set(f"{self.key}/verdict", verdict)
 
-def _reject(store: Store, report: RankReport, key: str, deadline: Deadline, problem: str) -> NoReturn:
-    """Write a problem as the verdict for the other ranks, and raise it here, whatever the verdict already is."""
-    _write_verdict(store, key, problem)
-    _leave_together(store, report, key, deadline)
-    raise TopologyError(problem)
-
-
-def _write_verdict(store: Store, key: str, problem: str, locations: list[RankLocation] | None = None) -> None:
-    """Write the verdict, a problem or the locations of all ranks, unless there is one already."""
-    if store.add(f"{key}/judges", 1) == 1:
-        store.set(f"{key}/verdict", json.dumps([problem, [astuple(location) for location in locations or []]]))
+    def _leave_together(self) -> None:
+        """Count this rank as one that knows of the failure; rank 0, with whose exit the store may end, awaits all."""
+        with contextlib.suppress(RendezvousError):  # the store is gone: the failure says more
+            informed = self.store.add(f"{self.key}/informed", 1)
+            until = Deadline(min(READ_VERDICT_S, self.deadline.left_s()))
+            while self.report.rank == 0 and informed < self.report.size and not until.passed():
+                until.sleep(POLL_S)
+                informed = self.store.add(f"{self.key}/informed", 0)

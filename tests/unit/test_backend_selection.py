@@ -116,8 +116,6 @@ DAMAGED = [
     '{"schema": 2, "choices": [{}]}',
     '{"schema": 2, "choices": [{"conditions": {"cores": 2}}]}',
     json.dumps({"schema": 2, "choices": [asdict(SAVED)]})[:-9],
-    json.dumps({"schema": 2, "choices": [{**asdict(SAVED), "backend": "nccl"}]}),
-    json.dumps({"schema": 2, "choices": [{**asdict(SAVED), "transport": "tcp"}]}),
 ]
 DEEP = "[" * 100_000
 JOB = Topology(0, 2, 0, 2, 0, 1, "torchrun", "a test")
@@ -221,21 +219,27 @@ def test_a_damaged_file_ends_no_job_and_is_told(tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("package", "backend", "why"),
-    [("horovod", "horovod", "Horovod is not installed"), ("mpi4py", "mpi", "mpi4py is not installed")],
+    ("package", "backend", "transport", "why"),
+    [
+        ("horovod", "horovod", "gloo", "Horovod is not installed"),
+        ("mpi4py", "mpi", "mpi", "mpi4py is not installed"),
+        ("rdma", "rdma", "gloo", "there is no backend 'rdma' over 'gloo' in this Python"),
+        ("rdma", "native", "tcp", "there is no backend 'native' over 'tcp' in this Python"),
+    ],
 )
 def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, backend: str, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, backend: str, transport: str, why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     here = replace(HERE, threads=torch.get_num_threads())
-    choices.save_choices(choices.choices_path(environ), [replace(SAVED, conditions=here, backend=backend)])
+    saved = replace(SAVED, conditions=here, backend=backend, transport=transport)
+    choices.save_choices(choices.choices_path(environ), [saved])
     told: list[str] = []
     assert matching_choice(JOB, "", environ, told.append) is None
     (line,) = told
-    assert line.startswith(f"{backend} over gloo, as dualdist compare found on 2026-01-01: ")
+    assert line.startswith(f"{backend} over {transport}, as dualdist compare found on 2026-01-01: ")
     assert f"; not taken: {why}" in line
 
 

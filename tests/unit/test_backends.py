@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dualdist.backends import registry
 from dualdist.backends.base import Backend, ReduceOp
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.mpi import backend
@@ -21,8 +22,8 @@ from dualdist.backends.shm.channel import HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
 from dualdist.backends.single import SingleBackend
 from dualdist.collectives.reductions import allreduce_, reduce_rows
-from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError
-from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session
+from dualdist.errors import CollectiveTimeoutError, RankLostError, UnsupportedError, UsageError
+from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig, _start_session, open_session
 from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
@@ -43,6 +44,16 @@ def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
         _start_session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])
     assert not backend.is_open
+
+
+def test_a_backend_of_another_name_than_its_registered_one_is_refused_and_closed() -> None:
+    alone = Topology(0, 1, 0, 1, 0, 1, "none", "the test")
+    backend = SingleBackend()
+    registry.register("renamed", lambda context: backend, ("none",))
+    with pytest.raises(UsageError, match="'renamed' names itself 'single'"):
+        open_session("renamed", SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), print)
+    assert not backend.is_open
+    registry._registered().pop("renamed")
 
 
 def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:

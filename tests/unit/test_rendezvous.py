@@ -17,12 +17,13 @@ from dualdist.backends.native import store as native_store
 from dualdist.backends.native.store import TcpStore
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.rendezvous import store_rendezvous
+from dualdist.rendezvous.open_session import RendezvousStore, SessionConfig
 from dualdist.rendezvous.rank_assignment import RankLocation, RankReport, assign_locations, make_report, with_location
 from dualdist.rendezvous.store_rendezvous import (
     FileAddressExchange,
+    LocationExchange,
     RendezvousResult,
     _interface,
-    gather_locations,
     join_store,
 )
 from dualdist.topology import Topology
@@ -60,11 +61,11 @@ def report(rank: int, size: int) -> RankReport:
 
 
 def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], timeout_s: float) -> list[object]:
-    """What gather_locations() gave each of those that came: places, or the error."""
+    """What the exchange gave each of those that came: places, or the error."""
 
     def attend(mine: RankReport) -> object:
         try:
-            return gather_locations(new_client(), mine, "key", Deadline(timeout_s))
+            return LocationExchange(new_client(), mine, "key", Deadline(timeout_s)).run()
         except DualdistError as error:
             return error
 
@@ -113,7 +114,7 @@ def test_rank_0_serves_its_store_until_a_slow_rank_has_read_why_rendezvous_faile
     def attend(rank: int) -> bool:
         backend = ("native", "horovod")[rank]
         with pytest.raises(TopologyError, match="'horovod'"):
-            gather_locations(clients[rank], replace(report(rank, 2), backend=backend), "key", Deadline(30))
+            LocationExchange(clients[rank], replace(report(rank, 2), backend=backend), "key", Deadline(30)).run()
         return read.is_set()
 
     with ThreadPoolExecutor(2) as pool:
@@ -122,11 +123,10 @@ def test_rank_0_serves_its_store_until_a_slow_rank_has_read_why_rendezvous_faile
 
 def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
     environ = {"DUALDIST_RENDEZVOUS": (tmp_path / "meet").as_uri()}
-    deadline = Deadline(30)
 
     def attend(rank: int) -> RendezvousResult:  # as a session does, it keeps the store, which rank 0 serves
         topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        return join_store(topology, environ, "session", "native", native_store.connect, None, deadline)
+        return join_store(SessionConfig(topology, environ, "", "session", 30, RendezvousStore()), "native")
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(attend, range(3)))
@@ -148,7 +148,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
             started.wait(30)
         started.set()
         topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return join_store(topology, environ, "session", "native", native_store.connect, None, Deadline(60))
+        return join_store(SessionConfig(topology, environ, "", "session", 60, RendezvousStore()), "native")
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
@@ -161,7 +161,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
 def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
     topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
     with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
-        join_store(topology, {"DUALDIST_RENDEZVOUS": url}, "session", "native", native_store.connect, None, Deadline(1))
+        join_store(SessionConfig(topology, {"DUALDIST_RENDEZVOUS": url}, "", "session", 1, RendezvousStore()), "native")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
