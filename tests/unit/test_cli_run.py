@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dualdist.cli.run import configure, program_words, shell_line, shell_lines
+from dualdist.cli.run import program_words, shell_line, shell_lines
 from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_check
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
@@ -24,30 +23,41 @@ from dualdist.launch.processes import signals_deferred, termination_raises
 FACE = ("-m", "dualdist.hvd")
 
 
+ALLOCATION = {"SLURM_JOB_ID": "17"}
+STEP = ALLOCATION | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+ON_HOSTS = {"has_hosts": True}
+
+
 @pytest.mark.parametrize(
-    ("environ", "launcher", "why"),
+    ("environ", "backend", "options", "launcher", "why"),
     [
-        ({}, "torchrun", "this is no Slurm allocation"),
-        ({"SLURM_JOB_ID": ""}, "torchrun", "this is no Slurm allocation"),
-        ({"SLURM_CONF": "/etc/slurm.conf"}, "torchrun", "this is no Slurm allocation"),
-        ({"SLURM_JOB_ID": "17"}, "srun", "SLURM_JOB_ID=17"),
+        ({}, None, {}, "torchrun", "this is no Slurm allocation"),
+        ({"SLURM_JOB_ID": ""}, None, {}, "torchrun", "this is no Slurm allocation"),
+        ({"SLURM_CONF": "/etc/slurm.conf"}, None, {}, "torchrun", "this is no Slurm allocation"),
+        (ALLOCATION, None, {}, "srun", "SLURM_JOB_ID=17"),
+        (STEP, None, {}, "torchrun", "srun started this process"),  # a nested srun would wait for its cores forever
+        (STEP | {"SLURM_STEP_ID": "4294967290"}, None, {}, "srun", ""),  # a shell of salloc
+        (STEP, "horovod", ON_HOSTS, "horovodrun", ""),
+        (ALLOCATION, "mpi", {}, "mpirun", ""),
+        ({}, "native", {"transport": "mpi"}, "mpirun", ""),
+        ({"DUALDIST_TRANSPORT": "mpi"}, "horovod", {}, "mpirun", ""),
+        ({}, "horovod", {}, "torchrun", ""),
+        ({}, None, ON_HOSTS, "torchrun", ""),
+        ({}, "auto", ON_HOSTS, "torchrun", ""),
+        ({}, "native", ON_HOSTS, "torchrun", ""),
+        ({}, "horovod", ON_HOSTS, "horovodrun", ""),
+        ({"DUALDIST_BACKEND": "horovod"}, None, ON_HOSTS, "horovodrun", ""),
+        ({"DUALDIST_BACKEND": "horovod"}, "native", ON_HOSTS, "torchrun", ""),
+        ({}, "mpi", ON_HOSTS, "mpirun", ""),
+        (ALLOCATION, "horovod", ON_HOSTS, "srun", ""),
     ],
 )
-def test_default_launcher_is_the_allocations(environ: Mapping[str, str], launcher: str, why: str) -> None:
-    found, reason = default_launcher(environ, None)
+def test_the_default_launcher_fits_the_allocation_the_backend_and_the_hosts(
+    environ: Mapping[str, str], backend: str | None, options: Any, launcher: str, why: str
+) -> None:
+    found, reason = default_launcher(environ, backend, **options)
     assert found == launcher
     assert why in reason
-
-
-STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
-
-
-def test_within_a_step_no_other_srun_is_started() -> None:
-    """A nested srun would wait forever for the cores of this one."""
-    launcher, reason = default_launcher(STEP, None)
-    assert (launcher, "srun started this process" in reason) == ("torchrun", True)
-    assert default_launcher(STEP | {"SLURM_STEP_ID": "4294967290"}, None)[0] == "srun", "a shell of salloc"
-    assert default_launcher(STEP, "horovod", has_hosts=True)[0] == "horovodrun"
 
 
 @pytest.mark.parametrize(
@@ -72,30 +82,6 @@ def test_more_ranks_than_tasks_share_their_cores(ranks: int, cpus: int) -> None:
     environ = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
     assert cpus_per_task(environ, ranks) == cpus
     assert cpus_per_task({"SLURM_JOB_ID": "17"}, ranks) is None
-
-
-def test_the_backend_mpi_gets_a_launcher_that_starts_mpi() -> None:
-    assert default_launcher({"SLURM_JOB_ID": "17"}, "mpi")[0] == "mpirun"
-    assert default_launcher({}, "native", "mpi")[0] == "mpirun"
-    assert default_launcher({"DUALDIST_TRANSPORT": "mpi"}, "horovod")[0] == "mpirun"
-    assert default_launcher({}, "horovod")[0] == "torchrun"
-
-
-@pytest.mark.parametrize(
-    ("environ", "backend", "launcher"),
-    [
-        ({}, None, "torchrun"),
-        ({}, "auto", "torchrun"),
-        ({}, "native", "torchrun"),
-        ({}, "horovod", "horovodrun"),
-        ({"DUALDIST_BACKEND": "horovod"}, None, "horovodrun"),
-        ({"DUALDIST_BACKEND": "horovod"}, "native", "torchrun"),
-        ({}, "mpi", "mpirun"),
-        ({"SLURM_JOB_ID": "17"}, "horovod", "srun"),
-    ],
-)
-def test_hosts_get_the_backends_own_launcher(environ: Mapping[str, str], backend: str | None, launcher: str) -> None:
-    assert default_launcher(environ, backend, has_hosts=True)[0] == launcher
 
 
 @pytest.mark.parametrize(
@@ -262,10 +248,3 @@ def test_ending_it_while_ssh_is_being_started_leaves_none(monkeypatch: pytest.Mo
 def test_exit_code_of_the_job_is_passed_on(base_env: Mapping[str, str], tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "x.py").write_text(text)
     assert dualdist_run(base_env, tmp_path, "--launcher", "python", "--", "x.py").returncode == code
-
-
-def test_help_says_which_backend_each_kind_of_program_has() -> None:
-    parser = argparse.ArgumentParser()
-    configure(parser)
-    message = "".join(parser.format_help().split())  # it breaks lines within words
-    assert "(default:DUALDIST_BACKEND,elseauto,ornativewith--as-horovod)" in message

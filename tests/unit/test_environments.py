@@ -277,23 +277,13 @@ def test_horovods_cross_rank_is_not_the_node_rank_on_uneven_hosts() -> None:
         ({"MASTER_ADDR": "job-master-0"}, "env", (1, 4, 0, 1, 1, 4), ALL),
         ({"MASTER_ADDR": "127.0.0.1"}, "env", (1, 4, 1, 4, 0, 1), ALL),
         ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1"}, "env", (1, 4, 1, 4, 0, 1), ALL - {"local_rank"}),
-        (
-            {"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            *("torchrun", (1, 4, 1, 2, 0, 2), {"node_rank", "num_nodes"}),
-        ),
-        (
-            {
-                "MASTER_ADDR": "n1",
-                "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "2",
-                "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "2",
-            },
-            *("torchrun", (1, 4, 1, 2, 0, 2), set()),
-        ),
+        ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+         *("torchrun", (1, 4, 1, 2, 0, 2), {"node_rank", "num_nodes"})),
+        ({"MASTER_ADDR": "n1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+         "GROUP_WORLD_SIZE": "2"}, *("torchrun", (1, 4, 1, 2, 0, 2), set())),
         ({"MASTER_ADDR": "n1", "GROUP_RANK": "1"}, "torchrun", (1, 4, 0, 1, 1, 4), ALL - {"node_rank"}),
     ],
-)
+)  # fmt: skip
 def test_rank_and_world_size_without_a_launcher(
     extra: Env, launcher: str, expected: tuple[int, ...], inferred: frozenset[str]
 ) -> None:
@@ -322,15 +312,10 @@ def test_the_override_sets_the_given_fields(env: Env, expected: Mapping[str, Any
 
 # The variables that pbs_mom of PBS Pro and of Torque gives to a batch script, as posted by users.
 BATCH = [
-    {
-        "PBS_ENVIRONMENT": "PBS_BATCH",
-        "PBS_JOBID": "188691.pbspl1",
-        "PBS_NODENUM": "0",
-        "PBS_TASKNUM": "1",
-        "NCPUS": "8",
-    },
+    {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "188691.pbspl1", "PBS_NODENUM": "0", "PBS_TASKNUM": "1",
+     "NCPUS": "8"},
     {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODENUM": "0", "PBS_TASKNUM": "146", "PBS_VNODENUM": "0", "PBS_NP": "4"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("env", BATCH, ids=["pbs-pro", "torque"])

@@ -99,63 +99,39 @@ MISTAKES = [
     ("env:\n  A: 1\n  B: [x]", "3: env.B: input should be a valid string; got a list"),
     ("hosts:\n- a:2\n- [b]", "3: hosts.1: input should be a valid string; got a list"),
     ("resources: 3", "1: resources: input should be a valid dictionary or instance of Resources; got '3'"),
-    (
-        "resources:\n  nodes: 2\n  time: soon",
-        "3: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got 'soon'",
-    ),
-    (
-        "resources: {time: 90}",
-        "1: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got '90'",
-    ),
-    (
-        "resources: {memory_per_task: 64}",
-        "1: resources.memory_per_task: expected a number and a unit of K, M, G or T, as 64G; got '64'",
-    ),
+    ("resources:\n  nodes: 2\n  time: soon",
+     "3: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got 'soon'"),
+    ("resources: {time: 90}",
+     "1: resources.time: expected [days-]hours:minutes:seconds above 0, as 2:00:00 or 1-12:00:00; got '90'"),
+    ("resources: {memory_per_task: 64}",
+     "1: resources.memory_per_task: expected a number and a unit of K, M, G or T, as 64G; got '64'"),
     ("resources: {queue: a b}", "1: resources.queue: expected one word of letters, digits and ._:/@+-; got 'a b'"),
-    (
-        "resources:\n  gpus_per_node: 4\n  gpus_per_task: 1",
-        "3: gpus_per_node 4 and gpus_per_task 1 request the same resource: give one",
-    ),
-    (
-        "resources:\n  tasks_per_node: 4\n  gpus_per_node: 2",
-        "3: 4 tasks and 2 GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
-        "request 2 tasks, or no GPUs",
-    ),
-    (
-        "ranks: 4\nresources:\n  nodes: 3",
-        "3: 4 ranks on 3 nodes with the same number on each: the numbers do not agree",
-    ),
+    ("resources:\n  gpus_per_node: 4\n  gpus_per_task: 1",
+     "3: gpus_per_node 4 and gpus_per_task 1 request the same resource: give one"),
+    ("resources:\n  tasks_per_node: 4\n  gpus_per_node: 2",
+     "3: 4 tasks and 2 GPUs on each node: two ranks would share a GPU, which NCCL refuses; "
+     "request 2 tasks, or no GPUs"),
+    ("ranks: 4\nresources:\n  nodes: 3",
+     "3: 4 ranks on 3 nodes with the same number on each: the numbers do not agree"),
     ("ranks: 2\nmin_ranks: 4", "2: min_ranks=4: expected 1 to 2, the number of ranks"),
-    (
-        "resources:\n  time: 0:01:00\n  requeue: 120",
-        "3: requeue 120: the job has 60 seconds; expected fewer than that",
-    ),
+    ("resources:\n  time: 0:01:00\n  requeue: 120",
+     "3: requeue 120: the job has 60 seconds; expected fewer than that"),
     ("hosts:\n- a:2\n- b:x", "3: host 'b:x': expected a name and its slots, as a:2"),
     ("hosts: a:2,b:2\nranks: 5", "2: 5 ranks on hosts with 4 slots (a:2,b:2): start fewer, or give more slots"),
     ("timeout: soon", "1: timeout: input should be a valid number, unable to parse string as a number; got 'soon'"),
     ("timeout: true", "1: timeout: input should be a valid number, unable to parse string as a number; got 'true'"),
     ("timeout: 1e400", "1: timeout: input should be a finite number; got '1e400'"),
     ("launcher: [torchrun]", "1: launcher: input should be a valid string; got a list"),
-    (
-        "launcher: torchrn",
-        "1: launcher: input should be 'torchrun', 'horovodrun', 'horovodrun-mpi', 'mpirun', 'srun', 'jsrun', 'spawn' "
-        "or 'python'; got 'torchrn'; did you mean 'torchrun'?",
-    ),
-    (
-        "env:\n  A: 1\n  B C: 2",
-        "3: env: expected a variable's name, of letters, digits and underscores; got 'B C'",
-    ),
+    ("launcher: torchrn",
+     "1: launcher: input should be 'torchrun', 'horovodrun', 'horovodrun-mpi', 'mpirun', 'srun', 'jsrun', 'spawn' "
+     "or 'python'; got 'torchrn'; did you mean 'torchrun'?"),
+    ("env:\n  A: 1\n  B C: 2", "3: env: expected a variable's name, of letters, digits and underscores; got 'B C'"),
     ('program: "a\\0b"', "1: a string with a NUL byte: no program can take it as an argument"),
     ("env: &a {A: *a}", "1: lists and mappings are nested too deep, or one is an alias of itself"),
-    (
-        f"ranks: {'9' * 5000}",
-        "1: ranks: unable to parse input string as an integer, exceeded maximum size; "
-        "got '999999999999...9999999999999'",
-    ),
-    (
-        "backend: nativ",
-        "1: backend: input should be 'auto', 'native', 'horovod' or 'mpi'; got 'nativ'; did you mean 'native'?",
-    ),
+    (f"ranks: {'9' * 5000}", "1: ranks: unable to parse input string as an integer, exceeded maximum size; "
+     "got '999999999999...9999999999999'"),
+    ("backend: nativ",
+     "1: backend: input should be 'auto', 'native', 'horovod' or 'mpi'; got 'nativ'; did you mean 'native'?"),
     ("launchr: mpirun", "1: unknown key 'launchr': did you mean 'launcher'?"),
     ("resources:\n  node: 2", "2: unknown key 'resources.node': did you mean 'nodes'?"),
     ("nodes: 2", "1: unknown key 'nodes': it belongs under resources:"),
@@ -167,20 +143,13 @@ MISTAKES = [
     ("np: 1\nenv: {A: 'b", "2: not YAML: found unexpected end of stream"),
     ("? [a]\n: 1", "1: a key is a word, not a list or a mapping"),
     ("- a", "1: a job file is a mapping, as `program: train.py` on one line and `ranks: 2` on the next"),
-    (
-        "launcher: torchrun\nbackend: mpi",
-        "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose horovodrun-mpi or mpirun or srun",
-    ),
-    (
-        "transport: mpi\nlauncher: spawn",
-        "1: the transport mpi needs a launcher that starts MPI, not spawn: choose horovodrun-mpi or mpirun or srun",
-    ),
+    ("launcher: torchrun\nbackend: mpi",
+     "2: the backend mpi needs a launcher that starts MPI, not torchrun: choose horovodrun-mpi or mpirun or srun"),
+    ("transport: mpi\nlauncher: spawn",
+     "1: the transport mpi needs a launcher that starts MPI, not spawn: choose horovodrun-mpi or mpirun or srun"),
     ("backend: native\ntransport: mpi", "2: expected one of gloo, shm, nccl for the backend native, not mpi"),
-    (
-        "np: 2\nlauncher: python",
-        "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn",
-    ),
-]
+    ("np: 2\nlauncher: python", "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -210,33 +211,28 @@ def test_a_reader_that_has_gone_ends_the_writer() -> None:
         os.close(end)
 
 
-def variables(environ: dict[str, str], given: dict[str, str], *, has_hosts: bool = False) -> dict[str, str]:
-    return env_defaults.rank_variables(environ, given, threads=4, interface=None, has_hosts=has_hosts)
+OURS, OMP = {"PYTHONUNBUFFERED": "1"}, "OMP_NUM_THREADS"
+JOBS = {"PYTHONPATH": "/p", "NCCL_DEBUG": "INFO", OMP: "7", "DUALDIST_BACKEND": "native"}
+OTHERS = ("DUALDIST_JOB", "DUALDIST_RUN", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "PATH")
 
 
-def test_a_ranks_variables_are_the_users_before_ours() -> None:
-    assert variables({}, {}) == {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4"}
-    assert variables({"OMP_NUM_THREADS": "7"}, {}) == {"PYTHONUNBUFFERED": "1"}
-    assert variables({"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
-
-
-def test_other_hosts_get_the_jobs_variables_and_no_secrets() -> None:
-    environ = {
-        "PYTHONPATH": "/p",
-        "NCCL_DEBUG": "INFO",
-        "OMP_NUM_THREADS": "7",
-        "DUALDIST_BACKEND": "native",
-        "DUALDIST_JOB": "mark",
-        "DUALDIST_RUN": "token",
-        "AWS_SECRET": "x",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "PATH": "/bin",
-    }
-    kept = {"PYTHONPATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "DUALDIST_BACKEND", "PYTHONUNBUFFERED"}
-    assert set(variables(environ, {}, has_hosts=True)) == kept
-
-
-def test_an_interface_is_set_for_all_libraries() -> None:
+@pytest.mark.parametrize(
+    ("environ", "given", "options", "expected"),
+    [
+        ({}, {}, {}, OURS | {OMP: "4"}),
+        ({OMP: "7"}, {}, {}, OURS),
+        ({OMP: "7"}, {OMP: "2"}, {}, OURS | {OMP: "2"}),
+        (JOBS | dict.fromkeys(OTHERS, "x"), {}, {"has_hosts": True}, JOBS | OURS),
+    ],
+    ids=["ours", "the user's", "the job's", "other hosts get the job's"],
+)
+def test_a_rank_gets_the_variables_of_the_job_then_the_users_then_ours(
+    environ: dict[str, str], given: dict[str, str], options: Any, expected: dict[str, str]
+) -> None:
+    found = env_defaults.rank_variables(
+        environ, given, **{"threads": 4, "interface": None, "has_hosts": False, **options}
+    )
+    assert found == expected
     found = env_defaults.rank_variables({}, {}, threads=None, interface="ib0", has_hosts=False)
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
 

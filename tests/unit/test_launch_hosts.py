@@ -36,12 +36,6 @@ def test_hosts_of_a_line(text: str, found: list[tuple[str, int]]) -> None:
     assert hosts.parse_hosts(text) == tuple(Host(*each) for each in found)
 
 
-@pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
-def test_malformed_lists_of_hosts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        hosts.parse_hosts(text)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -72,18 +66,36 @@ def test_malformed_host_files_are_refused_with_the_line(tmp_path: Path, text: st
         hosts.read_hostfile(tmp_path / "nowhere")
 
 
-def test_this_host_knows_its_names() -> None:
-    assert is_local_host("localhost")
-    assert is_local_host("127.0.0.1")
-    assert not is_local_host("192.0.2.1")  # RFC 5737: unassigned
-    assert not is_local_host("no such name")
+@pytest.mark.parametrize("text", ["", "a:2,", "a:x", "a:0", "-oProxyCommand=x:1", "a:2:3", "a b"])
+def test_malformed_lists_of_hosts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        hosts.parse_hosts(text)
+    assert [is_local_host(name) for name in ("localhost", "127.0.0.1")] == [True, True]
+    assert [is_local_host(name) for name in ("192.0.2.1", "no such name")] == [False, False]  # RFC 5737: unassigned
 
 
 def test_ranks_meet_where_the_first_host_is_seen_by_the_others() -> None:
-    found = evaluate_hosts([A, B], None, HERE, lambda names, target: [THERE])
-    assert (found.rendezvous.address, found.rendezvous.port) == ("10.0.0.1", 4711)
-    assert found.local_addresses == ("10.0.0.1", "10.1.0.1")
-    assert found.cores == (8, 4)
+    for interface in (None, "eth0"):
+        found = evaluate_hosts([A, B], interface, HERE, lambda names, target: [THERE])
+        assert (found.rendezvous.address, found.rendezvous.port) == ("10.0.0.1", 4711)
+        assert found.cores == (8, 4)
+    assert evaluate_hosts([A, B], None, HERE, lambda names, target: [THERE]).local_addresses == ("10.0.0.1", "10.1.0.1")
+
+
+@pytest.mark.parametrize(
+    ("interface", "changes", "message"),
+    [
+        ("eth1", {}, r"host 'b' has no network interface 'eth1' .* it has lo .*, eth0 \(10\.0\.0\.2\)"),
+        ("eth0", {"unreachable": {"10.0.0.1": "no answer"}},
+         r"host 'b' cannot reach host 'a' at 10\.0\.0\.1 \(interface eth0\): no answer; a has"),
+        (None, {"version": "0.0"}, rf"host 'b' has dualdist 0\.0, and this one {__version__}"),
+    ],
+)  # fmt: skip
+def test_a_host_that_cannot_take_part_is_named_with_the_reason(
+    interface: str | None, changes: Any, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        evaluate_hosts([A, B], interface, HERE, lambda names, target: [replace(THERE, **changes)])
 
 
 def test_ranks_meet_where_ssh_reached_the_first_host_and_the_others_try_that() -> None:
@@ -115,27 +127,6 @@ def test_an_address_that_both_hosts_have_does_not_connect_them() -> None:
     assert here.unreachable == {"127.0.0.1": "this host has the same address"}
 
 
-def test_a_named_interface_decides_where_ranks_meet() -> None:
-    assert evaluate_hosts([A, B], "eth0", HERE, lambda names, target: [THERE]).rendezvous.address == "10.0.0.1"
-    with pytest.raises(
-        LaunchError, match=r"host 'b' has no network interface 'eth1' .* it has lo .*, eth0 \(10\.0\.0\.2\)"
-    ):
-        evaluate_hosts([A, B], "eth1", HERE, lambda names, target: [THERE])
-
-
-def test_a_host_that_cannot_reach_the_first_is_named_with_the_first_ones_addresses() -> None:
-    cut = replace(THERE, unreachable={"10.0.0.1": "no answer"})
-    with pytest.raises(
-        LaunchError, match=r"host 'b' cannot reach host 'a' at 10\.0\.0\.1 \(interface eth0\): no answer; a has"
-    ):
-        evaluate_hosts([A, B], "eth0", HERE, lambda names, target: [cut])
-
-
-def test_hosts_need_the_same_version() -> None:
-    with pytest.raises(LaunchError, match=rf"host 'b' has dualdist 0\.0, and this one {__version__}"):
-        evaluate_hosts([A, B], None, HERE, lambda names, target: [replace(THERE, version="0.0")])
-
-
 @pytest.mark.parametrize(
     ("code", "stderr", "message"),
     [
@@ -143,17 +134,13 @@ def test_hosts_need_the_same_version() -> None:
         (72, "", "host 'b' has no /v/bin/python: every host needs the same environment at the same path"),
         (1, "/v/bin/python: No module named dualdist.launch.launchers\n", "/v/bin/python does not find dualdist there"),
         (1, "ImportError: libx.so\n", "host 'b' cannot run /v/bin/python (ImportError: libx.so)"),
-        (
-            255,
-            "root@b: Permission denied (publickey,password).\n",
-            "requires a password: put your public",
-        ),
+        (255, "root@b: Permission denied (publickey,password).\n", "requires a password: put your public"),
         (255, "ssh: Could not resolve hostname b: Name or service not known\n", "its name does not resolve"),
         (255, "ssh: connect to host b port 22: Connection refused\n", "it runs no ssh server on that port"),
         (255, "ssh: connect to host b port 22: Connection timed out\n", "it does not answer"),
         (255, "Host key verification failed.\n", "its key is unknown: run `ssh b`"),
         (255, "", "host 'b' cannot be reached by ssh (exit code 255)"),
     ],
-)
+)  # fmt: skip
 def test_an_unusable_host_is_reported_with_the_reason(code: int, stderr: str, message: str) -> None:
     assert message in ssh.describe_ssh_failure("b", code, stderr, SITE)

@@ -34,7 +34,7 @@ from dualdist.monitoring.process_state import (
 )
 from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, POLL_S, RankPosition, RankProbe
 from dualdist.monitoring.timeout_report import SilentRank, find_silent_ranks, format_report, report_timeout
-from dualdist.monitoring.wait_times import SlowRanks, WaitRecord, WaitTimes, summarize_waits
+from dualdist.monitoring.wait_times import WaitRecord, WaitTimes, summarize_waits
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
 
@@ -53,47 +53,26 @@ ARRIVED = at(f"in {WHAT}", {0: 6.0, 2: 5.5})
 @pytest.mark.parametrize(
     ("positions", "silent", "expected"),
     [
-        pytest.param(
-            [ARRIVED, at(IN_PROGRAM, {1: 6.6})],
-            [],
-            f"rank 1 did not arrive: {IN_PROGRAM}, for 7 s",
-            id="in the program",
-        ),
-        pytest.param(
-            [at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)],
-            [],
-            "ranks 1, 3 did not arrive: in barrier 'b', for 5 to 7 s, at <program>:7",
-            id="one location, several stacks",
-        ),
-        pytest.param(
-            [ARRIVED],
-            [SilentRank(1, STATES["T"], (), 4711)],
-            "no answer from rank 1: its process 4711 is stopped by a signal, so its stack is unavailable",
-            id="stopped",
-        ),
-        pytest.param(
-            [ARRIVED],
-            [SilentRank(1), SilentRank(3)],
-            "no answer from ranks 1, 3: exited, stopped, or in C code that holds the GIL",
-            id="on another host",
-        ),
-        pytest.param([ARRIVED], [], "all ranks are in this operation", id="together"),
-        pytest.param([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], [], "rank 1 arrived 6 s after the first", id="late"),
-        pytest.param([], [], "no rank reported its position", id="no answers"),
+        ([ARRIVED, at(IN_PROGRAM, {1: 6.6})], [], f"rank 1 did not arrive: {IN_PROGRAM}, for 7 s"),
+        ([at("in barrier 'b'", {1: 5.0}), at("in barrier 'b'", {3: 7.1}, HERE)], [],
+         "ranks 1, 3 did not arrive: in barrier 'b', for 5 to 7 s, at <program>:7"),
+        ([ARRIVED], [SilentRank(1, STATES["T"], (), 4711)],
+         "no answer from rank 1: its process 4711 is stopped by a signal, so its stack is unavailable"),
+        ([ARRIVED], [SilentRank(1), SilentRank(3)],
+         "no answer from ranks 1, 3: exited, stopped, or in C code that holds the GIL"),
+        ([ARRIVED], [], "all ranks are in this operation"),
+        ([at(f"in {WHAT}", {0: 6.0, 1: 0.3, 2: 5.9})], [], "rank 1 arrived 6 s after the first"),
+        ([], [], "no rank reported its position"),
     ],
-)
+    ids=["in the program", "several stacks", "stopped", "on another host", "together", "late", "no answers"],
+)  # fmt: skip
 def test_the_first_line_names_the_missing_ranks(
     positions: list[RankPosition], silent: list[SilentRank], expected: str
 ) -> None:
     found = format_report(WHAT, REASON, positions, silent).splitlines()[0]
     assert found == f"{WHAT}: {REASON}; {expected}"
-
-
-def test_an_operation_with_the_same_prefix_is_another_operation() -> None:
-    found = format_report(
-        "barrier 'b.1'", REASON, [at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})], []
-    )
-    assert "rank 1 did not arrive: in barrier 'b.10'" in found
+    b1, b10 = at("in barrier 'b.1'", {0: 1.0}), at("in barrier 'b.10'", {1: 1.0})
+    assert "rank 1 did not arrive: in barrier 'b.10'" in format_report("barrier 'b.1'", REASON, [b1, b10], [])
 
 
 def test_stacks_follow_once_per_position() -> None:
@@ -150,23 +129,18 @@ def test_a_stack_ends_at_the_threads_current_line() -> None:
 
     thread = threading.Thread(target=waits_in_here)
     thread.start()
+    ours = threading.Thread(target=leave.wait, name="dualdist-test")
+    ours.start()
+    assert program_thread(ours.ident) == threading.main_thread().ident, "a thread of dualdist's is not the program's"
     entered.wait()
     assert thread.ident is not None
     found = thread_stack(program_thread(thread.ident), is_in_operation=False)
     text = format_stack([line for line in found if line[0] == __file__])
     leave.set()
     thread.join()
+    ours.join()
     assert text.endswith("in waits_in_here\n      leave.wait()")
     assert program_thread(thread.ident) == threading.main_thread().ident, "the thread has ended"
-
-
-def test_dualdists_threads_are_not_the_programs() -> None:
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait, name="dualdist-test")
-    thread.start()
-    assert program_thread(thread.ident) == threading.main_thread().ident
-    leave.set()
-    thread.join()
 
 
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
@@ -210,10 +184,7 @@ def test_each_rank_waits_for_the_last_to_arrive() -> None:
     assert found.caused_s == (1.25, 1.5, 0)
     assert found.waited_s == (2, 1, 2.5)
     assert found.slowest == 1
-
-
-def test_only_the_programs_own_waits_count() -> None:
-    """One rank waited for the last second only, another never."""
+    # Only a program's waits count: one rank waited for the last second only, another never.
     found = summarize_waits([0, 1, 2], [counted([(10, 1)], []), counted([(8, 0)], []), counted([(2, 2)], [])])
     assert found.was_last == (0, 0, 1)
     assert found.waited_for_s == ((0, 0, 1), (0, 0, 0), (0, 0, 0))
@@ -255,13 +226,9 @@ def test_the_table_starts_with_the_slowest_rank() -> None:
     assert str(even).endswith("no rank made the others wait for more than 1% of the time")
     many = summarize_waits(range(20), [counted([], both(9 if rank else 1)) for rank in range(20)])
     assert str(many).endswith("and 12 more")
-
-
-def test_no_operations_give_a_message() -> None:
     for ranks in ([0], [0, 1]):
-        found: SlowRanks = summarize_waits(ranks, [counted([], [])] * len(ranks))
-        assert str(found) == "no collectives have been counted yet"
-        assert found.slowest is None
+        nothing = summarize_waits(ranks, [counted([], [])] * len(ranks))
+        assert (str(nothing), nothing.slowest) == ("no collectives have been counted yet", None)
 
 
 Enroll = Callable[[int, int], list[RankProbe]]

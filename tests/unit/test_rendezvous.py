@@ -233,22 +233,17 @@ def reports(*said: tuple[str, int | None, int | None]) -> list[RankReport]:
     [
         pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0, 0), (0, 1, 0)], id="all told"),
         pytest.param([("a", None, None), ("a", None, None)], [(0, 0, 0), (0, 1, 0)], id="nothing told, one host"),
-        pytest.param(
-            [("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)], id="a node is a host where none is told"
-        ),
-        pytest.param(
-            [("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)], id="round robin"
-        ),
+        pytest.param([("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)],
+         id="a node is a host where none is told"),
+        pytest.param([("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)],
+         id="round robin"),
         pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0, 0), (1, 0, 0)], id="two nodes on one machine, as told"),
         pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0, 0), (0, 0, 1)], id="nodes need not follow the ranks"),
-        pytest.param(
-            [("a", None, 0)] + [("b", None, n) for n in range(3)],
-            [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)],
-            id="1+3",
-        ),
+        pytest.param([("a", None, 0)] + [("b", None, n) for n in range(3)],
+         [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)], id="1+3"),
         pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1, 0), (0, 0, 0)], id="local ranks as told"),
     ],
-)
+)  # fmt: skip
 def test_every_rank_gets_its_place(
     said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
 ) -> None:
@@ -258,23 +253,18 @@ def test_every_rank_gets_its_place(
 @pytest.mark.parametrize(
     ("spoiled", "words"),
     [
-        pytest.param(
-            [replace(reports(("a", 0, 0))[0], size=4)], ["1 ranks met", "rank 0 of 4"], id="another size than met"
-        ),
+        pytest.param([replace(reports(("a", 0, 0))[0], size=4)], ["1 ranks met", "rank 0 of 4"],
+         id="another size than met"),
         pytest.param(reports(("a", 0, 0), ("a", 0, 0)), ["[0, 1]", "[0, 0]", "LOCAL_RANK"], id="a local rank twice"),
         pytest.param(reports(("a", None, 0), ("a", None, 2)), ["[0, 2]"], id="a local rank missing"),
-        pytest.param(
-            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")],
-            ["'native'", "'horovod'"],
-            id="two backends",
-        ),
-        pytest.param(
-            [reports(("a", 0, 0), ("a", 0, 1))[0], replace(reports(("a", 0, 0), ("a", 0, 1))[1], transport="gloo")],
-            ["''", "'gloo'", "DUALDIST_TRANSPORT"],
-            id="two transports",
-        ),
+        pytest.param([reports(("a", 0, 0), ("a", 0, 1))[0],
+         replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")], ["'native'", "'horovod'"],
+         id="two backends"),
+        pytest.param([reports(("a", 0, 0), ("a", 0, 1))[0],
+         replace(reports(("a", 0, 0), ("a", 0, 1))[1], transport="gloo")], ["''", "'gloo'", "DUALDIST_TRANSPORT"],
+         id="two transports"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -> None:
     with pytest.raises(TopologyError) as caught:
         assign_locations(spoiled)

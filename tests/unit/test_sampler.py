@@ -83,23 +83,26 @@ def test_each_sample_is_seen_once_when_the_number_of_ranks_changes(
         assert len(seen) < count + sum(size for size, _, _ in lives)
 
 
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))
-def test_ranks_with_more_samples_come_first(count: int, size: int, start: int) -> None:
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["drop", "pad", "uneven"]))
+def test_ranks_with_more_samples_come_first_and_all_end_at_one_position(
+    count: int, size: int, start: int, remainder: Remainder
+) -> None:
     """Rank 0, whose state is saved, is never behind."""
     lengths = [len(share) for share in shares(count, min(start, count), size, "uneven")]
     assert lengths == sorted(lengths, reverse=True)
     assert sum(lengths) == count - min(start, count)
-
-
-@given(st.integers(1, 60), st.integers(1, 6), st.sampled_from(["drop", "pad", "uneven"]))
-def test_position_is_the_end_after_a_ranks_last_sample(count: int, size: int, remainder: Remainder) -> None:
-    """Also if its share is one sample shorter than others."""
     ends = {share.position(len(share)) for share in shares(count, 0, size, remainder) if len(share)}
     assert ends <= {count // size * size if remainder == "drop" else count}
 
 
 def sampler_of(count: int = COUNT, **options: Any) -> dd.Sampler:
     return dd.Sampler(range(count), **{"remainder": "drop", "seed": 1, **options})
+
+
+def sampler_at(position: int, count: int = COUNT) -> dd.Sampler:
+    sampler = sampler_of(count)
+    sampler.load_state_dict(sampler.state_dict() | {"position": position})
+    return sampler
 
 
 def loader_of(sampler: dd.Sampler, batch_size: int | None = 4, **options: Any) -> DataLoader[Any]:
@@ -149,22 +152,18 @@ def test_a_state_of_the_last_step_resumes_at_the_end_of_its_epoch() -> None:
     assert batches(loader_of(resumed)) == []
     assert resumed.state_dict() == sampler.state_dict()
     assert (resumed.epoch, resumed.position) == (1, 0)
-
-
-def test_a_break_at_the_last_batch_is_followed_by_the_next_epoch() -> None:
-    sampler = sampler_of()
-    for number, _ in enumerate(loader_of(sampler), 1):
+    broken_off = sampler_of()
+    for number, _ in enumerate(loader_of(broken_off), 1):
         if number == 5:
             break
-    assert sampler.epoch == 0
-    assert len(batches(loader_of(sampler))) == 5
-    assert sampler.epoch == 2
+    assert broken_off.epoch == 0
+    assert len(batches(loader_of(broken_off))) == 5, "the next epoch"
+    assert broken_off.epoch == 2
 
 
 def test_length_is_that_of_the_current_iteration() -> None:
     sampler = sampler_of(22)
     loader = loader_of(sampler, drop_last=True)
-    assert len(loader) == 5
     for number, _ in enumerate(loader):
         assert len(loader) == 5
         if number == 1:
@@ -178,8 +177,7 @@ def test_length_is_that_of_the_current_iteration() -> None:
 
 @pytest.mark.parametrize(("position", "lengths"), [(12, [2, 5, 5]), (20, [0, 5, 5])])
 def test_a_dropped_incomplete_batch_ends_the_epoch(position: int, lengths: list[int]) -> None:
-    sampler = sampler_of(22)
-    sampler.load_state_dict(sampler.state_dict() | {"position": position})
+    sampler = sampler_at(position, 22)
     loader = loader_of(sampler, drop_last=True)
     seen = []
     for _ in lengths:
@@ -189,8 +187,7 @@ def test_a_dropped_incomplete_batch_ends_the_epoch(position: int, lengths: list[
 
 def test_length_after_the_last_sample_is_that_of_the_next_epoch() -> None:
     """`for _, batch in zip(range(len(loader)), loader)`, which does not see the end, then gets the whole epoch."""
-    sampler = sampler_of()
-    sampler.load_state_dict(sampler.state_dict() | {"position": 12})
+    sampler = sampler_at(12)
     loader = loader_of(sampler)
     lengths = []
     for _ in range(3):
@@ -202,8 +199,7 @@ def test_length_after_the_last_sample_is_that_of_the_next_epoch() -> None:
 
 
 def test_a_plain_loader_advances_past_a_finished_epoch() -> None:
-    sampler = sampler_of()
-    sampler.load_state_dict(sampler.state_dict() | {"position": COUNT})
+    sampler = sampler_at(COUNT)
     plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
     assert [len(list(plain)) for _ in range(2)] == [0, 5]
     assert sampler.epoch == 1
@@ -231,8 +227,7 @@ def test_a_plain_loader_that_drops_a_batch_is_detected(workers: int) -> None:
 
 
 def test_looking_at_a_batch_loses_none() -> None:
-    sampler = sampler_of()
-    sampler.load_state_dict(sampler.state_dict() | {"position": 16})
+    sampler = sampler_at(16)
     plain = DataLoader(range(COUNT), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
     looked = next(iter(plain)).tolist()
     assert batches(plain) == [looked]
@@ -249,6 +244,9 @@ def test_an_iteration_ends_earlier_ones() -> None:
         next(first)
     with pytest.raises(UsageError, match="another iteration"):
         list(zip_longest(loader, loader))
+    sampler = sampler_of(shuffle=False)
+    for number, sample in enumerate(loader_of(sampler, None), 1):
+        assert (sample, sampler.position) == (number - 1, number), "single samples"
 
 
 def test_a_plain_loader_must_record() -> None:
@@ -321,10 +319,8 @@ def test_augmentation_depends_on_the_epoch_and_the_batch_only() -> None:
     """Not on the number of workers or the position of resuming; epochs differ."""
     whole = noise(sampler_of(), 1)
     assert len(torch.cat(whole)[:, 1:].unique()) == 3 * COUNT
-    resumed = sampler_of()
-    resumed.load_state_dict(resumed.state_dict() | {"position": 8})
     torch.manual_seed(7)
-    for mine, right in zip(noise(resumed, 2), whole[2:], strict=True):
+    for mine, right in zip(noise(sampler_at(8), 2), whole[2:], strict=True):
         assert torch.equal(mine, right)
     sampler = sampler_of()
     persistent = dd.loader(Noisy(COUNT), 4, sampler=sampler, num_workers=2, persistent_workers=True)
@@ -379,20 +375,11 @@ def test_a_stream_keeps_its_order_with_any_number_of_workers(workers: int, optio
     assert list(dd.loader(stream, None, sampler=sampler, num_workers=workers))[:2] == [200, 201]
 
 
-def test_batch_size_none_yields_single_samples() -> None:
-    sampler = sampler_of(shuffle=False)
-    for number, sample in enumerate(loader_of(sampler, None), 1):
-        assert (sample, sampler.position) == (number - 1, number)
-
-
 def test_elastic_state_refuses_an_uneven_sampler_of_unknown_length() -> None:
-    for remainder in ("drop", "pad", "uneven"):
-        sampler = dd.Sampler(Stream(5), remainder=remainder, shuffle=False)  # type: ignore[arg-type]
-        if remainder == "uneven":
-            with pytest.raises(UsageError, match=r"no rank knows whether all have the batch.*__len__.*drop"):
-                dd.elastic.State(sampler=sampler)
-        else:
-            dd.elastic.State(sampler=sampler)
+    for remainder in ("drop", "pad"):
+        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder=remainder, shuffle=False))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"no rank knows whether all have the batch.*__len__.*drop"):
+        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder="uneven", shuffle=False))
 
 
 def test_sync_splits_the_rest_of_the_epoch_on_rank_zero_too() -> None:
@@ -404,10 +391,4 @@ def test_sync_splits_the_rest_of_the_epoch_on_rank_zero_too() -> None:
     state.sync()
     assert (len(loader), sampler.position) == (4, 4)
     assert len(batches(loader)) == 4
-
-
-def test_an_even_sampler_has_a_batch_on_every_rank() -> None:
-    sampler = dd.Sampler(range(5), remainder="drop", shuffle=False)
-    for _ in iter(sampler):
-        sampler.record(1)
-        assert sampler.all_ranks_had_batch
+    assert sampler.all_ranks_had_batch
