@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dualdist.backends import registry
+from dualdist.bench.statistics import foreign_cores
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Command, Job, Site
 from dualdist.launch.launchers import LAUNCHERS, build_command
-from dualdist.utils.machine import CpuUse, foreign_cores, read_cpu
+from dualdist.utils.machine import CpuUse, read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
 
-from dualdist.utils.machine import CpuUse, foreign_cores
+from dualdist.utils.machine import CpuUse
 
 Rounds = Sequence[float]  # one sample per round, of one launch
 
@@ -209,6 +209,17 @@ def machine_noise(foreign: Sequence[Sequence[float | None]], baseline: Sequence[
 def is_loaded(cores: float | None) -> bool:
     """Return True if other processes used more than LOADED_CORES."""
     return cores is not None and cores > LOADED_CORES
+
+
+def foreign_cores(ranks: Sequence[CpuUse]) -> float | None:
+    """Return how many cores other programs used, from the readings of all ranks of one host in the same window.
+
+    The system counts in ticks of 10 ms: windows well below a second are imprecise.
+    """
+    first = ranks[0]
+    if first.machine_s is None or first.window_s <= 0:
+        return None
+    return max(0.0, first.machine_s - sum(rank.own_s for rank in ranks)) / first.window_s
 
 
 def max_foreign_cores(uses: Sequence[tuple[int, CpuUse]]) -> float | None:

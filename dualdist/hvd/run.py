@@ -12,9 +12,8 @@ from typing import Any
 
 from dualdist.errors import UsageError
 from dualdist.hvd.alias import install
-from dualdist.launch.spawn import spawn_without_main
+from dualdist.launch.spawn import choose_pickler, spawn_without_main
 from dualdist.utils.horovod_names import FOLDER
-from dualdist.utils.pickling import choose_pickler
 
 INSTEAD = "`dualdist run --as-horovod script.py` starts a script under a launcher"
 # The reasons why options are refused unless they have their defaults.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -20,7 +22,6 @@ from dualdist.launch.failure import is_consequence
 from dualdist.launch.job import BACKEND_VARIABLE
 from dualdist.launch.launchers.simple import topology_variables
 from dualdist.utils import tracebacks
-from dualdist.utils.pickling import choose_pickler, dump_exception
 
 T = TypeVar("T")
 
@@ -213,3 +214,25 @@ def _call(payload: bytes) -> bytes:
     """Run the pickled call on a rank; its result is pickled here, as it may need cloudpickle."""
     fn, args, kwargs = pickle.loads(payload)
     return bytes(choose_pickler(fn).dumps(fn(*args, **kwargs)))
+
+
+def choose_pickler(func: Callable[..., Any]) -> ModuleType:
+    """Return cloudpickle, or pickle if it is not installed; raise UsageError if `func` needs it."""
+    if importlib.util.find_spec("cloudpickle") is not None:
+        return importlib.import_module("cloudpickle")
+    if getattr(func, "__module__", None) == "__main__":
+        raise UsageError(
+            f"{func!r} is defined in __main__, which new ranks cannot import: pip install cloudpickle, or define it "
+            "in a module"
+        )
+    return pickle
+
+
+def dump_exception(error: BaseException) -> bytes | None:
+    """Return the pickled exception, or None if it cannot be pickled and loaded."""
+    try:
+        data = bytes(choose_pickler(type(error)).dumps(error))
+        pickle.loads(data)
+    except Exception:  # raised by a foreign class
+        return None
+    return data

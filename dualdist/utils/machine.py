@@ -13,7 +13,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,17 +137,6 @@ class CpuUse:
         known = before.machine_s is not None and after.machine_s is not None
         machine_s = (after.machine_s or 0.0) - (before.machine_s or 0.0) if known else None
         return cls(after.at_s - before.at_s, machine_s, after.own_s - before.own_s)
-
-
-def foreign_cores(ranks: Sequence[CpuUse]) -> float | None:
-    """Return how many cores other programs used, from the readings of all ranks of one host in the same window.
-
-    The system counts in ticks of 10 ms: windows well below a second are imprecise.
-    """
-    first = ranks[0]
-    if first.machine_s is None or first.window_s <= 0:
-        return None
-    return max(0.0, first.machine_s - sum(rank.own_s for rank in ranks)) / first.window_s
 
 
 def peak_kib() -> int | None:

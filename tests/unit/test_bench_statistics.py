@@ -14,10 +14,12 @@ from dualdist.bench.statistics import (
     PAIRED_RESAMPLES,
     RESAMPLES,
     bootstrap_median,
+    foreign_cores,
     machine_noise,
     pooled_median,
     time_ratio,
 )
+from dualdist.utils.machine import CpuUse
 
 ROUNDS = 15
 
@@ -174,3 +176,10 @@ def test_a_sweep_covers_8_bytes_to_the_largest_and_the_common_sizes() -> None:
     assert sizes_up_to(256 << 20)[-1] == 256 << 20
     assert {8, 64 << 10, 1 << 20, 25 << 20} <= set(sizes_up_to(256 << 20))
     assert sizes_up_to(8) == (8,)
+
+
+def test_foreign_cores_are_the_machines_use_minus_all_ranks() -> None:
+    ranks = [CpuUse(2.0, 3.5, 1.5), CpuUse(2.1, 3.6, 1.0)]
+    assert foreign_cores(ranks) == pytest.approx(0.5)
+    assert foreign_cores([CpuUse(2.0, 1.0, 1.5)]) == 0.0
+    assert foreign_cores([CpuUse(2.0, None, 1.5)]) is None

@@ -14,7 +14,6 @@ from dualdist.utils.machine import (
     CpuReading,
     CpuUse,
     Machine,
-    foreign_cores,
     machine,
     peak_kib,
     read_cpu,
@@ -22,13 +21,6 @@ from dualdist.utils.machine import (
     resident_kib,
     versions,
 )
-
-
-def test_foreign_cores_are_the_machines_use_minus_all_ranks() -> None:
-    ranks = [CpuUse(2.0, 3.5, 1.5), CpuUse(2.1, 3.6, 1.0)]
-    assert foreign_cores(ranks) == pytest.approx(0.5)
-    assert foreign_cores([CpuUse(2.0, 1.0, 1.5)]) == 0.0
-    assert foreign_cores([CpuUse(2.0, None, 1.5)]) is None
 
 
 def test_user_nice_system_and_stolen_time_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
