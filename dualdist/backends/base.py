@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError
 from dualdist.topology import RankLocation, Topology
 
 ReduceOp = Literal["sum", "min", "max", "product"]
@@ -16,6 +17,17 @@ ReduceOp = Literal["sum", "min", "max", "product"]
 UNRESERVED = -1
 # For backends that copy a tensor without reducing it with another.
 ALL_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+# In lower-case errors of transports when a wait times out, and when a rank has ended.
+TIMED_OUT = ("timed out", "timeout")
+PEER_LOST = (
+    "shut down",
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
 
 
 class Store(Protocol):
@@ -223,3 +235,14 @@ class CompletedWork:
 
     def wait(self) -> torch.Tensor:
         return self._result
+
+
+def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
+
+
+def peer_error(text: str, shown: str, timeout_s: float) -> CollectiveError | None:
+    """Return the exception for a transport's error in lower case if another rank is lost or late, else None."""
+    if any(word in text for word in PEER_LOST):
+        return RankLostError(f"another rank ended or its connection broke ({shown})")
+    return timeout_error(timeout_s) if any(word in text for word in TIMED_OUT) else None

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 def start(context: InitContext) -> Backend:
-    from dualdist.backends.native import startup
+    from dualdist.backends.native import backend
 
-    return startup.start(context)
+    return backend.start(context)
 
 
 def adopt(context: InitContext) -> AdoptedGroup | None:
-    """Use torch.distributed's default group, if the program has set one up; see startup.adopt."""
+    """Use torch.distributed's default group, if the program has set one up; see backend.adopt."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return None  # without importing this backend's modules, which most programs do not need here
-    from dualdist.backends.native import startup
+    from dualdist.backends.native import backend
 
-    return startup.adopt(context)
+    return backend.adopt(context)
 
 
 SPEC = BackendSpec(

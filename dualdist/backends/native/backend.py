@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -17,21 +18,32 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from dualdist.backends.base import UNRESERVED, Buffer, PrivateBuffer, ReduceOp, Work
-from dualdist.backends.native.store import TIMED_OUT, TcpStore, first_line
+from dualdist.backends.base import (
+    UNRESERVED,
+    AdoptedGroup,
+    Buffer,
+    InitContext,
+    PrivateBuffer,
+    ReduceOp,
+    Work,
+    peer_error,
+)
+from dualdist.backends.native.store import TcpStore, first_line
 from dualdist.backends.shm.channel import ONE_PHASE_BYTES, HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
     CollectiveError,
-    CollectiveTimeoutError,
     NotInitializedError,
-    RankLostError,
+    RendezvousError,
+    TopologyError,
     UnsupportedError,
 )
+from dualdist.topology import RankLocation, Topology
 from dualdist.utils.deadline import Deadline, stop_at_exit
-from dualdist.utils.machine import SHM_BYTES_PER_RANK
+from dualdist.utils.machine import SHM_BYTES_PER_RANK, needed_open_files
+from dualdist.utils.temporary_env import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
 # Sets the variables of torch's network interface in a block.
@@ -58,16 +70,7 @@ REDUCE_DTYPES = frozenset(
     )
 )
 USES_GLOO = "dualdist: ranks of this host use Gloo, not shared memory"
-BACKENDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-# In lower-case errors of Gloo and NCCL when a rank has ended.
-PEER_LOST = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class NativeWork:
@@ -93,7 +96,7 @@ class NativeBackend:
     """Moves tensors over process groups, and on one host through shared memory.
 
     `connect` creates the process groups, by device type, when they are first needed; close() ends them if `owned`.
-    `hosts` is the host of each of the job's ranks, or empty if they share no memory.
+    `hosts` is the host of each of the job's ranks, or empty if they share no memory, in duplicates and subgroups.
     """
 
     name = "native"
@@ -127,7 +130,7 @@ class NativeBackend:
         self._owned = owned
         self.restore_excepthook: Callable[[], None] = lambda: None
         self._on_gpu = on_gpu
-        self._hosts = hosts
+        self.hosts = hosts
         self._host: HostChannel | None = None
         self._is_full = False  # the last reservation failed
         self._printed: set[str] = set()  # messages, shared by all backends of the job
@@ -203,15 +206,14 @@ class NativeBackend:
     def duplicate(self, key: str) -> NativeBackend:
         child = self._child(self.ranks, key, shares=True)
         if child._host is None:
-            self._hosts = ()  # later duplicates would find no room either
+            self.hosts = ()  # later duplicates would find no room either
         return child
 
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
             return self._child(ranks, key, shares=True)
-        nothing: dict[str, ProcessGroup] = {}
         return NativeBackend(
-            lambda: nothing, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
+            dict, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
         )
 
     def built_with(self) -> dict[str, int]:
@@ -257,7 +259,7 @@ class NativeBackend:
             self.timeout_s,
             owned=True,
             on_gpu=self._on_gpu,
-            hosts=self._hosts if shares else (),
+            hosts=self.hosts if shares else (),
         )
         self._children.append(child)
         child._printed = self._printed
@@ -266,19 +268,15 @@ class NativeBackend:
             child._groups()
         return child
 
-    def share_memory(self, hosts: Sequence[int]) -> None:
-        """Let duplicates and subgroups that are created from now on use memory that the ranks of a host share."""
-        self._hosts = hosts
-
     def _share_memory(self) -> None:
         """Share memory between the ranks of this host if every host can, and connect the hosts' first ranks."""
-        if not self._hosts:
+        if not self.hosts:
             return
         members: dict[int, list[int]] = {}
         for rank in self.ranks:
-            members.setdefault(self._hosts[rank], []).append(rank)
+            members.setdefault(self.hosts[rank], []).append(rank)
         own_rank = self.ranks[self.rank]
-        host_ranks = members[self._hosts[own_rank]]
+        host_ranks = members[self.hosts[own_rank]]
         is_only_host, index = len(members) == 1, host_ranks.index(own_rank)
         if len(members) == self.size:
             return
@@ -356,11 +354,114 @@ def built_with() -> dict[str, int]:
 
 def translate_error(error: Exception, timeout_s: float) -> Exception:
     """Return the dualdist exception for one of torch.distributed."""
-    text = str(error).lower()
-    if any(word in text for word in PEER_LOST):
-        return RankLostError(f"another rank ended or its connection broke ({first_line(error)})")
-    if any(word in text for word in TIMED_OUT):
-        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
+    text, shown = str(error).lower(), first_line(error)
+    if found := peer_error(text, shown, timeout_s):
+        return found
     if "invalid scalar type" in text or "unsupported" in text or "not support" in text:
-        return UnsupportedError(f"torch.distributed cannot move this ({first_line(error)})")
-    return CollectiveError(first_line(error))
+        return UnsupportedError(f"torch.distributed cannot move this ({shown})")
+    return CollectiveError(shown)
+
+
+def adopt(context: InitContext) -> AdoptedGroup:
+    """Use the program's default group and its store, and leave both open at close()."""
+    device_types = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
+    if "cpu" not in device_types:
+        raise UnsupportedError(
+            f"torch.distributed's default group moves {', '.join(sorted(device_types))} tensors only, and dualdist "
+            'moves CPU tensors too: set the group up with init_process_group("cpu:gloo,cuda:nccl"), or not at all'
+        )
+    topology = _topology_of_group(context.topology)
+    store = dist.PrefixStore("dualdist", dist.distributed_c10d._get_default_store())
+    used = {"cpu", context.device.type} & device_types
+    backend = NativeBackend(
+        lambda: dict.fromkeys(used, dist.group.WORLD),
+        range(topology.size),
+        topology.rank,
+        store,
+        contextlib.nullcontext,
+        context.timeout_s,
+        owned=False,
+        on_gpu="cuda" in used,
+    )
+    atexit.register(backend.at_exit)
+
+    def set_locations(locations: Sequence[RankLocation]) -> None:
+        if context.transport != "gloo":
+            backend.hosts = [location.host for location in locations]
+
+    return AdoptedGroup(backend, TcpStore(store, "", "torch.distributed's own store"), topology, set_locations)
+
+
+def _topology_of_group(topology: Topology) -> Topology:
+    """Return the launcher's topology if the default group has the same ranks; without a launcher, the group's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if topology.launcher == "none":
+        source = "torch.distributed's default group"
+        inferred = frozenset({"local_rank", "local_size", "node_rank", "num_nodes"})
+        return Topology(rank, size, rank, size, 0, 1, launcher="none", source=source, inferred=inferred)
+    if (rank, size) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"torch.distributed's default group says rank {rank} of {size}, but {topology.source} say "
+            f"rank {topology.rank} of {topology.size}: set the group up with the launcher's numbers, or not at all"
+        )
+    return topology
+
+
+def start(context: InitContext) -> NativeBackend:
+    """Set up torch.distributed's default group over the store, or in this process if there is one rank."""
+    if not dist.is_available():
+        raise BackendUnavailableError("this torch was built without torch.distributed: install another build of torch")
+    rank, size, environ = context.topology.rank, context.topology.size, context.environ
+    nccl = context.device.type == "cuda" and dist.is_nccl_available()
+    inner: dist.Store = dist.HashStore() if context.store is None else context.store.store  # type: ignore[attr-defined]
+    _allow_open_files(needed_open_files(size))
+    interfaces = {name: context.interface for name in INTERFACES if context.interface and name not in environ}
+
+    def network() -> contextlib.AbstractContextManager[None]:
+        return temporary_variables(environ, interfaces)
+
+    original_hook = sys.excepthook
+    try:
+        with network():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=dist.PrefixStore(f"{context.key}/group", inner),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=context.timeout_s),
+            )
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {rank} of {size} met the others, but torch could not connect them ({first_line(error)}): "
+            f"if the hosts have several networks, name the one they share in {' and '.join(INTERFACES)}"
+        ) from error
+    group_hook = sys.excepthook
+
+    def restore_excepthook() -> None:
+        """Remove the group's hook; each further session would add one more "[rank0]: " to every line of an error."""
+        if sys.excepthook is group_hook:
+            sys.excepthook = original_hook
+
+    backend = NativeBackend(
+        lambda: dict.fromkeys(["cpu", "cuda"] if nccl else ["cpu"], dist.group.WORLD),
+        range(size),
+        rank,
+        dist.PrefixStore(f"{context.key}/lines", inner),
+        network,
+        context.timeout_s,
+        owned=True,
+        on_gpu=nccl,
+        hosts=() if context.transport == "gloo" else [location.host for location in context.locations],
+    )
+    backend.restore_excepthook = restore_excepthook
+    backend._groups()
+    atexit.register(backend.at_exit)
+    return backend
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files to `count`, within the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

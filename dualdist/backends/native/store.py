@@ -6,15 +6,15 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from dualdist.backends.base import TIMED_OUT
 from dualdist.errors import RendezvousError
 from dualdist.utils.deadline import Deadline, call_within
 
-# In lower-case errors of the store, Gloo and NCCL when a wait times out.
-TIMED_OUT = ("timed out", "timeout")
 # On Linux, the open files of this process, sockets included.
 SOCKETS = "/proc/self/fd"
 
@@ -56,25 +56,16 @@ class TcpStore:
             for fd in os.listdir(SOCKETS):
                 _shut_down(int(fd), store.port)
 
-    def _translated_errors(self) -> _StoreErrors:
-        return _StoreErrors(self.endpoint)
-
-
-class _StoreErrors:
-    """Raise TimeoutError and RendezvousError for torch's errors of a store."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in TIMED_OUT):
-            raise TimeoutError(str(error)) from error
-        if isinstance(error, dist.DistError):
+    @contextlib.contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise TimeoutError and RendezvousError for torch's errors of a store in the block."""
+        try:
+            yield
+        except dist.DistError as error:
+            if isinstance(error, dist.DistStoreError) and any(word in str(error).lower() for word in TIMED_OUT):
+                raise TimeoutError(str(error)) from error
             raise RendezvousError(
-                f"the store at {self._endpoint}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
+                f"the store at {self.endpoint}, which rank 0 or its launcher serves, is gone ({first_line(error)}): "
                 "see what that process printed last"
             ) from error
 
