@@ -36,18 +36,18 @@ def select_controller(context: InitContext) -> str:
 
 
 def start(context: InitContext) -> Backend:
-    from dualdist.backends.horovod import startup
+    from dualdist.backends.horovod import backend
 
-    return startup.start_on_gloo(context)
+    return backend.start_on_gloo(context)
 
 
 def start_early(context: InitContext) -> Backend | None:
     """Start Horovod if its controller runs on MPI, which connects the ranks; else return None."""
     if select_controller(context) != "mpi":
         return None
-    from dualdist.backends.horovod import startup
+    from dualdist.backends.horovod import backend
 
-    return startup.start_on_mpi(context)
+    return backend.start_on_mpi(context)
 
 
 def availability(versions: Mapping[str, str | None], record: BuildRecord | None) -> Availability:

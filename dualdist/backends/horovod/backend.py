@@ -1,42 +1,55 @@
-"""Operations and process sets of Horovod as a backend."""
+"""Backend over Horovod's engine: its start on MPI or on Gloo under any launcher, its operations and process sets."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import importlib.util
+import socket
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from dualdist.backends.base import PrivateBuffers, ReduceOp
+from dualdist.backends.base import InitContext, PrivateBuffers, ReduceOp, Store, peer_error, timeout_error
+from dualdist.backends.mpi import world as mpi_world
+from dualdist.environments.horovodrun import ELASTIC
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
     CollectiveError,
-    CollectiveTimeoutError,
-    DualdistError,
     MismatchError,
     NotInitializedError,
     RankLostError,
+    RendezvousError,
+    TopologyError,
     UnsupportedError,
 )
 from dualdist.horovod_build.record import read_record
-from dualdist.topology import RankLocation
-from dualdist.utils.deadline import Deadline, call_within
+from dualdist.topology import RankLocation, Topology
+from dualdist.utils import network_interfaces
+from dualdist.utils.deadline import Deadline, call_within, stop_at_exit
 from dualdist.utils.horovod_names import real_horovod
+from dualdist.utils.network_interfaces import StoreAddress
+from dualdist.utils.temporary_env import temporary_variables
 
 Controller = Literal["gloo", "mpi"]
-DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 Variables = dict[str, "str | None"]  # None: unset
-
-# Open MPI without its own mpirun is a job of one rank, which aborts if a relocated installation does not find the
-# daemon. With this it starts, and the session detects the wrong size under another MPI's mpirun.
-SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
+INSTALL = "dualdist install-horovod"
+DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
+SETS_PATCHED = "process_set.cc"  # a patch that install-horovod records
+GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
+# Horovod reduces no integers below 32 bits and no bfloat16.
+REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
+POLL_S = 0.0001  # between polls of a handle; Horovod's own wait polls once a millisecond
+CALL_S = 1.0  # timeout of a connection to this process's own server
 
 
 def slot_variables(locations: Sequence[RankLocation]) -> list[Variables]:
@@ -60,34 +73,26 @@ def slot_variables(locations: Sequence[RankLocation]) -> list[Variables]:
     ]
 
 
-def engine_variables(controller: Controller, timeout_s: float, *, dynamic_sets: bool) -> Variables:
+def engine_variables(controller: Controller, timeout_s: float) -> Variables:
     """Return variables that set Horovod's controller and timeouts.
 
     Horovod warns of a stalled rank before our wait ends. Its own shutdown of stalled jobs stays off: our timeout names
-    the ranks and accounts for joined ones. With `dynamic_sets` the engine adds process sets while it runs.
+    the ranks and accounts for joined ones. The engine adds process sets while it runs if that blocks no other
+    operation: a released Horovod holds the lock of its table while it communicates, which every operation takes.
     """
+    record = read_record()
+    is_patched = record is not None and any(SETS_PATCHED in patch for patch in record.patches or ())
     return {
         "HOROVOD_CONTROLLER": controller,
         "HOROVOD_CPU_OPERATIONS": controller,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": _seconds(timeout_s),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": _seconds(min(60, timeout_s / 2)),
-        **({DYNAMIC_SETS: "1"} if dynamic_sets else {}),
+        **({DYNAMIC_SETS: "1"} if is_patched else {}),
     }
 
 
 def _seconds(value: float) -> str:
     return str(max(1, round(value)))
-
-
-INSTALL = "dualdist install-horovod"
-# In lower-case errors of Horovod and its transports.
-PEER_LOST = ("shut down", "connection closed", "connection reset", "broken pipe", "connection refused")
-TIMED_OUT = ("timed out", "timeout")
-MISMATCH = ("mismatched",)
-# Horovod reduces no integers below 32 bits and no bfloat16.
-REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
-# Seconds between polls of a handle; Horovod's own wait polls once a millisecond.
-POLL_S = 0.0001
 
 
 @real_horovod()
@@ -135,7 +140,7 @@ class HorovodWork:
             deadline = Deadline(self._timeout_s)
             while not self._is_finished():
                 if deadline.passed():
-                    raise CollectiveTimeoutError(f"not all ranks arrived within {self._timeout_s:g} s")
+                    raise timeout_error(self._timeout_s)
                 time.sleep(POLL_S)
             try:
                 result = self._hvd.synchronize(self._handle)
@@ -189,7 +194,7 @@ class ProcessSets:
             return
         process_set = self._sets.pop(ranks)
 
-        def late() -> DualdistError:
+        def late() -> RankLostError:
             self._is_alone = True
             return RankLostError(
                 f"Horovod could not end the group of ranks {list(ranks)} within {timeout_s:g} s: another rank does not "
@@ -212,7 +217,6 @@ class HorovodBackend(PrivateBuffers):
         hvd: ModuleType,
         transport: str,
         ranks: Sequence[int],
-        process_set: Any,
         sets: ProcessSets,
         timeout_s: float,
         leave: Callable[[], None],
@@ -224,8 +228,8 @@ class HorovodBackend(PrivateBuffers):
         self.timeout_s = timeout_s
         self.is_open = True
         self._hvd = hvd
-        self._set = process_set
         self._sets = sets
+        self._set = sets.acquire(self.ranks)
         self._leave = leave
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
 
@@ -251,15 +255,9 @@ class HorovodBackend(PrivateBuffers):
         return self  # Horovod matches operations by name
 
     def subgroup(self, ranks: Sequence[int], key: str) -> HorovodBackend:
-        members = tuple(ranks)
-        process_set = self._sets.acquire(members)
-
-        timeout_s = self.timeout_s
-
-        def leave() -> None:
-            self._sets.release(members, timeout_s)
-
-        return HorovodBackend(self._hvd, self.transport, members, process_set, self._sets, timeout_s, leave)
+        sets, members, timeout_s = self._sets, tuple(ranks), self.timeout_s
+        leave = partial(sets.release, members, timeout_s)
+        return HorovodBackend(self._hvd, self.transport, members, sets, timeout_s, leave)
 
     def built_with(self) -> dict[str, int]:
         hvd = self._hvd
@@ -281,13 +279,169 @@ class HorovodBackend(PrivateBuffers):
 def translate_error(error: Exception, timeout_s: float) -> Exception:
     """Return the dualdist exception for one of Horovod."""
     text = " ".join(str(error).split()).split(". ")[0]
-    lowered = text.lower()
-    if any(word in lowered for word in TIMED_OUT):
-        return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
-    if any(word in lowered for word in PEER_LOST):
-        return RankLostError(f"another rank ended or its connection broke ({text})")
-    if any(word in lowered for word in MISMATCH):
+    if found := peer_error(text.lower(), text, timeout_s):
+        return found
+    if "mismatched" in text.lower():
         return MismatchError(text)
     if isinstance(error, ValueError):
         return UnsupportedError(f"Horovod cannot move this ({text})")
     return CollectiveError(text)
+
+
+def start_on_mpi(context: InitContext) -> HorovodBackend:
+    """Start Horovod on the MPI that the launcher started, or on an MPI of one rank.
+
+    The engine is not shut down with the session: it would finish MPI, which cannot start again. It ends at exit.
+    """
+    if mpi_world.has_ended():
+        raise UnsupportedError(
+            "MPI was finished in this process, by a session on another backend, and cannot start again: "
+            "start a new job, or set DUALDIST_TRANSPORT=gloo"
+        )
+    hvd, topology = import_horovod(), context.topology
+    if not hvd.mpi_built():
+        raise BackendUnavailableError(
+            f"this Horovod was built without MPI: run `{INSTALL} --force` where mpicxx is on PATH, or set "
+            "DUALDIST_TRANSPORT=gloo"
+        )
+    if not hvd.is_initialized():
+        variables = {**engine_variables("mpi", context.timeout_s), **mpi_world.SINGLETON_VARIABLES}
+        with temporary_variables(context.environ, variables):
+            _init(hvd, topology, context.timeout_s)
+    if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
+        raise TopologyError(
+            f"{topology.source} say rank {topology.rank} of {topology.size}, but Horovod's MPI says "
+            f"rank {hvd.rank()} of {hvd.size()}: this Horovod was built with another MPI than the mpirun that "
+            "started it; put that MPI's mpirun first on PATH, build again with `dualdist install-horovod --force`, "
+            "or set DUALDIST_TRANSPORT=gloo"
+        )
+    return _over_all(hvd, "mpi", context, _no_server, nullcontext)
+
+
+def start_on_gloo(context: InitContext) -> HorovodBackend:
+    """Start Horovod on Gloo, under any launcher: rank 0 serves Horovod's rendezvous and sets its address in the store.
+
+    Every start has a new server, also under horovodrun: whenever one scope is complete, Horovod's server forgets how
+    many ranks have left each scope (RendezvousHandler.do_DELETE clears all), and a second init could lose its keys.
+    """
+    hvd = import_horovod()
+    if not hvd.gloo_built():
+        raise BackendUnavailableError(f"this Horovod was built without Gloo: run `{INSTALL} --force`")
+    if hvd.is_initialized():
+        raise UnsupportedError(
+            "Horovod runs over MPI in this process already and cannot change to Gloo: start a new job with "
+            "DUALDIST_TRANSPORT=gloo"
+        )
+    topology, environ = context.topology, context.environ
+    deadline = Deadline(context.timeout_s)
+    slots = slot_variables(context.locations)
+    settings = {**engine_variables("gloo", context.timeout_s), **slots[topology.rank]}
+    settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
+    stop_server: Callable[[], None] = _no_server
+    if context.store is None:
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset: a Horovod of one rank
+    else:
+        address, port, stop_server = _serve_or_find(context, context.store, slots, deadline)
+        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
+        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
+        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or context.interface or "lo"
+    try:
+        with temporary_variables(environ, settings):
+            _init(hvd, topology, deadline.left_s())
+    except BaseException:
+        stop_server()
+        raise
+
+    def leave() -> None:
+        """Shut down the engine, with those of the other ranks; their programs continue."""
+        late = f"Horovod could not shut down within {context.timeout_s:g} s: another rank does not answer"
+        try:
+            call_within(context.timeout_s, hvd.shutdown, lambda: RankLostError(late))
+        finally:
+            stop_server()
+
+    return _over_all(hvd, "gloo", context, leave, lambda: temporary_variables(environ, settings))
+
+
+def _over_all(
+    hvd: ModuleType,
+    controller: Controller,
+    context: InitContext,
+    leave: Callable[[], None],
+    engine_environment: Callable[[], AbstractContextManager[None]],
+) -> HorovodBackend:
+    """Return the backend of all ranks over a running engine."""
+    transport = "nccl" if context.device.type == "cuda" and hvd.nccl_built() else controller
+    sets = ProcessSets(hvd, engine_environment)
+    return HorovodBackend(hvd, transport, range(int(hvd.size())), sets, context.timeout_s, leave)
+
+
+def _no_server() -> None:
+    """Stop nothing."""
+
+
+def _serve_or_find(
+    context: InitContext, store: Store, slots: Sequence[Variables], deadline: Deadline
+) -> tuple[str, int, Callable[[], None]]:
+    """Return the address and port of Horovod's rendezvous, which rank 0 serves, and a function that stops it."""
+    topology, key = context.topology, f"{context.key}/rendezvous"
+    host, one_node = network_interfaces.host_identity(context.environ), topology.num_nodes == 1
+    if topology.rank == 0:
+        port, stop = _serve(slots)
+        published = StoreAddress.of(host, port, one_node=one_node)
+        store.set(key, published.dumps())
+        return (published.addresses or (network_interfaces.LOOPBACK,))[0], port, stop
+    try:
+        published = StoreAddress.loads(store.get(key, deadline.left_s()))
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {topology.rank} waited {deadline.timeout_s:g} s for rank 0 to serve Horovod's rendezvous: "
+            "see what rank 0 printed last"
+        ) from error
+    return published.reachable_address(host, deadline), published.port, _no_server
+
+
+@real_horovod()
+def _serve(slots: Sequence[Variables]) -> tuple[int, Callable[[], None]]:
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = int(server.start())
+    server._listen_thread.name = "dualdist-rendezvous"  # a daemon thread of ours, not of the program
+    # An idle connection must not delay the end of the session or of the process.
+    server._httpd.daemon_threads, server._httpd.block_on_close = True, False
+    server.init(
+        [
+            SlotInfo(
+                hostname=slot["HOROVOD_HOSTNAME"],
+                **{
+                    field: int(slot[f"HOROVOD_{field.upper()}"] or 0)
+                    for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+                },
+            )
+            for slot in slots
+        ]
+    )
+
+    def stop() -> None:
+        ending = threading.Thread(target=server.stop, name="dualdist-rendezvous-end")
+        ending.start()
+        # The server checks for its end twice a second, and at every connection.
+        with contextlib.suppress(OSError):
+            socket.create_connection((network_interfaces.LOOPBACK, port), CALL_S).close()
+        ending.join()
+        server._httpd.server_close()  # stop() does not close the socket
+
+    return port, stop
+
+
+def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
+    try:
+        call_within(timeout_s, hvd.init, lambda: mpi_world.start_timeout(topology, "hvd.init()", timeout_s))
+        atexit.register(stop_at_exit, hvd.shutdown)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(
+            f"Horovod could not connect rank {topology.rank} to the others ({error}); see its messages above. "
+            f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
+        ) from error

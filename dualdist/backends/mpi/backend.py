@@ -33,7 +33,6 @@ from dualdist.errors import (
     CollectiveTimeoutError,
     DualdistError,
     NotInitializedError,
-    RendezvousError,
     UnsupportedError,
 )
 from dualdist.utils.deadline import call_within
@@ -201,10 +200,8 @@ class MpiBackend(PrivateBuffers):
             with self.mpi.calls():
                 return call()
 
-        def error() -> DualdistError:
-            return CollectiveTimeoutError(f"{problem} within {self.timeout_s:g} s: another rank does not answer")
-
-        return call_within(self.timeout_s, locked, error)
+        late = f"{problem} within {self.timeout_s:g} s: another rank does not answer"
+        return call_within(self.timeout_s, locked, lambda: CollectiveTimeoutError(late))
 
     def _start(
         self,
@@ -283,13 +280,10 @@ def start(context: InitContext) -> MpiBackend:
             )
         return MpiBackend(None, (), [0], 0, timeout_s)
 
-    def error() -> DualdistError:
-        return RendezvousError(
-            f"rank {topology.rank} waited {timeout_s:g} s in MPI for all {topology.size} ranks: "
-            "did one of them end, or never call dd.init()?"
-        )
+    def late() -> DualdistError:
+        return mpi_world.start_timeout(topology, "MPI", timeout_s)
 
-    api = call_within(timeout_s, lambda: mpi_world.start(topology, context.environ), error)
+    api = call_within(timeout_s, lambda: mpi_world.start(topology, context.environ), late)
     cores = usable_cores(), machine_cores()
     mpi = MpiCalls(api, wait_budget_s(*cores, topology.local_size, torch.get_num_threads()))
     backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)

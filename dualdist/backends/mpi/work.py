@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from dualdist.backends.base import Work
+from dualdist.backends.base import Work, timeout_error
 from dualdist.errors import (
     CLOSED,
     CollectiveError,
-    CollectiveTimeoutError,
     DualdistError,
     NotInitializedError,
     RankLostError,
@@ -214,10 +213,6 @@ class HostStagedWork:
             self._target.copy_(result, non_blocking=True)
             self._is_copied = True
         return self._target
-
-
-def timeout_error(timeout_s: float) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"not all ranks arrived within {timeout_s:g} s")
 
 
 def takes_cuda(library: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualdist.errors import BackendUnavailableError, DualdistError, RendezvousError, TopologyError, UnsupportedError
+from dualdist.errors import BackendUnavailableError, RendezvousError, TopologyError, UnsupportedError
 from dualdist.topology import Topology
 from dualdist.utils.deadline import STDERR, Deadline, call_within, wait_until_read
 from dualdist.utils.temporary_env import temporary_variables
@@ -24,7 +24,8 @@ from dualdist.utils.temporary_env import temporary_variables
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-# Open MPI under another MPI's mpirun is a job of one rank; without this it looks for its daemon and aborts.
+# Open MPI without its own mpirun is a job of one rank, which aborts if a relocated installation does not find the
+# daemon. With this it starts, and the session detects the wrong size under another MPI's mpirun.
 SINGLETON_VARIABLES = {"OMPI_MCA_ess_singleton_isolated": "1"}
 # For one broadcast: with its OFI transport for one-sided operations, Open MPI 4.1.8 takes a second to finish.
 BROADCAST_VARIABLES = {"OMPI_MCA_btl": "^ofi", **SINGLETON_VARIABLES}
@@ -47,13 +48,15 @@ def broadcast_text(text: str | None, topology: Topology, environ: MutableMapping
             received: str = world.bcast(text, root=0)
         return received
 
-    def late() -> DualdistError:
-        return RendezvousError(
-            f"rank {topology.rank} waited {deadline.timeout_s:g} s in MPI for all {topology.size} ranks: "
-            "did one of them end, or never call dd.init()?"
-        )
+    return call_within(deadline.left_s(), broadcast, lambda: start_timeout(topology, "MPI", deadline.timeout_s))
 
-    return call_within(deadline.left_s(), broadcast, late)
+
+def start_timeout(topology: Topology, where: str, timeout_s: float) -> RendezvousError:
+    """Return the error of a start of MPI or Horovod that did not end in time."""
+    return RendezvousError(
+        f"rank {topology.rank} waited {timeout_s:g} s in {where} for all {topology.size} ranks: "
+        "did one of them end, or never call dd.init()?"
+    )
 
 
 def check_world(rank: int, size: int, topology: Topology) -> None:
