@@ -15,7 +15,7 @@ from dualdist.topology import Topology
 
 @dataclass(frozen=True)
 class Detection:
-    """How one launcher is detected, its variables, and why they take precedence over those of later launchers."""
+    """Detection of one launcher: its variables, and why they take precedence over those of later launchers."""
 
     launcher: str
     detect: Callable[[Mapping[str, str]], Topology | None]

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from dualdist.cli import main
-from dualdist.cli.schedule import build_script_request, submit_script
 from dualdist.errors import LaunchError, UsageError
+from dualdist.launch.hosts import parse_hosts
 from dualdist.launch.job import parse_duration, parse_mebibytes
-from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, job_script
-from dualdist.launch.schedulers.request import format_clock
+from dualdist.launch.schedulers import SCHEDULERS, ScriptRequest, build_script_request, job_script, submit_script
 
 GOLDEN = """\
 #!/bin/bash
@@ -173,7 +172,7 @@ def test_invalid_requests_are_refused(name: str, given: Mapping[str, Any], messa
 )
 def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
-    assert parse_duration(format_clock(seconds)) == seconds
+    assert parse_duration(str(ScriptRequest(("train.py",), "srun", time=text).clock)) == seconds
 
 
 @pytest.mark.parametrize(
@@ -193,8 +192,8 @@ def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
         ({"resources": {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 2}}, (4, 2)),
         ({"resources": {"nodes": 4}, "ranks": 16}, (4, 4)),
         ({"resources": {"nodes": None, "tasks_per_node": None}, "ranks": 2}, (1, 2)),
-        ({"hosts": ["a:2", "b:2"]}, (2, 2)),
-        ({"hosts": ["a", "b"], "ranks": 6}, (2, 3)),
+        ({"hosts": parse_hosts("a:2,b:2")}, (2, 2)),
+        ({"hosts": parse_hosts("a:3,b:3"), "ranks": 6}, (2, 3)),
     ],
 )
 def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) -> None:
@@ -207,8 +206,7 @@ def test_ranks_fill_the_nodes(asked: Mapping[str, Any], found: tuple[int, int]) 
     [
         ({"resources": {"nodes": 3}, "ranks": 4}, "4 ranks on 3 nodes with the same number on each"),
         ({"resources": {"nodes": 2, "tasks_per_node": 3}, "ranks": 4}, "with 3 on each"),
-        ({"hosts": ["a:1", "b:2"]}, "the same number of slots on each"),
-        ({"hosts": ["a:x"]}, "the same number of slots"),
+        ({"hosts": parse_hosts("a:1,b:2")}, "the same number of slots on each"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(asked: Mapping[str, Any], message: str) -> None:
