@@ -6,7 +6,7 @@ import argparse
 import os
 
 from dualdist.doctor import installed_backends
-from dualdist.doctor.explain import invalid_choices, select_backend
+from dualdist.doctor.explain import explain_backend, invalid_choices
 from dualdist.doctor.facts import may_use_gpus
 from dualdist.environments import detect
 from dualdist.errors import UsageError
@@ -24,6 +24,6 @@ def run(args: argparse.Namespace) -> int:
     topology = detect(os.environ)
     if invalid := invalid_choices(os.environ):
         raise UsageError("; ".join(invalid))
-    name, why = select_backend(os.environ, topology, installed_backends(), has_gpu=may_use_gpus(os.environ))
+    name, why = explain_backend(os.environ, topology, installed_backends(), has_gpu=may_use_gpus(os.environ))
     print(f"backend {name}, rank {topology.rank} of {topology.size}, started by {topology.launcher} ({why})")
     return 0

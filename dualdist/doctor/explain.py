@@ -13,12 +13,10 @@ from dualdist.environments.env_values import RENDEZVOUS, get_value
 from dualdist.errors import TopologyError, UsageError
 from dualdist.rendezvous.backend_selection import (
     BACKEND,
-    HOROVOD_LAUNCHERS,
-    MPI_LAUNCHERS,
     TRANSPORT,
-    backend_under_mpi,
     check_choice,
     choices_path,
+    default_backend,
     is_applicable,
 )
 from dualdist.topology import Topology
@@ -70,7 +68,7 @@ def explain(
     ]
     invalid = invalid_choices(environ)
     if not invalid:
-        fields.append(ExplainedField("backend", *select_backend(environ, detected, backends, has_gpu=has_gpu)))
+        fields.append(ExplainedField("backend", *explain_backend(environ, detected, backends, has_gpu=has_gpu)))
         transport = get_value(environ, TRANSPORT)
         source = TRANSPORT if transport else f"{TRANSPORT} is not set"
         fields.append(ExplainedField("transport", transport or "the backend's default", source))
@@ -114,38 +112,19 @@ def _explain_rendezvous(environ: Mapping[str, str], topology: Topology) -> Expla
     return ExplainedField("rendezvous", f"{topology.address} port {topology.port}", source)
 
 
-def select_backend(
+def explain_backend(
     environ: Mapping[str, str], topology: Topology, backends: Mapping[str, Availability], *, has_gpu: bool
 ) -> tuple[str, str]:
-    """Return the backend that dd.init() would choose, and why, as rendezvous.backend_selection decides."""
-    requested = get_value(environ, BACKEND)
+    """Return the backend that dd.init() would choose, and why."""
+    requested, horovod = get_value(environ, BACKEND), backends["horovod"]
     if requested not in (None, "auto"):
         return requested or "", BACKEND
-    name, why = _select_by_launcher(topology, backends, has_gpu=has_gpu)
-    saved = choices_path(environ)
+    has_horovod = horovod.version is not None and horovod.mpi is not False
+    has_mpi4py = backends["mpi"].version is not None
+    name, why = default_backend(topology.launcher, lambda: (has_horovod, has_mpi4py, has_gpu))
+    saved, controller = choices_path(environ), get_value(environ, CONTROLLER)
     if is_applicable(topology) and saved.is_file():
         why += f"; a choice that dualdist compare saved for such a job takes precedence ({saved})"
-    controller = get_value(environ, CONTROLLER)
     if name == "horovod" and controller is not None:
         why += f"; {CONTROLLER}={controller}"
     return name, why
-
-
-def _select_by_launcher(topology: Topology, backends: Mapping[str, Availability], *, has_gpu: bool) -> tuple[str, str]:
-    launcher = topology.launcher
-    if launcher in HOROVOD_LAUNCHERS:
-        return "horovod", "horovodrun is Horovod's launcher"
-    if launcher in MPI_LAUNCHERS:
-        has_horovod = backends["horovod"].version is not None and backends["horovod"].mpi is not False
-        name = backend_under_mpi(has_horovod, backends["mpi"].version is not None, has_gpu=has_gpu)
-        why = {
-            "horovod": "the installed Horovod was built with MPI",
-            "mpi": "mpi4py is installed, but no Horovod with MPI",
-            "native": "torch sees GPUs, for which NCCL is used"
-            if has_gpu
-            else "neither mpi4py nor a Horovod with MPI is installed",
-        }
-        return name, f"{launcher} started MPI, and {why[name]}"
-    if launcher == "none":
-        return "single", "no launcher started this process"
-    return "native", f"{launcher} works with every backend, and native needs only torch"

@@ -66,27 +66,38 @@ def select_device(topology: Topology | None) -> torch.device:
 
 def select_backend(requested: str, topology: Topology) -> str:
     """Return the name of the backend to open, from what was requested and how the ranks were started."""
-    if requested != AUTO:
-        return requested
-    if topology.launcher in HOROVOD_LAUNCHERS:
-        return HOROVOD
-    if topology.launcher in MPI_LAUNCHERS:
-        from dualdist.backends.horovod import backend
-
-        has_mpi4py = find_spec("mpi4py") is not None
-        return backend_under_mpi(backend.is_built_with_mpi(), has_mpi4py, has_gpu=select_device(None).type == "cuda")
-    return SINGLE if topology.launcher == "none" else NATIVE
+    return default_backend(topology.launcher, _find_mpi_libraries)[0] if requested == AUTO else requested
 
 
-def backend_under_mpi(has_horovod: bool, has_mpi4py: bool, *, has_gpu: bool) -> str:
-    """Return the default backend under mpirun, given whether there is a Horovod with MPI, an mpi4py, and a GPU.
+def _find_mpi_libraries() -> tuple[bool, bool, bool]:
+    from dualdist.backends.horovod import backend
+
+    return backend.is_built_with_mpi(), find_spec("mpi4py") is not None, select_device(None).type == "cuda"
+
+
+def default_backend(launcher: str, find_libraries: Callable[[], tuple[bool, bool, bool]]) -> tuple[str, str]:
+    """Return the backend for ranks of a launcher, and why.
 
     mpirun's user expects MPI to move tensors, since it is configured for the network: through Horovod if built for
     MPI, else through mpi4py. On GPUs native is the default: NCCL reaches them, most MPIs stage through host memory.
+
+    Args:
+        find_libraries: says whether there are a Horovod with MPI, an mpi4py, and a GPU; called under MPI only.
     """
+    if launcher in HOROVOD_LAUNCHERS:
+        return HOROVOD, "horovodrun is Horovod's launcher"
+    if launcher == "none":
+        return SINGLE, "no launcher started this process"
+    if launcher not in MPI_LAUNCHERS:
+        return NATIVE, f"{launcher} works with every backend, and native needs only torch"
+    has_horovod, has_mpi4py, has_gpu = find_libraries()
     if has_horovod:
-        return HOROVOD
-    return MPI if has_mpi4py and not has_gpu else NATIVE
+        return HOROVOD, f"{launcher} started MPI, and the installed Horovod was built with MPI"
+    if has_gpu:
+        return NATIVE, f"{launcher} started MPI, and torch sees GPUs, for which NCCL is used"
+    if has_mpi4py:
+        return MPI, f"{launcher} started MPI, and mpi4py is installed, but no Horovod with MPI"
+    return NATIVE, f"{launcher} started MPI, and neither mpi4py nor a Horovod with MPI is installed"
 
 
 @dataclass(frozen=True)

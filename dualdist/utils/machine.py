@@ -203,21 +203,17 @@ def quota_cores() -> int | None:
     """Return the CPU quota in whole cores, at least one, or None if unlimited."""
     shares = []
     for folder in _folders("cpu"):
-        quota, period = _v2_quota(folder) if (folder / "cpu.max").exists() else _v1_quota(folder)
-        if quota > 0 and period > 0:
-            shares.append(quota / period)
+        files = ["cpu.max"] if (folder / "cpu.max").exists() else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        limits = [_number(word) for file in files for word in _read(folder / file).split()]
+        if len(limits) == 2 and min(limits) > 0:
+            shares.append(limits[0] / limits[1])
     return max(1, int(min(shares))) if shares else None
 
 
 def memory_limit() -> int | None:
     """Return the memory limit in bytes, or None if unlimited."""
-    limits = []
-    for folder in _folders("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            value = _number(_words(folder / name, 1)[0])
-            if 0 < value < NO_LIMIT:
-                limits.append(value)
-    return min(limits, default=None)
+    files = [folder / name for folder in _folders("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((limit for file in files if 0 < (limit := _number(_read(file).strip())) < NO_LIMIT), default=None)
 
 
 def _folders(controller: str) -> Iterator[Path]:
@@ -232,21 +228,6 @@ def _folders(controller: str) -> Iterator[Path]:
             continue
         inner = root / path.lstrip("/")
         yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root) and folder.is_dir())
-
-
-def _v2_quota(folder: Path) -> tuple[int, int]:
-    quota, period = _words(folder / "cpu.max", 2)
-    return _number(quota), _number(period)
-
-
-def _v1_quota(folder: Path) -> tuple[int, int]:
-    quota, period = (_words(folder / f"cpu.cfs_{name}_us", 1)[0] for name in ("quota", "period"))
-    return _number(quota), _number(period)
-
-
-def _words(path: Path, count: int) -> list[str]:
-    """Return the first `count` words of a file, padded with ""."""
-    return [*_read(path).split(), *[""] * count][:count]
 
 
 def _number(word: str) -> int:

@@ -23,8 +23,8 @@ from dualdist.rendezvous import backend_selection as choices
 from dualdist.rendezvous.backend_selection import (
     ChoiceConditions,
     SavedChoice,
-    backend_under_mpi,
     check_choice,
+    default_backend,
     matching_choice,
     select_backend,
 )
@@ -63,7 +63,7 @@ def test_each_launcher_has_its_backend(launcher: str, expected: str) -> None:
     ],
 )
 def test_mpirun_means_mpi_where_it_helps(horovod: bool, mpi4py: bool, gpu: bool, expected: str) -> None:
-    assert backend_under_mpi(horovod, mpi4py, has_gpu=gpu) == expected
+    assert default_backend("mpirun", lambda: (horovod, mpi4py, gpu))[0] == expected
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun", "horovodrun", "mpirun"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dualdist.backends.horovod import CONTROLLER
 from dualdist.diagnostics.trace_format import TIMELINE
 from dualdist.doctor.checks import DoctorContext, Finding, error, warning
-from dualdist.doctor.explain import invalid_choices, select_backend
+from dualdist.doctor.explain import explain_backend, invalid_choices
 from dualdist.environments import slurm
 from dualdist.environments.env_values import INTEGER, get_value
 from dualdist.launch.env_defaults import SLURM_JOB, SLURM_NODES, SLURM_TASKS
@@ -50,7 +50,7 @@ def _check_choices(context: DoctorContext) -> Iterator[Finding]:
 def _check_transport(context: DoctorContext, topology: Topology) -> Iterator[Finding]:
     """Check the requested transport against the backend that this process would get."""
     gpus = context.visible_gpus
-    backend, _ = select_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
+    backend, _ = explain_backend(context.environ, topology, context.backends, has_gpu=gpus > 0)
     variable = TRANSPORT if get_value(context.environ, TRANSPORT) or backend != "horovod" else CONTROLLER
     transport = (get_value(context.environ, variable) or "").lower()
     if not transport or backend == "single":
