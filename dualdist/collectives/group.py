@@ -60,20 +60,6 @@ THREADS_S = 2.0
 HARMLESS = (MismatchError, UnsupportedError, UsageError)
 
 
-class BreakOnError:
-    """A context after whose CollectiveError the group refuses all calls."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, CollectiveError):
-            self._group.fail(error)
-
-
 class Group:
     """Some or all ranks of the job, and the collectives that they have begun together.
 
@@ -115,7 +101,6 @@ class Group:
         self._progressed_at = 0.0
         self._failure: BaseException | None = None
         self._refusals = RefusedCalls()
-        self._break_on_error = BreakOnError(self)
         self._blocking_name = ""  # of the collective in run_blocking()
         self._is_progressing = False  # Note [progress]
         self._thread: threading.Thread | None = None
@@ -180,9 +165,14 @@ class Group:
         if self._failure is None and not isinstance(error, HARMLESS):
             self._failure = error
 
-    def fail_on_error(self) -> BreakOnError:
-        """Return a context after whose CollectiveError the group refuses all calls."""
-        return self._break_on_error
+    @contextlib.contextmanager
+    def fail_on_error(self) -> Iterator[None]:
+        """Refuse all further calls after a CollectiveError in the block."""
+        try:
+            yield
+        except CollectiveError as error:
+            self.fail(error)
+            raise
 
     def submit(self, collective: Collective[T]) -> Handle[T]:
         """Queue a collective, which is performed once all ranks are ready for it: Note [progress]."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
@@ -34,9 +35,20 @@ class Monitor:
         pending = [observer]
         return lambda: pending.pop()("done", kind, name, nbytes) if pending else None
 
-    def operation(self, what: object) -> _OperationScope:
-        """Return a context manager for the time in which this rank is in the operation `what`."""
-        return _OperationScope(self, what)
+    @contextlib.contextmanager
+    def operation(self, what: object) -> Iterator[None]:
+        """Set this rank's position to the operation `what` for the block, and name it in errors that leave it."""
+        previous = None if self.probe is None else self.probe.enter(what)
+        try:
+            yield
+        except BaseException as error:
+            described = self.describe(error, what)
+            if described is error:
+                raise
+            raise described from error.__cause__
+        finally:
+            if self.probe is not None:
+                self.probe.leave(previous)
 
     def describe(self, error: BaseException, what: object) -> BaseException:
         """Return `error` with the operation and the missing ranks in its message, or itself if it names them."""
@@ -51,28 +63,6 @@ class Monitor:
         described = type(error)(message)
         described.names_operation = True
         return described
-
-
-class _OperationScope:
-    """Sets this rank's position for the block, and names the operation in errors that leave it."""
-
-    def __init__(self, monitor: Monitor, what: object) -> None:
-        self._monitor = monitor
-        self._what = what
-        self._previous: tuple[object, float] | None = None
-
-    def __enter__(self) -> None:
-        if self._monitor.probe is not None:
-            self._previous = self._monitor.probe.enter(self._what)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        probe = self._monitor.probe
-        try:
-            if error is not None and (described := self._monitor.describe(error, self._what)) is not error:
-                raise described from error.__cause__
-        finally:
-            if probe is not None:
-                probe.leave(self._previous)
 
 
 def require_responsive(monitor: Monitor) -> None:
