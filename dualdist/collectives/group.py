@@ -34,7 +34,7 @@ from dualdist.errors import (
     UnsupportedError,
     UsageError,
 )
-from dualdist.monitoring.failed_exit import RefusedCalls
+from dualdist.monitoring.failed_exit import exit_if_continued
 from dualdist.monitoring.monitored import Monitor, MonitoredBackend
 from dualdist.monitoring.process_state import OUR_THREADS
 from dualdist.monitoring.wait_times import WaitTimes
@@ -100,7 +100,7 @@ class Group:
         self._waiting: dict[str, float] = {}  # names that programs wait for -> when the wait began
         self._progressed_at = 0.0
         self._failure: BaseException | None = None
-        self._refusals = RefusedCalls()
+        self._refused_since = 0.0  # first call after the failure, on the monotonic clock
         self._blocking_name = ""  # of the collective in run_blocking()
         self._is_progressing = False  # Note [progress]
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class Group:
     @property
     def ignored_failure(self) -> str:
         """Return the failure after which the program kept calling this group, or ""."""
-        return str(self._failure) if self._refusals else ""
+        return str(self._failure) if self._refused_since else ""
 
     @property
     def gradients(self) -> Backend:
@@ -154,7 +154,8 @@ class Group:
         if not self.is_member:
             raise UsageError(f"this process is no member of the group of ranks {list(self.ranks)}: let only those call")
         if self._failure is not None:
-            self._refusals.add(self.backend.timeout_s, self._failure)
+            self._refused_since = self._refused_since or time.monotonic()
+            exit_if_continued(self._refused_since, self.backend.timeout_s, str(self._failure))
             raise CollectiveError(
                 "the ranks are out of step since an operation failed; call dd.shutdown() and dd.init() on every rank, "
                 f"or start the job again. It was: {self._failure}"

@@ -15,22 +15,12 @@ HYDRA = "hydra_pmi_proxy"
 CONTINUED = "the program continued after a failed collective"
 
 
-class RefusedCalls:
-    """Calls that the program made after a collective had failed, each of which raised again."""
-
-    def __init__(self) -> None:
-        self._first_at: float | None = None
-
-    def __bool__(self) -> bool:
-        return self._first_at is not None
-
-    def add(self, timeout_s: float, failure: BaseException) -> None:
-        """Count a call; raise SystemExit if the program has continued for so long that its peers have timed out."""
-        now = time.monotonic()
-        self._first_at = now if self._first_at is None else self._first_at
-        if now > self._first_at + timeout_s:
-            _print(f"{CONTINUED}, for {now - self._first_at:.0f} s", str(failure))
-            raise SystemExit(1)
+def exit_if_continued(since: float, timeout_s: float, failure: str) -> None:
+    """Raise SystemExit if the program has continued since a failure for so long that its peers have timed out."""
+    continued_s = time.monotonic() - since
+    if continued_s > timeout_s:
+        _print(f"{CONTINUED}, for {continued_s:.0f} s", failure)
+        raise SystemExit(1)
 
 
 def exit_if_failed(failure: str) -> None:

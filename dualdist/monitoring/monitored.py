@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from dualdist.backends.base import Backend, Buffer, Epilogue, LazyDescription, ReduceOp, Work
 from dualdist.errors import CollectiveError, CollectiveTimeoutError, RankLostError, RendezvousError, UnsupportedError
-from dualdist.monitoring.rank_probe import RankProbe
-from dualdist.monitoring.timeout_report import STORE_GONE, find_lost_ranks, find_silent_ranks, report_timeout
+from dualdist.monitoring.rank_probe import STORE_GONE, RankProbe, find_lost_ranks, find_silent_ranks, report_timeout
 from dualdist.utils.suggest import format_ranks
 
 if TYPE_CHECKING:

@@ -32,8 +32,17 @@ from dualdist.monitoring.process_state import (
     thread_stack,
     trim_stack,
 )
-from dualdist.monitoring.rank_probe import ANSWER_S, IN_PROGRAM, POLL_S, RankPosition, RankProbe
-from dualdist.monitoring.timeout_report import SilentRank, find_silent_ranks, format_report, report_timeout
+from dualdist.monitoring.rank_probe import (
+    ANSWER_S,
+    IN_PROGRAM,
+    POLL_S,
+    RankPosition,
+    RankProbe,
+    SilentRank,
+    find_silent_ranks,
+    format_report,
+    report_timeout,
+)
 from dualdist.monitoring.wait_times import WaitRecord, WaitTimes, summarize_waits
 from dualdist.utils.deadline import Deadline
 from dualdist.utils.network_interfaces import LOOPBACK, open_listener
