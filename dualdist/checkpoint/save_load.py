@@ -39,14 +39,14 @@ from dualdist.collectives.broadcast_state import allgather_object, broadcast_all
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors
 from dualdist.collectives.work import Collective
+from dualdist.data import random_state
+from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
 from dualdist.ddp.bucket_plan import dense_strides
 from dualdist.ddp.optimizer import get_reduction_order, set_reduction_order
 from dualdist.errors import CheckpointError, DualdistError, MismatchError, UsageError
-from dualdist.utils import random_state
-from dualdist.utils.nested_tensors import extract_tensors, insert_tensors
-from dualdist.utils.random_state import RandomState
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 Positions = Mapping[str, Sequence[Sequence[int]]]  # of each sampler, see Sampler.possible_positions

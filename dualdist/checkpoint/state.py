@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from dualdist.checkpoint.files import EXTRA, METADATA, OPTIONS
+from dualdist.collectives.nested_tensors import map_nested
+from dualdist.data import random_state
+from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import Sampler
 from dualdist.errors import CheckpointError, UsageError
-from dualdist.utils import random_state
-from dualdist.utils.nested_tensors import map_nested
-from dualdist.utils.random_state import RandomState
 
 SHARDED = "FullyShardedDataParallel"
 USE_DCP = "save it with torch.distributed.checkpoint"

@@ -17,9 +17,9 @@ from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors
 from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
-from dualdist.utils.nested_tensors import extract_tensors, insert_tensors
 
 T = TypeVar("T")
 Dumps = Callable[[Any], bytes]

@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
+from dualdist.data import random_state
+from dualdist.data.random_state import RandomState
 from dualdist.data.sampler import EpochShare, Sampler
 from dualdist.errors import UsageError
 from dualdist.monitoring import preemption
-from dualdist.utils import random_state
-from dualdist.utils.random_state import RandomState
 
 # Arguments of DataLoader that the sampler replaces, or that would break its count, with the reason.
 REFUSED_OPTIONS = {
