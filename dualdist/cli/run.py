@@ -291,6 +291,7 @@ def run(args: argparse.Namespace) -> int:
         request.transport,
         env=request.env,
         hosts=hosts,
+        nodes=None,
         interface=request.network_interface,
         max_restarts=request.max_restarts,
         min_ranks=request.min_ranks,

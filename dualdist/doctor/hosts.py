@@ -28,8 +28,7 @@ from dualdist.doctor.checks.hosts import HostReport
 from dualdist.doctor.facts import HostFacts, collect_host_facts, resolve
 from dualdist.errors import LaunchError
 from dualdist.launch import ssh
-from dualdist.launch.host_probe import SAME_ADDRESS
-from dualdist.launch.hosts import is_local_host
+from dualdist.launch.hosts import SAME_ADDRESS, is_local_host
 from dualdist.launch.job import Host, Site
 from dualdist.utils.deadline import Deadline, LineReader
 from dualdist.utils.network_interfaces import failure_reason

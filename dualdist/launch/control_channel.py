@@ -59,7 +59,7 @@ class ControlAddress:
 class RankHello:
     """The first message of a rank; `round` counts how often the launcher has restarted the ranks.
 
-    A guard (see remote_guard.py) is no rank, and connects only to notice the end of the job.
+    A guard (see ssh.py) is no rank, and connects only to notice the end of the job.
     """
 
     token: str

@@ -1,22 +1,31 @@
-"""The hosts of a job: parsed from `a:2,b:2` or a host file, and probed by ssh before the job starts."""
+"""The hosts of a job: parsed from `a:2,b:2` or a host file, and probed by ssh before the job starts.
+
+    python -m dualdist.launch.hosts [PORT ADDRESS...]
+
+prints a host's cores and addresses, and which of the addresses it cannot reach, as JSON: `dualdist run` runs it by ssh.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import ssh
-from dualdist.launch.host_probe import ProbedHost, probe_host
 from dualdist.launch.job import Host, RendezvousAddress, Site
 from dualdist.launch.processes import signals_deferred
+from dualdist.utils.machine import usable_cores
+from dualdist.utils.network_interfaces import failure_reason, list_interfaces
 from dualdist.version import __version__
 
 # "name", "name:2" and "name slots=2", the last with other settings of Open MPI's around.
@@ -26,6 +35,9 @@ LINE = re.compile(WORD.pattern + r"(?:\s+(?P<rest>.*))?")
 SLOTS = re.compile(r"(?:^|\s)slots\s*=\s*(?P<slots>[0-9]{1,9})(?:\s|$)")
 PROBE_S = 30.0
 MAX_CONCURRENT = 32
+CONNECT_S = 5.0
+# Two hosts with the same address, such as a container bridge's, do not reach each other by it.
+SAME_ADDRESS = "this host has the same address"
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -78,7 +90,56 @@ def _host(name: str, slots: str | None, where: str = "") -> Host:
     return Host(name, int(slots or 1))
 
 
-# Probes hosts other than this one, with arguments for host_probe.py; LaunchError if one cannot take part.
+@dataclass(frozen=True)
+class ProbedHost:
+    """The facts of a host: `interfaces` has addresses by name, `unreachable` reasons by address.
+
+    `port` was free a moment ago. `client` and `server` are the ends of the ssh connection, "" if there is none.
+    """
+
+    hostname: str
+    cores: int
+    interfaces: dict[str, str]
+    port: int
+    client: str
+    server: str
+    version: str
+    unreachable: dict[str, str] = field(default_factory=dict)
+
+    def networks(self) -> dict[str, str]:
+        """Return the interfaces without loopback."""
+        return {name: address for name, address in self.interfaces.items() if not address.startswith("127.")}
+
+    def list_interfaces(self) -> str:
+        return ", ".join(f"{name} ({address})" for name, address in self.interfaces.items())
+
+
+def probe_host(port: int = 0, addresses: Sequence[str] = ()) -> ProbedHost:
+    """Return the facts of this host, and which of the addresses it cannot reach."""
+    with socket.create_server(("", 0)) as free:
+        free_port = free.getsockname()[1]
+    client, _, server, *_ = (os.environ.get("SSH_CONNECTION") or "  ").split(" ")
+    name, own = socket.gethostname().split(".")[0], list_interfaces()
+    with ThreadPoolExecutor() as pool:
+        reasons = pool.map(lambda address: _connect_error(address, port, own), addresses)
+        unreachable = {address: reason for address, reason in zip(addresses, reasons, strict=True) if reason}
+    return ProbedHost(name, usable_cores(), own, free_port, client, server, __version__, unreachable)
+
+
+def _connect_error(address: str, port: int, own: Mapping[str, str]) -> str:
+    """Return why the address cannot be reached; "" if its host answers, even by refusing the connection."""
+    if address in own.values():
+        return SAME_ADDRESS
+    try:
+        with socket.create_connection((address, port), CONNECT_S):
+            return ""
+    except ConnectionRefusedError:
+        return ""
+    except OSError as error:
+        return failure_reason(error)
+
+
+# Probes hosts other than this one, with arguments for this module; LaunchError if one cannot take part.
 Probe = Callable[[Sequence[str], Sequence[str]], list[ProbedHost]]
 
 
@@ -207,3 +268,8 @@ def _probe_result(host: str, process: subprocess.Popen[str], site: Site, deadlin
         return ProbedHost(**json.loads(stdout.strip().splitlines()[-1]))
     except (ValueError, TypeError, IndexError) as error:
         raise LaunchError(f"host {host!r} answered {stdout[-200:]!r}, which is not this dualdist's format") from error
+
+
+if __name__ == "__main__":
+    _port, *_addresses = sys.argv[1:] or ["0"]
+    sys.stdout.write(json.dumps(asdict(probe_host(int(_port), _addresses))) + "\n")

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from dualdist.launch import env_defaults, rank, ssh
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.execute import find_site
-from dualdist.launch.host_probe import probe_host
-from dualdist.launch.hosts import check_hosts, check_interface
+from dualdist.launch.hosts import check_hosts, check_interface, probe_host
 from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor

@@ -1,11 +1,27 @@
-"""ssh: the command lines that run something on another host, and the meaning of its errors."""
+"""ssh: the command lines that run something on another host, the guard of such a command, and the meaning of errors.
+
+    python -m dualdist.launch.ssh [--env-from-stdin] ARGV...
+
+is the guard: it runs a command on a host that was reached by ssh, and ends it when that connection ends. With
+--env-from-stdin a line of JSON on standard input has more variables for the command: secrets must not be on a command
+line. sshd does not signal the end of its client, but it closes the pipe to which the command prints: the guard polls
+it. If the whole host is cut off, sshd does not notice; a control channel to `dualdist run`, as ranks have one, does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
 import shlex
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
+from dualdist.launch import control_channel, processes
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Site
 from dualdist.utils.redaction import is_secret
@@ -16,9 +32,12 @@ OPTIONS = (
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 NO_STDIN = "-n"  # else ssh forwards the terminal's input to a rank
-GUARD = ("-m", "dualdist.launch.remote_guard")
+GUARD = ("-m", "dualdist.launch.ssh")
 ENV_FROM_STDIN = "--env-from-stdin"  # an option of the guard
-PROBE = ("-m", "dualdist.launch.host_probe")
+PROBE = ("-m", "dualdist.launch.hosts")
+GUARD_GRACE_S = 3.0
+GUARD_POLL_MS = 500
+HANG_UP = select.POLLERR | select.POLLHUP
 # Exit codes of the remote shell before python runs, and ssh's own.
 NO_FOLDER, NO_PYTHON, SSH_FAILED = 71, 72, 255
 FAILURES = (
@@ -54,7 +73,7 @@ def wrap_in_ssh(command: Command, site: Site, *, control_port: int | None = None
 
 
 def probe_argv(host: str, site: Site, env: Mapping[str, str], target: Sequence[str]) -> list[str]:
-    """Return the argv that runs host_probe.py on a host."""
+    """Return the argv that probes a host by hosts.py there."""
     ssh, *words = remote_python_argv(host, site, env, (*PROBE, *target))
     return [ssh, NO_STDIN, *words]
 
@@ -87,3 +106,52 @@ def describe_ssh_failure(host: str, code: int, stderr: str, site: Site) -> str:
 
 def _env(env: Mapping[str, str]) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+
+
+def run_guarded(argv: Sequence[str]) -> int:
+    environ = dict(os.environ)
+    if argv[:1] == [ENV_FROM_STDIN]:
+        argv = argv[1:]
+        environ |= json.loads(sys.stdin.readline())
+    mark, mark_variables = processes.new_job_mark(environ)
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: received.append(number))
+    child = subprocess.Popen(argv, env={**environ, **mark_variables}, stdin=subprocess.DEVNULL, start_new_session=True)
+    poll = select.poll()
+    for output in (1, 2):
+        poll.register(output, 0)  # poll() always reports errors and hang-ups
+    connection = _connect_guard(environ)
+    if connection is not None:
+        poll.register(connection, select.POLLIN)  # a guard gets no messages: readable means closed
+    with contextlib.suppress(OSError, AttributeError):
+        poll.register(os.pidfd_open(child.pid), select.POLLIN)
+    while child.poll() is None and not received:
+        events = poll.poll(GUARD_POLL_MS)
+        if any(event & HANG_UP or (connection and file == connection.fileno()) for file, event in events):
+            received.append(signal.SIGHUP)
+    if received:
+        processes.terminate_and_wait(mark, GUARD_GRACE_S)
+    else:
+        processes.wait_or_kill(mark, GUARD_GRACE_S)
+    try:
+        code = child.wait(processes.KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # in uninterruptible sleep
+        code = -signal.SIGKILL
+    return 128 - code if code < 0 else code
+
+
+def _connect_guard(environ: Mapping[str, str]) -> socket.socket | None:
+    """Return the control channel; None for a command of a dry run, which has no `dualdist run`."""
+    if CONTROL_VARIABLE not in environ:
+        return None
+    address = control_channel.ControlAddress.loads(environ[CONTROL_VARIABLE])
+    hello = control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_guard=True)
+    try:
+        return control_channel.connect(address, hello)
+    except control_channel.ControlChannelError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(sys.argv[1:]))

@@ -11,8 +11,7 @@ import pytest
 
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch import hosts, ssh
-from dualdist.launch.host_probe import ProbedHost, probe_host
-from dualdist.launch.hosts import evaluate_hosts, is_local_host
+from dualdist.launch.hosts import ProbedHost, evaluate_hosts, is_local_host, probe_host
 from dualdist.launch.job import Host, Site
 from dualdist.version import __version__
 

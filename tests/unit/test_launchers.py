@@ -164,7 +164,7 @@ def test_torchrun_has_an_agent_on_each_host_and_ranks_follow_the_hosts() -> None
     over = ssh.wrap_in_ssh(there, MET)
     assert (over.host, over.argv[0], over.argv[-2], "BatchMode=yes" in over.argv) == (None, "ssh", "b", True)
     assert over.argv[-1].startswith(
-        "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launch.remote_guard "
+        "cd '/home/me/my work' && exec env DUALDIST_BACKEND=native /v/bin/python -m dualdist.launch.ssh "
         "/v/bin/torchrun --nnodes=2 "
     )
 

@@ -120,9 +120,7 @@ def test_secrets_are_on_no_command_line_of_another_host() -> None:
     )
     assert json.loads(built.stdin) == {"HF_TOKEN": "hush", CONTROL_VARIABLE: "hush:1:a"}
     assert "hush" not in " ".join(built.argv)
-    assert built.argv[-1].endswith(
-        "exec env A=b /v/python -m dualdist.launch.remote_guard --env-from-stdin python x.py"
-    )
+    assert built.argv[-1].endswith("exec env A=b /v/python -m dualdist.launch.ssh --env-from-stdin python x.py")
     assert "-n" not in built.argv, "ssh would not read it"
     plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")
