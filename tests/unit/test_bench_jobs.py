@@ -63,14 +63,8 @@ def test_every_contender_is_first_and_last_equally_often(count: int) -> None:
     assert all(sorted(order) == names for order in orders)
     assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
     assert Counter(order[-1] for order in orders) == dict.fromkeys(names, 2)
-
-
-def test_neighbours_change_between_rounds() -> None:
-    after: dict[str, set[str]] = {name: set() for name in "abcd"}
-    for number in range(8):
-        for first, second in itertools.pairwise(round_order(list("abcd"), number)):
-            after[first].add(second)
-    assert all(len(followers) >= 2 for followers in after.values())
+    pairs = {pair for order in orders for pair in itertools.pairwise(order)}
+    assert all(sum(first == name for first, _ in pairs) >= min(2, count - 1) for name in names), "neighbours change"
 
 
 def test_every_contender_is_timed_in_every_round_after_a_warm_up() -> None:
@@ -138,19 +132,13 @@ def test_the_worker_command_has_launcher_and_variables_of_its_configuration() ->
         "DUALDIST_TRANSPORT": "gloo",
     }
     assert built.argv[-5:] == ("-m", "dualdist.bench.ranks.worker", "step", "--device=auto", "--timeout-s=300")
-
-
-def test_srun_allocates_a_core_per_thread() -> None:
     site = replace(SITE, tools={"srun": "/v/srun"})
     built = worker_command(RunConfig("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
     assert "--cpus-per-task=4" in built.argv
     assert built.env["OMP_NUM_THREADS"] == "4"
-
-
-def test_spawn_is_one_process_that_starts_the_ranks_and_cpu_hides_the_gpus() -> None:
     built = worker_command(RunConfig("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
     assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.worker", "--spawn=3")
-    assert built.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert built.env["CUDA_VISIBLE_DEVICES"] == "", "--device cpu hides the GPUs"
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,1]<stderr>:"])
@@ -224,23 +212,24 @@ def started(kind: str, number: int) -> tuple[PlannedJob, list[dict[str, Any]]]:
     return PlannedJob("x", Command(("x",)), (), tags), [report]
 
 
-def test_startup_uses_rounds_that_both_libraries_completed() -> None:
+def test_summaries_use_rounds_that_both_libraries_completed() -> None:
     whole = [started("raw", 0), started("dualdist", 0)]
     (found,) = startup.summarize([*whole, started("raw", 1)])
     assert (found["rounds"], found["parts"]["init"]["raw"]["value"]) == (1, 1.0)
     assert list(startup.tables([found]))
     assert startup.summarize([started("dualdist", 0)]) == []
-
-
-def test_scale_without_step_or_sweep_has_no_predictions() -> None:
     for options in (ScaleOptions((2, 4), 4, "mlp"), ScaleOptions((2, 4), 4, "mlp", LinkModel(1e-6, 1e-9))):
-        found = scale.summarize([], options)
-        assert found["predictions"] == []
-        assert list(scale.tables(found)) == []
+        unknown = scale.summarize([], options)
+        assert (unknown["predictions"], list(scale.tables(unknown))) == ([], []), "no step and no sweep"
 
 
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.full])
-def test_a_case_builds_equal_models_and_a_different_batch_per_rank(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tensors", "millions"), [("mlp", 200, 0.42), ("transformer", 63, 9.6), ("resnet18", 62, 11.7)]
+)
+def test_a_case_builds_equal_models_of_the_stated_size_and_a_different_batch_per_rank(
+    name: str, tensors: int, millions: float
+) -> None:
+    assert {name for name, model in MODELS.items() if not model.full} == {"mlp", "transformer", "resnet18"}
     options = StepOptions(name, tuple(CONTENDERS), batch=2, image_size=32)
     case, others = (step_case(options, torch.device("cpu"), rank) for rank in (0, 1))
     torch.manual_seed(77)
@@ -248,19 +237,13 @@ def test_a_case_builds_equal_models_and_a_different_batch_per_rank(name: str) ->
     first, second = case.build(), case.build()
     assert torch.equal(before, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    sizes = [
+        parameter.numel() for parameter in step_case(StepOptions(name, ()), case.inputs.device, 0).build().parameters()
+    ]
+    assert (len(sizes), sum(sizes) / 1e6) == (tensors, pytest.approx(millions, rel=0.02))
     assert not torch.equal(case.inputs, others.inputs)
     case.loss(first).backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in first.parameters())
-
-
-@pytest.mark.parametrize(
-    ("name", "tensors", "millions"), [("mlp", 200, 0.42), ("transformer", 63, 9.6), ("resnet18", 62, 11.7)]
-)
-def test_models_have_the_stated_size(name: str, tensors: int, millions: float) -> None:
-    model = step_case(StepOptions(name, ()), torch.device("cpu"), 0).build()
-    parameters = list(model.parameters())
-    assert len(parameters) == tensors
-    assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_a_table_aligns_text_left_and_numbers_right_without_markup_or_wrapping() -> None:
@@ -274,18 +257,12 @@ def test_a_table_aligns_text_left_and_numbers_right_without_markup_or_wrapping()
 
 
 @pytest.mark.parametrize(("nbytes", "words"), [(8, "8 B"), (65536, "64 KiB"), (25 << 20, "25 MiB"), (1 << 30, "1 GiB")])
-def test_sizes_are_formatted_and_parsed_with_units(nbytes: int, words: str) -> None:
+def test_sizes_and_ranks_are_formatted_and_parsed(nbytes: int, words: str) -> None:
     assert format_size(nbytes) == words
     assert _size(words.replace(" B", "").replace(" ", "").replace("iB", "")) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "x", "3", "1.5M", "-8", "M"])
-def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="as 8, 64K or 25M"):
-        _size(text)
-
-
-def test_ranks_are_comma_separated_numbers() -> None:
+    for text in ("", "x", "3", "1.5M", "-8", "M"):
+        with pytest.raises(argparse.ArgumentTypeError, match="as 8, 64K or 25M"):
+            _size(text)
     assert _parse_ranks("8,2,4,2") == (2, 4, 8)
     with pytest.raises(UsageError, match="as 2,4,8"):
         _parse_ranks("2,four")

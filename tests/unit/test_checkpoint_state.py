@@ -144,8 +144,6 @@ def test_objects_that_need_code_to_load_are_refused_when_saving(tmp_path: Path, 
     with pytest.raises(UsageError, match=words):
         dd.save_checkpoint(tmp_path / "run", value=value)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UsageError, match="dualdist= is reserved"):
-        dd.save_checkpoint(tmp_path / "run", dualdist=1)
 
 
 @pytest.mark.parametrize("name", ["random", "required", "async_op", "dualdist", "extra"])

@@ -18,7 +18,7 @@ from dualdist.errors import UsageError
 from dualdist.launch import hosts as host_check
 from dualdist.launch.env_defaults import allocated_tasks, cpus_per_task, default_launcher
 from dualdist.launch.job import Command
-from dualdist.launch.processes import signals_deferred, termination_raises
+from dualdist.launch.processes import termination_raises
 
 FACE = ("-m", "dualdist.hvd")
 
@@ -137,16 +137,6 @@ def test_a_daemon_that_has_closed_its_output_gets_the_code_of_the_job(
     typed = f"{sys.executable} -m dualdist run -np 1 --launcher python train.py >&-"
     done = subprocess.run(["sh", "-c", typed], env=dict(base_env), cwd=tmp_path, stderr=subprocess.PIPE, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def test_a_deferred_signal_is_raised_even_if_the_block_fails() -> None:
-    def start() -> None:
-        with signals_deferred():
-            signal.raise_signal(signal.SIGINT)
-            raise OSError("no such program")
-
-    with pytest.raises(KeyboardInterrupt):
-        start()
 
 
 def test_dry_run_prints_the_command_on_stdout_and_the_choice_on_stderr(

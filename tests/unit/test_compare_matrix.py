@@ -30,23 +30,11 @@ FACTS = MatrixFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}
 GPUS = replace(FACTS, gpus=2)
 
 
-def reason(words: str, facts: MatrixFacts = FACTS, site: Site = SITE) -> str | None:
-    launcher, backend, transport = words.split()
-    return refusal_reason(RunConfig(backend, transport, launcher), MeasurementSettings(2), site, facts)
-
-
 def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
-    found = [
-        f"{each.launcher} {each.backend} {each.transport}"
-        for each in expand_configs(None, ["native", "horovod"], None, {})
-    ]
-    assert found == [
-        "torchrun native gloo",
-        "torchrun native shm",
-        "torchrun native nccl",
-        "torchrun horovod gloo",
-        "mpirun horovod mpi",
-        "torchrun horovod nccl",
+    found = expand_configs(None, ["native", "horovod"], None, {})
+    assert [(each.launcher, each.backend, each.transport) for each in found] == [
+        *(("torchrun", "native", transport) for transport in ("gloo", "shm", "nccl")),
+        *(("torchrun", "horovod", "gloo"), ("mpirun", "horovod", "mpi"), ("torchrun", "horovod", "nccl")),
     ]
     assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
 
@@ -64,47 +52,44 @@ def test_every_requested_combination_is_a_cell_or_refused_with_a_reason() -> Non
     assert all(each.reason for each in refused)
 
 
-@pytest.mark.parametrize(
-    "words", ["torchrun native shm", "mpirun horovod mpi", "horovodrun horovod gloo", "spawn native gloo"]
-)
-def test_runnable_cells_are_not_refused(words: str) -> None:
-    assert reason(words) is None
+def with_backend(name: str, found: Availability) -> MatrixFacts:
+    return replace(FACTS, backends={**FACTS.backends, name: found})
+
+
+IN_SLURM = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "facts", "site", "expected"),
     [
-        ("torchrun horovod mpi", "needs a launcher that starts MPI, not torchrun"),
-        ("torchrun native mpi", "expected one of gloo, shm, nccl for the backend native, not mpi"),
-        ("srun native shm", "srun was not found"),
-        ("torchrun native nccl", "torch sees no GPU here"),
-        ("python native shm", "plain python starts one rank"),
+        *((words, FACTS, SITE, None) for words in
+          ("torchrun native shm", "mpirun horovod mpi", "horovodrun horovod gloo", "spawn native gloo")),
+        ("torchrun horovod mpi", FACTS, SITE, "needs a launcher that starts MPI, not torchrun"),
+        ("torchrun native mpi", FACTS, SITE, "expected one of gloo, shm, nccl for the backend native, not mpi"),
+        ("srun native shm", FACTS, SITE, "srun was not found"),
+        ("torchrun native nccl", FACTS, SITE, "torch sees no GPU here"),
+        ("python native shm", FACTS, SITE, "plain python starts one rank"),
+        ("mpirun mpi mpi", with_backend("mpi", Availability(False, None, "no mpi4py")), SITE, "no mpi4py"),
+        ("mpirun horovod mpi", with_backend("horovod", replace(HOROVOD, mpi=False)), SITE, "built without MPI"),
+        ("torchrun horovod gloo", with_backend("horovod", replace(HOROVOD, gloo=False)), SITE, "built without Gloo"),
+        ("horovodrun-mpi horovod mpi", FACTS, replace(SITE, mpi="openmpi5"), "Open MPI 5"),
+        ("srun native shm", FACTS, IN_SLURM, "no Slurm allocation"),
+        ("srun native shm", replace(FACTS, is_in_slurm=True), IN_SLURM, None),
+        ("spawn native shm", replace(FACTS, is_script=True), SITE, "a script does not spawn its ranks"),
+        ("torchrun native nccl", GPUS, SITE, None),
+        ("torchrun native shm", GPUS, SITE, "add --device cpu"),
+        ("torchrun native nccl", replace(GPUS, gpus=1), SITE, "torch sees 1, and there are 2 ranks"),
+        ("torchrun native shm", replace(GPUS, device="cpu"), SITE, None),
+        ("torchrun native nccl", replace(GPUS, device="cpu"), SITE, "with --device cpu"),
+        ("torchrun horovod nccl", GPUS, SITE, "install-horovod --gpu"),
     ],
-)
-def test_unrunnable_cells_are_refused_with_the_reason(words: str, expected: str) -> None:
-    assert expected in str(reason(words))
-
-
-def test_reasons_depend_on_what_is_installed() -> None:
-    missing = replace(FACTS, backends={**FACTS.backends, "mpi": Availability(False, None, "mpi4py is not installed")})
-    assert reason("mpirun mpi mpi", missing) == "mpi4py is not installed"
-    without = replace(FACTS, backends={**FACTS.backends, "horovod": replace(HOROVOD, mpi=False, gloo=False)})
-    assert "built without MPI" in str(reason("mpirun horovod mpi", without))
-    assert "built without Gloo" in str(reason("torchrun horovod gloo", without))
-    assert "Open MPI 5" in str(reason("horovodrun-mpi horovod mpi", site=replace(SITE, mpi="openmpi5")))
-    srun = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
-    assert "no Slurm allocation" in str(reason("srun native shm", site=srun))
-    assert reason("srun native shm", replace(FACTS, is_in_slurm=True), srun) is None
-    assert "a script does not spawn its ranks" in str(reason("spawn native shm", replace(FACTS, is_script=True)))
-
-
-def test_gpus_decide_between_nccl_and_other_transports() -> None:
-    assert reason("torchrun native nccl", GPUS) is None
-    assert "add --device cpu" in str(reason("torchrun native shm", GPUS))
-    assert "torch sees 1, and there are 2 ranks" in str(reason("torchrun native nccl", replace(GPUS, gpus=1)))
-    assert reason("torchrun native shm", replace(GPUS, device="cpu")) is None
-    assert "with --device cpu" in str(reason("torchrun native nccl", replace(GPUS, device="cpu")))
-    assert "install-horovod --gpu" in str(reason("torchrun horovod nccl", GPUS))
+)  # fmt: skip
+def test_a_cell_runs_or_is_refused_with_the_reason(
+    words: str, facts: MatrixFacts, site: Site, expected: str | None
+) -> None:
+    launcher, backend, transport = words.split()
+    found = refusal_reason(RunConfig(backend, transport, launcher), MeasurementSettings(2), site, facts)
+    assert found is None if expected is None else expected in str(found)
 
 
 def test_raw_horovod_runs_as_a_horovod_cell_or_is_refused() -> None:

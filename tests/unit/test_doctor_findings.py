@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_only_safe_commands_are_fixes_and_each_appears_once() -> None:
 
 def test_the_text_shows_topology_backends_and_findings() -> None:
     result = diagnosis(recorded("slurm_sbatch_openmpi4", 3), with_horovod(torch="1"))
-    text = "\n".join(format_diagnosis(result, Painter(_NoTerminal(), {})))
+    text = "\n".join(format_diagnosis(result, Painter(io.StringIO(), {})))
     for words in (
         "rank 3 of 4, local rank 1, node 1 (inferred)",
         "started by mpirun",
@@ -206,15 +207,8 @@ def test_the_text_shows_topology_backends_and_findings() -> None:
     unknown = diagnosis({"RANK": "0"})
     assert (unknown.topology, unknown.exit_code, to_json(unknown)["topology"]) == (None, 2, None)
     assert "WORLD_SIZE not set" in unknown.findings[0].message
-    assert "unknown: the variables are invalid" in "\n".join(format_diagnosis(unknown, Painter(_NoTerminal(), {})))
+    assert "unknown: the variables are invalid" in "\n".join(format_diagnosis(unknown, Painter(io.StringIO(), {})))
     assert str(MpiProgram("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"
-
-
-class _NoTerminal:
-    """A stream that is not a terminal."""
-
-    def isatty(self) -> bool:
-        return False
 
 
 @pytest.mark.parametrize(

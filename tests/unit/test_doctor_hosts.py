@@ -16,7 +16,6 @@ import pytest
 from doctor_facts import HOST, VERSIONS
 
 from dualdist.doctor.checks.hosts import HostReport, find
-from dualdist.doctor.facts import HostFacts
 from dualdist.doctor.hosts import HostPeer, connect, drop_own_addresses, parse_greeting, strip_user
 from dualdist.doctor.smoke_test import summarize_failure
 from dualdist.errors import LaunchError
@@ -66,6 +65,8 @@ TABLE = [
      {"versions-differ": "warning"}),
     ("no torch", [report(), report("b", versions={**VERSIONS, "torch": None})], {"versions-differ": "error"}),
     ("little shared memory there", [report(), report("b", slots=4, shm_free=64 << 20)], {"shm-too-small": "warning"}),
+    ("few files for the job's connections", [report(slots=2, shm_free=96 << 20, open_files=(600, 600)),
+     report("b", slots=100)], {"too-few-files": "warning"}),
     ("few files there", [report(), report("b", open_files=(99, 99))], {"too-few-files": "warning"}),
 ]  # fmt: skip
 
@@ -82,6 +83,7 @@ def test_failures_at_own_addresses_are_dropped() -> None:
     assert drop_own_addresses({DOCKER0: STRANGE}, [DOCKER0[0]]) == {DOCKER0: "this host has the same address"}
     assert drop_own_addresses({DOCKER0: ""}, [DOCKER0[0]]) == {DOCKER0: ""}, "two names for one host"
     assert drop_own_addresses({}, [DOCKER0[0]]) == {}
+    assert [strip_user(name) for name in ("me@b", "b", "me@10.0.0.2")] == ["b", "b", "10.0.0.2"]
 
 
 def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
@@ -90,10 +92,8 @@ def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
         assert running.stdout is not None
         message = json.loads(running.stdout.readline())
         address = ("127.0.0.1", message["ports"][0])
-        assert (connect(*address, message["nonce"]), connect(*address, "0" * len(message["nonce"]))) == (
-            "",
-            STRANGE,
-        )
+        assert connect(*address, message["nonce"]) == ""
+        assert connect(*address, "0" * len(message["nonce"])) == STRANGE
         running.communicate(timeout=60)
 
 
@@ -139,10 +139,6 @@ def test_a_greeting_of_another_dualdist_is_an_error(changes: dict[str, Any], ver
         parse_greeting("a", message)
 
 
-def test_strip_user_removes_the_ssh_user() -> None:
-    assert [strip_user(name) for name in ("me@b", "b", "me@10.0.0.2")] == ["b", "b", "10.0.0.2"]
-
-
 @pytest.mark.parametrize(("hosts", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_host_problems_have_a_name_and_a_level(hosts: list[HostReport], expected: dict[str, str]) -> None:
     assert {each.name: each.level for each in find(hosts)} == expected
@@ -169,9 +165,3 @@ def test_findings_name_the_host_and_the_error() -> None:
     assert finding.message.startswith("host b: /dev/shm has 0 MiB free")
     (finding,) = find([report(), report("b", versions={**VERSIONS, "torch": None})])
     assert "torch differs: a has 2.13.0+cpu, b has none" in finding.message
-
-
-def test_limits_depend_on_local_ranks_and_connections_on_the_job_size() -> None:
-    ranks = [report(slots=2, shm_free=96 << 20, open_files=(600, 600)), report("b", slots=100)]
-    assert {each.name for each in find(ranks)} == {"too-few-files"}
-    assert isinstance(ranks[0].facts, HostFacts)

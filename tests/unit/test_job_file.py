@@ -50,7 +50,8 @@ def errors_of(text: str, horovod_has_mpi: bool | None = None) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_values_keep_their_spelling() -> None:
+def test_values_keep_their_spelling_and_an_empty_file_has_defaults() -> None:
+    assert loads("# nothing yet\n", "job.yaml") == JobFile()
     assert loads(WHOLE, "job.yaml") == JobFile(
         program="train.py",
         args=("--lr", "1e-3", "--steps", "010"),
@@ -79,10 +80,6 @@ def test_values_keep_their_spelling() -> None:
             container="image.sif",
         ),
     )
-
-
-def test_an_empty_file_has_defaults() -> None:
-    assert loads("# nothing yet\n", "job.yaml") == JobFile()
 
 
 MISTAKES = [
@@ -168,12 +165,9 @@ def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
     assert loads(f"{text}\ntransport: gloo", "job.yaml", horovod_has_mpi=False).transport == "gloo"
 
 
-def test_launchers_of_every_scheduler_are_accepted() -> None:
+def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> None:
     for name in {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}:
         assert loads(f"launcher: {name}", "job.yaml", is_script=True).launcher == name
-
-
-def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> None:
     (message,) = errors_of("ranks: 2\nlauncher: jsrun")
     assert message.startswith("job.yaml:2: only job scripts use jsrun: add --scheduler, or choose torchrun or ")
 

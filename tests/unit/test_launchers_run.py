@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,30 +40,23 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_code_and_both_outputs_are_captured() -> None:
-    result = run_command(
-        python("import sys; print('out', flush=True); sys.stderr.write('err\\n'); sys.exit(3)"),
-        timeout_s=60,
-        what="a job",
-    )
-    assert (result.code, result.output) == (3, "out\nerr\n")
-    assert 0 < result.seconds < 60
-
-
-def test_variables_of_the_command_reach_it_on_top_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_and_output_are_captured_and_variables_come_on_top_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also outside the main thread."""
     monkeypatch.setenv("OURS", "1")
-    command = Command((sys.executable, "-c", "import os; print(os.environ['OURS'], os.environ['ITS'])"), {"ITS": "2"})
-    assert run_command(command, timeout_s=60, what="a job").output == "1 2\n"
-
-
-def test_uncaptured_output_goes_where_ours_goes(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import os, sys; print(os.environ['OURS'], os.environ['ITS'], flush=True); sys.exit('err')"
+    command = replace(python(program), env={"ITS": "2"})
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(lambda: run_command(command, timeout_s=60, what="a job")).result()
+    assert (result.code, result.output) == (1, "1 2\nerr\n")
+    assert 0 < result.seconds < 60
     result = run_command(python("print('seen')"), timeout_s=60, what="a job", capture=False)
     assert (result.output, capfd.readouterr().out) == ("", "seen\n")
-
-
-def test_command_that_does_not_exist_is_an_error_that_shows_it() -> None:
     with pytest.raises(LaunchError, match=r"a job could not be started .*/nowhere/mpirun -np 2"):
         run_command(Command(("/nowhere/mpirun", "-np", "2")), timeout_s=1, what="a job")
+    assert find_site().python == sys.executable
+    assert Path(find_site().tools["torchrun"]).parent == Path(sys.executable).parent
 
 
 def test_timeout_ends_every_process_and_names_the_running_ones(tmp_path: Path) -> None:
@@ -148,15 +142,11 @@ def test_a_deferred_signal_is_raised_at_the_end_of_the_block() -> None:
     assert begun == [signal.SIGINT, signal.SIGTERM]
 
 
-def test_runs_outside_the_main_thread() -> None:
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(run_command(python("pass"), timeout_s=60, what="a job").code))
-    thread.start()
-    thread.join()
-    assert codes == [0]
+def test_a_deferred_signal_is_raised_even_if_the_block_fails() -> None:
+    def start() -> None:
+        with signals_deferred():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("no such program")
 
-
-def test_look_finds_torchrun_beside_the_interpreter() -> None:
-    site = find_site()
-    assert site.python == sys.executable
-    assert Path(site.tools["torchrun"]).parent == Path(sys.executable).parent
+    with pytest.raises(KeyboardInterrupt):
+        start()

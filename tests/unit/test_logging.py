@@ -27,10 +27,9 @@ if dd.is_initialized() or sys.argv[1:] == ["init"]:
 """
 
 
-def python(env: Mapping[str, str], *argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *argv], env=dict(env), capture_output=True, text=True, timeout=60, check=False, cwd=cwd
-    )
+def python(env: Mapping[str, str], *argv: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=dict(env), input=typed, capture_output=True, text=True, timeout=60, check=False)
 
 
 def of_rank(rank: int) -> dict[str, str]:
@@ -72,13 +71,8 @@ def test_progress_is_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen:
         with os.fdopen(theirs, "wb") as terminal:
-            subprocess.run(
-                [sys.executable, "-c", PROGRESS],
-                env=dict(base_env),
-                stderr=terminal,
-                stdout=subprocess.PIPE,
-                check=True,
-            )
+            argv = [sys.executable, "-c", PROGRESS]
+            subprocess.run(argv, env=dict(base_env), stderr=terminal, stdout=subprocess.PIPE, check=True)
         shown = screen.read(65536).decode()
     assert "\repoch 1: 100% |####################| 30/30 in 0:00, " in shown
     assert shown.endswith("/s\r\n")
@@ -101,15 +95,12 @@ def test_progress_shows_share_time_and_rate(total: int | None, done: int, passed
     clock[0] = passed
     bar.close()
     assert out.getvalue() == f"{expected}\n"
-
-
-def test_a_file_gets_a_line_a_minute() -> None:
     clock, out = [0.0], io.StringIO()
     bar = _ProgressBar("", None, out, lambda: clock[0])
     for _ in range(300):
         clock[0] += 1.0
         bar.advance()
-    assert out.getvalue().count("\n") == 5
+    assert out.getvalue().count("\n") == 5, "a line a minute"
 
 
 FAILING = {
@@ -179,21 +170,12 @@ def test_other_errors_and_other_hooks_are_left_alone(base_env: Mapping[str, str]
 @pytest.mark.full
 def test_ipython_shows_the_programs_frames_too(base_env: Mapping[str, str], tmp_path: Path) -> None:
     """As in a notebook: the cell's line and the error only."""
-    script = tmp_path / "cells.ipy"
-    script.write_text("import dualdist as dd\ndd.init()\ndd.init()\n")
-    command = ("-m", "IPython", "--colors=NoColor", "--no-banner", "--no-confirm-exit", "--quick")
+    cells = "import dualdist as dd\ndd.init()\ndd.init()\n1 / 0\n"
     output = {}
     for debug in ("0", "1"):
         env = {**base_env, "DUALDIST_DEBUG": debug, "IPYTHONDIR": str(tmp_path), "HOME": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, *command],
-            env=env,
-            input="import dualdist as dd\ndd.init()\ndd.init()\n1 / 0\n",
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        options = ("--colors=NoColor", "--no-banner", "--no-confirm-exit", "--quick")
+        done = python(env, "-m", "IPython", *options, typed=cells)
         output[debug] = done.stdout + done.stderr
     for text in output.values():
         assert "AlreadyInitializedError: dd.init() was called a second time" in text, text

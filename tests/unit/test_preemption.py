@@ -67,13 +67,6 @@ def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
     assert words.startswith("word ")
 
 
-def test_without_a_request_no_rank_waits() -> None:
-    lasts = ranks_of(2)
-    assert steps_of(lasts[0], 0) == (STEPS, "", "")
-    for last in lasts:
-        last.close()
-
-
 def test_a_finished_rank_does_not_block_the_others() -> None:
     """Its last step is before the one after which the others would stop, so they finish too."""
     done, other = ranks_of(2)
@@ -84,11 +77,12 @@ def test_a_finished_rank_does_not_block_the_others() -> None:
     other.close()
 
 
-def test_a_silent_rank_is_named() -> None:
+def test_a_silent_rank_is_named_and_without_a_request_nobody_waits_for_it() -> None:
     """The other rank never starts."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
     here = LastStep(PreemptionNotice(), store, "key", range(2), 0, poll_s=POLL_S, answer_s=0.3)
     here.start()
+    assert steps_of(here, 0) == (STEPS, "", "")
     here.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not report a step count within 0\.3 s"):
         here.after_step()
@@ -152,6 +146,9 @@ def test_a_signal_is_recorded_and_not_fatal(notice: PreemptionNotice, number: si
 
 
 def test_the_programs_signal_handlers_are_kept(notice: PreemptionNotice) -> None:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(notice.install_handlers).result()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a thread installs none"
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -160,13 +157,6 @@ def test_the_programs_signal_handlers_are_kept(notice: PreemptionNotice) -> None
         assert (heard, notice.kind) == ([signal.SIGTERM], "")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_other_threads_install_no_handlers(notice: PreemptionNotice) -> None:
-    thread = threading.Thread(target=notice.install_handlers)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_notice_file_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:

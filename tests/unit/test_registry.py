@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dualdist.backends import registry
-from dualdist.backends.registry import BackendSpec
 from dualdist.cli import main
 from dualdist.errors import UsageError
 from dualdist.launch.job_file import loads
@@ -51,6 +50,8 @@ def test_the_built_in_backends_are_found_without_metadata(monkeypatch: pytest.Mo
     assert registry.names() == BUILTIN
     assert registry.choices() == ("auto", *BUILTIN)
     assert [registry.get(name).name for name in (*BUILTIN, "single")] == [*BUILTIN, "single"]
+    assert [registry.get(name).launcher for name in BUILTIN] == ["torchrun", "horovodrun", "mpirun"]
+    assert [name for name in BUILTIN if registry.get(name).needs_mpi] == ["mpi"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
@@ -70,10 +71,6 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
     assert "DUALDIST_BACKEND=sockets" in capsys.readouterr().out
     available = registry.availability({"torch": "2.9.0", "mpi4py": None}, None)
     assert available["sockets"].available
-
-
-@pytest.mark.usefixtures("plugin")
-def test_an_unknown_backend_is_refused_with_the_known_names_and_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'socket': expected one of native, horovod, mpi, sockets.*'sockets'"):
         registry.get("socket")
 
@@ -116,17 +113,6 @@ def test_a_backend_that_cannot_be_loaded_is_refused_alone(
     assert reason in available["broken"].reason
     assert set(registry.backend_transports()) == set(BUILTIN)
     sys.modules.pop("broken_backend", None)
-
-
-def test_a_description_holds_what_a_launcher_must_know() -> None:
-    specs = {name: registry.get(name) for name in BUILTIN}
-    assert {name: spec.launcher for name, spec in specs.items()} == {
-        "native": "torchrun",
-        "horovod": "horovodrun",
-        "mpi": "mpirun",
-    }
-    assert [name for name, spec in specs.items() if spec.needs_mpi] == ["mpi"]
-    assert isinstance(specs["native"], BackendSpec)
 
 
 def test_two_packages_with_one_backend_name_are_named_by_every_command(

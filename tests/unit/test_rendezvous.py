@@ -164,23 +164,6 @@ def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
         join_store(SessionConfig(topology, {"DUALDIST_RENDEZVOUS": url}, "", "session", 1, RendezvousStore()), "native")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RendezvousError, match="no-such-folder"):
-        FileAddressExchange(tmp_path / "no-such-folder" / "meet").publish("text")
-
-
-def test_an_invitation_survives_its_journey_and_garbage_is_refused() -> None:
-    invitation = StoreAddress("host", ("10.0.0.1", "10.0.0.2"), 1234)
-    assert StoreAddress.loads(invitation.dumps()) == invitation
-    for garbage in ("", "{}", "[1]", '["a", 3, 4]', "null"):
-        with pytest.raises(RendezvousError):
-            StoreAddress.loads(garbage)
-
-
-def test_loopback_is_an_interface() -> None:
-    assert list_interfaces()["lo"] == LOOPBACK
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
     store = native_store.TcpStore(dist.HashStore(), address, "the test's store")
@@ -195,7 +178,20 @@ def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(addr
     assert store.get("key/reached", 5) == address
 
 
+def test_addresses_and_reports_survive_serialization_and_garbage_is_refused(tmp_path: Path) -> None:
+    address = StoreAddress("host", ("10.0.0.1", "10.0.0.2"), 1234)
+    assert StoreAddress.loads(address.dumps()) == address
+    for garbage in ("", "{}", "[1]", '["a", 3, 4]', "null"):
+        with pytest.raises(RendezvousError):
+            StoreAddress.loads(garbage)
+    mine = reports(('host/with "quotes" and ü', None, 3))[0]
+    assert RankReport.loads(mine.dumps()) == mine
+    with pytest.raises(RendezvousError, match="no-such-folder"):
+        FileAddressExchange(tmp_path / "no-such-folder" / "meet").publish("text")
+
+
 def test_a_name_without_an_address_is_an_error_of_ours() -> None:
+    assert list_interfaces()["lo"] == LOOPBACK
     assert resolve_address("localhost") == LOOPBACK
     with pytest.raises(RendezvousError, match="::1%none has no address"):
         resolve_address("::1%none")
@@ -269,11 +265,6 @@ def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -
     with pytest.raises(TopologyError) as caught:
         assign_locations(spoiled)
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_a_report_survives_its_journey() -> None:
-    report = reports(('host/with "quotes" and ü', None, 3))[0]
-    assert RankReport.loads(report.dumps()) == report
 
 
 def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:

@@ -1,31 +1,35 @@
-"""Secrets in the environment: recognised by name, passed to other hosts only if listed, and never shown."""
+"""Secrets: recognised by name or form, passed to other hosts only if listed, and never shown."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 
 import pytest
+from doctor_facts import RECORDS, diagnosis
 
+from dualdist.backends.registry import availability
 from dualdist.cli import main
+from dualdist.cli.doctor import Painter, format_diagnosis, format_explanation
 from dualdist.cli.run import shell_line
+from dualdist.doctor import to_json
+from dualdist.doctor.diagnosis import detect_topology
+from dualdist.doctor.explain import explain
 from dualdist.launch import env_defaults
 from dualdist.launch.control_channel import CONTROL_VARIABLE
 from dualdist.launch.job import Command, Host, Job, Site
 from dualdist.launch.launchers import build_command
 from dualdist.launch.schedulers import ScriptRequest, job_script
 from dualdist.launch.ssh import probe_argv, wrap_in_ssh
-from dualdist.utils.redaction import is_secret, redact_command, redact_variables
+from dualdist.utils.redaction import HIDDEN, is_secret, make_redactor, redact_command, redact_json, redact_variables
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "db_passwd", "DB_PW", "SSH_PRIVATE_KEY")
 OTHERS = ("PATH", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "NCCL_IB_PKEY", "KEYBOARD", "PATTERN")
 
 
-def test_secrets_are_recognised_by_name() -> None:
+def test_redacted_variables_lack_the_values_of_secrets_which_are_recognised_by_name() -> None:
     assert [name for name in (*SECRETS, *OTHERS) if is_secret(name)] == list(SECRETS)
-
-
-def test_redacted_variables_lack_secret_values() -> None:
     assert redact_variables({"HF_TOKEN": "x", "PATH": "y"}) == {"HF_TOKEN": "***", "PATH": "y"}
     argv = ["env", "HF_TOKEN=x y", "A=HF_TOKEN=b", "sh", "-c", "A=\"b\" DB_PW='c d' DB_PW=e python --x=y"]
     shown = ["env", "HF_TOKEN=***", "A=HF_TOKEN=b", "sh", "-c", 'A="b" DB_PW=*** DB_PW=*** python --x=y']
@@ -148,3 +152,85 @@ def test_a_secret_in_a_remote_shell_line_is_redacted_whole(secret: str) -> None:
     shown = redact_command(wrap_in_ssh(built, Site("/v/python", {}, "/v")).argv)
     assert "hush" not in " ".join(shown)
     assert "A=b c" in " ".join(shown)
+
+
+NAMES = (
+    *("HOROVOD_SECRET_KEY", "PMI_SHARED_SECRET", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "WANDB_APIKEY"),
+    *("PGPASSWORD", "MY_PASSPHRASE", "DB_PASSWD"),
+)
+VALUES = {name: f"hush-{number}" for number, name in enumerate(NAMES)}
+PLAIN = {
+    "MASTER_ADDR": "n1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PATH": "/usr/bin",
+    "KEYBOARD": "german",
+    "PMI_KEY": "no",
+}
+
+
+def test_the_values_of_secret_variables_are_redacted_everywhere() -> None:
+    redact = make_redactor(VALUES | PLAIN)
+    for value in VALUES.values():
+        assert redact(f"rank 0 printed {value}, and /a/{value}/b") == f"rank 0 printed {HIDDEN}, and /a/{HIDDEN}/b"
+    redact = make_redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
+    assert redact("abcdefgh abcd") == f"{HIDDEN} {HIDDEN}", "a secret that begins with another one"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pip install --index-url https://user:pw@host/simple",
+            f"pip install --index-url https://{HIDDEN}@host/simple",
+        ),
+        ("git+ssh://git@host/a", f"git+ssh://{HIDDEN}@host/a"),
+        ("API_KEY=abc", f"API_KEY={HIDDEN}"),
+        ("env MY_TOKEN='abc b' python", f"env MY_TOKEN={HIDDEN} python"),
+        ('{"password": "abc y"}', f'{{"password": {HIDDEN}}}'),
+        ("a:\n  password: abc\n  b: c", f"a:\n  password: {HIDDEN}\n  b: c"),
+        ("Authorization: Bearer abc.def", f"Authorization: {HIDDEN}"),
+        ("ghp_0123456789abcdefghijABCDEFGHIJ012345", HIDDEN),
+        ("hf_0123456789abcdefghij", HIDDEN),
+        ("key AKIAIOSFODNN7EXAMPLE", f"key {HIDDEN}"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_", HIDDEN),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\nnext", f"{HIDDEN}\nnext"),
+    ],
+)
+def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> None:
+    assert make_redactor({})(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "type: pip install --no-deps torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu",
+        "host 'a' cannot be reached by ssh: it requires a password: put your public key there",
+        "SLURM_NTASKS=4, but this process is no task of a Slurm step",
+        "KeyError: 'weight'",
+        "TOKENIZERS_PARALLELISM=false MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
+        "its key is unknown: run `ssh a`",
+        "a@b is an address",
+    ],
+)
+def test_other_text_is_kept(text: str) -> None:
+    assert make_redactor(PLAIN)(text) == text
+
+
+def test_json_is_redacted_in_every_string_and_under_secret_names() -> None:
+    data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
+    told = redact_json(data, make_redactor({"A_SECRET": "hush-1"}))
+    assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
+
+
+def test_output_never_names_unrelated_variables() -> None:
+    """For every launcher, even if a launcher's variable contains a secret."""
+    paint = Painter(io.StringIO(), {})
+    for rows in RECORDS.values():
+        environ = rows[0]["env"] | VALUES
+        told = diagnosis(environ)
+        explanation = explain(environ, detect_topology(environ), availability(told.versions, None), has_gpu=False)
+        said = [json.dumps(to_json(told)), *format_diagnosis(told, paint), *format_explanation(explanation, paint)]
+        assert "hush" not in "\n".join(said)
+    environ = {"DUALDIST_RENDEZVOUS": "tcp://me:hush-1@n1:7", **RECORDS["torchrun"][0]["env"]}
+    explanation = explain(environ, detect_topology(environ), availability(told.versions, None), has_gpu=False)
+    assert "hush-1" not in "\n".join(map(make_redactor({}), format_explanation(explanation, paint)))
