@@ -212,20 +212,17 @@ def write(
     Raises:
         CheckpointError: the write failed; the earlier checkpoints are as they were.
     """
+    path, draft = folder, folder / f".checkpoint-{secrets.token_hex(4)}.draft"
     try:
         _make_folder(folder)
         _remove_stale_drafts(folder)
         path = folder / NAME.format(max(map(number_of, checkpoints(folder)), default=0) + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot save to {folder}: {reason(error)}") from error
-    draft = folder / f".{path.stem}.{secrets.token_hex(4)}.draft"
-    try:
         _write_draft(draft, content, progress)
         path = _publish(draft, path, progress)
         _sync_folder(folder)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {reason(error)}, after {progress.nbytes / 1e6:.1f} MB; {_describe_newest(folder)}"
+            f"cannot save to {path}: {reason(error)}, after {progress.nbytes / 1e6:.1f} MB; {_describe_newest(folder)}"
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -324,8 +324,7 @@ def load(
     )
     content = header.content(tensors)
     _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random") if random else None)
-    for part, order in _reduction_orders(content[METADATA].get("orders"), parts):
-        set_reduction_order(part, order)
+    _set_reduction_orders(content[METADATA].get("orders"), parts)
     saver.skip(newer)
     if header.refused and group.rank == ROOT:  # last, as warnings may be errors
         warnings.warn(f"took {header.path}, for {'; '.join(header.refused)}", RuntimeWarning, stacklevel=4)
@@ -385,16 +384,13 @@ def _load_all_or_nothing(
         undo.pop_all()
 
 
-def _reduction_orders(found: Any, parts: Mapping[str, Any]) -> list[tuple[torch.optim.Optimizer, list[int]]]:
-    """Return the optimizers with their saved reduction orders, in the same order on every rank."""
-    orders = found if isinstance(found, dict) else {}
-    return [
-        (part, orders[name])
-        for name, part in sorted(parts.items())
-        if isinstance(part, torch.optim.Optimizer)
-        and isinstance(orders.get(name), list)
-        and all(type(number) is int for number in orders[name])
-    ]
+def _set_reduction_orders(orders: Any, parts: Mapping[str, Any]) -> None:
+    """Reduce the optimizers' buckets in the saved orders; a collective, for which the parts are sorted."""
+    for name, part in sorted(parts.items()):
+        order = orders.get(name) if isinstance(orders, dict) else None
+        is_optimizer = isinstance(part, torch.optim.Optimizer)
+        if is_optimizer and isinstance(order, list) and all(type(number) is int for number in order):
+            set_reduction_order(part, order)
 
 
 def _load_random_state(states: list[RandomState], group: Group, device: torch.device) -> None:

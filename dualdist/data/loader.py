@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, cast
@@ -107,7 +107,7 @@ class _Loader(DataLoader[Any]):
         share = self._progress.share
         self._position.copy_(torch.tensor([self._progress.epoch, share.start, share.rank, share.size], device="cpu"))
         self.generator.manual_seed(random_state.derive_seed(self._progress.seed, self._progress.epoch, share))
-        return _RecordedBatches(self._start_workers(), self._progress, iteration, self.batch_size or 1, self.drop_last)
+        return _RecordedBatches(self._start_workers(), self._progress, iteration, self)
 
     def _start_workers(self) -> Iterator[Any]:
         """Return the DataLoader's own iterator, whose workers ignore the stop signals of preemption."""
@@ -119,7 +119,7 @@ class _Loader(DataLoader[Any]):
         if method == "forkserver":
             forkserver.ensure_running()  # shared with the program; its workers ignore signals slightly later
         signals, worker_init_fn = preemption.unhandled_signals(), self.worker_init_fn
-        self.worker_init_fn = _WorkerInit(signals, worker_init_fn)
+        self.worker_init_fn = functools.partial(_init_worker, signals, worker_init_fn)
         try:
             with preemption.block_signals(signals):
                 return super().__iter__()
@@ -127,30 +127,24 @@ class _Loader(DataLoader[Any]):
             self.worker_init_fn = worker_init_fn
 
 
-@dataclass(frozen=True)
-class _WorkerInit:
+def _init_worker(
+    ignored: tuple[signal.Signals, ...], worker_init_fn: Callable[[int], None] | None, number: int
+) -> None:
     """Make a worker ignore stop signals, which launchers send to it as well as to its rank."""
-
-    ignored: tuple[signal.Signals, ...]
-    worker_init_fn: Callable[[int], None] | None
-
-    def __call__(self, number: int) -> None:
-        preemption.exit_with_parent(self.ignored)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(number)
+    preemption.exit_with_parent(ignored)
+    if worker_init_fn is not None:
+        worker_init_fn(number)
 
 
 class _RecordedBatches(Iterator[Any]):
     """Record each batch in the sampler as the program gets it."""
 
-    def __init__(
-        self, batches: Iterator[Any], sampler: Sampler, iteration: int, batch_size: int, drop_last: bool
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], sampler: Sampler, iteration: int, loader: DataLoader[Any]) -> None:
         self._batches = batches
         self._sampler = sampler
         self._iteration = iteration
-        self._batch_size = batch_size
-        self._drop_last = drop_last
+        self._batch_size = loader.batch_size or 1
+        self._drop_last = loader.drop_last
         self._has_ended = False
         self._drop_incomplete_batch()
 

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,14 @@ def tcp_bytes_sent() -> int | None:
     """
     if not os.path.isdir(FOLDER) or not hasattr(socket, "TCP_INFO"):
         return None
-    return sum(_acknowledged(connection) for connection in _connections())
-
-
-def _connections() -> Iterator[socket.socket]:
-    """Yield a duplicate of every TCP connection of this process, closed after use."""
+    total = 0
     for name in os.listdir(FOLDER):
-        with contextlib.suppress(OSError):  # closed since, or not a socket
+        with contextlib.suppress(OSError):  # closed since, or not a socket of TCP
             if os.readlink(f"{FOLDER}/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                        yield found
-
-
-def _acknowledged(connection: socket.socket) -> int:
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-    except OSError:
-        return 0
-    return int(struct.unpack_from(ACKED, info, ACKED_AT)[0]) if len(info) == INFO_BYTES else 0
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+                total += struct.unpack_from(ACKED, info, ACKED_AT)[0] if len(info) == INFO_BYTES else 0
+    return total
 
 
 SAMPLE = 1024  # elements that are compared where parameters need not agree bit by bit

@@ -35,21 +35,6 @@ def process_name_event(pid: int, name: str) -> Event:
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
-def begin_event(pid: int, name: str, ts: float) -> Event:
-    """Return a begin event."""
-    return {"name": name, "ph": "B", "pid": pid, "ts": ts}
-
-
-def end_event(pid: int, ts: float) -> Event:
-    """Return an end event."""
-    return {"ph": "E", "pid": pid, "ts": ts}
-
-
-def instant_event(pid: int, name: str, ts: float) -> Event:
-    """Return an instant event with global scope."""
-    return {"name": name, "ph": "i", "pid": pid, "ts": ts, "s": "g"}
-
-
 def rank_events(rank: int, title: str, spans: Sequence[TraceSpan], clock: ClockModel) -> list[Event]:
     """Return a rank's events as a process with tracks for steps, computation and communication."""
     found = [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.diagnostics.trace_format import begin_event, end_event, instant_event, process_name_event
+from dualdist.diagnostics.trace_format import process_name_event
 
 # Horovod's names for operations, where they are not the kind in capitals.
 PHASES = {"grouped_allreduce": "ALLREDUCE", "grouped_allgather": "ALLGATHER", "grouped_reducescatter": "REDUCESCATTER"}
@@ -43,17 +43,17 @@ class HorovodTimeline:
                 return
             if request is None:
                 if self._mark_cycles:
-                    self._write(instant_event(0, "CYCLE_START", self._now()))
+                    self._emit("i", 0, name="CYCLE_START", s="g")
                 return
             row = self._row(f"{PREFIXES.get(request.kind, request.kind)}.{request.name}")
             phase = PHASES.get(request.kind, request.kind.upper())
             if event == "entered":
-                self._write(begin_event(row, f"NEGOTIATE_{phase}", self._now()))
+                self._emit("B", row, name=f"NEGOTIATE_{phase}")
             elif event == "agreed":
-                self._write(end_event(row, self._now()))
-                self._write(begin_event(row, phase, self._now()))
+                self._emit("E", row)
+                self._emit("B", row, name=phase)
             else:
-                self._write(end_event(row, self._now()))
+                self._emit("E", row)
 
     def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
         """Record the reduction of a bucket; for Monitor.observer."""
@@ -61,9 +61,10 @@ class HorovodTimeline:
             if self._file is None:
                 return
             row = self._row(f"{kind}.{name}")
-            self._write(
-                begin_event(row, kind.upper(), self._now()) if event == "begun" else end_event(row, self._now())
-            )
+            if event == "begun":
+                self._emit("B", row, name=kind.upper())
+            else:
+                self._emit("E", row)
 
     def close(self) -> None:
         """Complete the file and ignore later events."""
@@ -80,8 +81,8 @@ class HorovodTimeline:
             self._write(process_name_event(self._rows[name], name))
         return self._rows[name]
 
-    def _now(self) -> int:
-        return int((time.monotonic() - self._start) * 1e6)
+    def _emit(self, phase: str, row: int, **fields: Any) -> None:
+        self._write({"ph": phase, "pid": row, "ts": int((time.monotonic() - self._start) * 1e6), **fields})
 
     def _write(self, event: dict[str, Any], *, first: bool = False) -> None:
         assert self._file is not None, "callers have looked"

@@ -11,9 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 import pytest
-from harness import docker_image
-from harness.docker_engine import Engine, NoEngineError, engine
-from harness.docker_image import Image
+from harness.docker import IMAGE, Engine, Image, NoEngineError, build_image, engine, make_base
 from harness.jobs import Launch
 
 from dualdist.horovod_build.probe import cache_folder
@@ -36,11 +34,11 @@ def _engine(
 def image(_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     launch = Launch(_engine.env, tmp_path_factory.mktemp("image"))
     wheels = None if os.environ.get(FORM) == "full" else cache_folder(os.environ) / "wheels"
-    base = os.environ.get(BASE) or (docker_image.make_base(launch, wheels) if _engine.is_ours else None)
-    docker_image.build(launch, base)
+    base = os.environ.get(BASE) or (make_base(launch, wheels) if _engine.is_ours else None)
+    build_image(launch, base)
     network = f"dualdist-test-{os.getpid()}"
     launch(["docker", "network", "create", "--internal", network])
-    yield Image(docker_image.NAME, launch, network)
+    yield Image(IMAGE, launch, network)
     launch(["docker", "network", "rm", network])
     if not _engine.is_ours:
-        launch(["docker", "image", "rm", "--force", docker_image.NAME])
+        launch(["docker", "image", "rm", "--force", IMAGE])

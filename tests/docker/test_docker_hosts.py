@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from harness.base_env import ROOT
-from harness.docker_image import Image
+from harness.docker import Image
 from harness.installed import lack
 from harness.jobs import Launch, Outcome
 

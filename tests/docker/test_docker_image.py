@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness.base_env import ROOT
-from harness.docker_image import Image
+from harness.docker import Image
 from harness.jobs import Launch
 
 # A session fixture builds the image, which is more than one test may take.

@@ -1,6 +1,6 @@
-"""A rank of a training that goes on: python elastic_rank.py FOLDER [FATE ...]; see FATES for what may happen.
+"""A rank of an elastic training: python elastic_rank.py FOLDER [FATE ...]; see FATES for what may happen to it.
 
-What happens to a rank happens once, also where the job starts again. Checkpoints are in FOLDER.
+Each fate happens once, even if the job starts again. Checkpoints are in FOLDER.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness.jobs import report
@@ -23,7 +24,7 @@ from dualdist.elastic import training_state
 
 EPOCHS = 2
 SAMPLES = 48
-TOGETHER = 6  # samples in a step of all ranks, however many those are
+GLOBAL_BATCH = 6  # samples in a step of all ranks, however many those are
 EVERY = 3
 TIMEOUT_S = 20
 SEED = 5
@@ -40,8 +41,8 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: torc
     optimizer.step()
 
 
-def once(folder: Path, what: str) -> bool:
-    """Whether this has not happened yet; it has from now on."""
+def happens_first(folder: Path, what: str) -> bool:
+    """Return True on the first call, also of earlier processes."""
     try:
         (folder / f"{what}.happened").touch(exist_ok=False)
     except FileExistsError:
@@ -49,55 +50,57 @@ def once(folder: Path, what: str) -> bool:
     return True
 
 
-def is_killed(folder: Path, delay_ms: str) -> None:
-    """In the middle of whatever comes next."""
-
-    def kill() -> None:
-        time.sleep(float(delay_ms) / 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if once(folder, "killed"):
-        threading.Thread(target=kill).start()
+def kill(folder: Path, delay_ms: str) -> None:
+    """Kill this rank after a delay, whatever it does then."""
+    if happens_first(folder, "killed"):
+        threading.Timer(float(delay_ms) / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def host_is_lost(folder: Path, _: str) -> None:
-    """With torchrun's agent on it, which started this rank."""
-    if once(folder, "host-lost"):
+def lose_host(folder: Path, _: str) -> None:
+    """Kill this rank, and torchrun's agent, which started it."""
+    if happens_first(folder, "host-lost"):
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_told(folder: Path, signals: str) -> None:
-    """By a signal, SIGTERM or SIGUSR1, and by the same again."""
-    if once(folder, f"told-{dd.rank()}"):
+def send_signals(folder: Path, signals: str) -> None:
+    """Send itself signals that request a stop."""
+    if happens_first(folder, f"told-{dd.rank()}"):
         for name in signals.split("+"):
             os.kill(os.getpid(), signal.Signals[name])
 
 
-def waits(folder: Path, _: str) -> None:
-    """Until it is told to stop, by the test or by another rank."""
-    if once(folder, f"waiting-{dd.rank()}"):
+def wait(folder: Path, _: str) -> None:
+    """Wait for a notice, from the test or another rank."""
+    if happens_first(folder, f"waiting-{dd.rank()}"):
         last = training_state.last_step()
         while not (last.notice.kind or last._has_published):
             time.sleep(0.01)
 
 
-# A fate is who@step:what, on ranks "0", "1" or "all", before the step of that number.
+# A fate is who@step=what:value, on ranks "0", "1" or "all", before the step of that number.
 FATES: dict[str, Callable[[Path, str], None]] = {
-    "killed": is_killed,
-    "host-lost": host_is_lost,
-    "told": is_told,
-    "waits": waits,
+    "killed": kill,
+    "host-lost": lose_host,
+    "told": send_signals,
+    "waits": wait,
 }
 
 
-def meet(fate: str, folder: Path, step: int) -> None:
-    """What is in store for this rank before this step happens."""
+def apply(fate: str, folder: Path, step: int) -> None:
+    """Let the fate happen if it is this rank's, before this step."""
     where, _, what = fate.partition("=")
     rank, _, at = where.partition("@")
     name, _, value = what.partition(":")
     if rank in ("all", str(dd.rank())) and int(at) == step:
         FATES[name](folder, value)
+
+
+def assert_seen_once(report: Mapping[str, Any]) -> None:
+    """Require that the rank reports each sample of each epoch once."""
+    for epoch in range(EPOCHS):
+        seen = chain(*(samples for number, *samples in report["seen"] if number == epoch))
+        assert sorted(seen) == list(range(SAMPLES))
 
 
 def main(folder: Path, *fates: str) -> None:
@@ -106,13 +109,13 @@ def main(folder: Path, *fates: str) -> None:
     torch.manual_seed(dd.rank())
     model = make_model()
     with torch.no_grad():
-        next(model.parameters()).add_(dd.rank())  # the state makes them alike
+        next(model.parameters()).add_(dd.rank())  # sync() makes them equal
     optimizer = dd.wrap_optimizer(make_optimizer(model))
     sampler = dd.Sampler(range(SAMPLES), remainder="uneven", seed=SEED)
     state = dd.elastic.State(
         folder / "run", every=EVERY, model=model, optimizer=optimizer, sampler=sampler, step=0, seen=[]
     )
-    is_noisy = os.environ.get("NOISY", "1") == "1"  # so that random states count; these differ on other ranks
+    is_noisy = os.environ.get("NOISY", "1") == "1"  # so that random states matter, which differ between ranks
     begun: list[int] = []
     sizes: list[int] = []
 
@@ -121,11 +124,11 @@ def main(folder: Path, *fates: str) -> None:
         begun.append(state.step)
         sizes.append(dd.size())
         workers = int(os.environ.get("WORKERS", "0"))
-        loader = dd.loader(range(SAMPLES), TOGETHER // dd.size(), sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+        loader = dd.loader(range(SAMPLES), GLOBAL_BATCH // dd.size(), sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
         for epoch in range(sampler.epoch, EPOCHS):
             for samples in loader:
                 for fate in fates:
-                    meet(fate, folder, state.step)
+                    apply(fate, folder, state.step)
                 step(model, optimizer, samples, 0.01 * torch.rand(()).item() if is_noisy else 0.0)
                 state.seen.append([epoch, *chain(*dd.allgather_object(samples.tolist()))])
                 state.step += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -14,37 +16,52 @@ import torch
 import dualdist as dd
 
 TIMEOUT_S = 6
+BEHIND_S = 2  # by which the last of several ranks comes later than the first
 
 
 def fail(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-# What a rank does between two sums: (which rank, what).
-BETWEEN: dict[str, tuple[int, Callable[[], object]]] = {
-    "raises": (1, lambda: fail("this rank's own mistake")),
-    "exits": (1, lambda: sys.exit(5)),
-    "is killed": (1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "stops": (1, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
-    "is late": (1, lambda: time.sleep(3 * TIMEOUT_S)),
-    "the first stops": (0, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
-    "fails once": (1, lambda: os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and fail("the first try fails")),
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loop_forever() -> None:
+    while True:
+        time.monotonic()
+
+
+def hold_the_gil() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, in which no other thread of Python runs
+
+
+# What ranks do between two sums.
+BETWEEN: dict[str, dict[int, Callable[[], object]]] = {
+    "raises": {1: lambda: fail("this rank's own mistake")},
+    "exits": {1: lambda: sys.exit(5)},
+    "is killed": {1: lambda: os.kill(os.getpid(), signal.SIGKILL)},
+    "stops": {1: stop},
+    "is late": {1: lambda: time.sleep(3 * TIMEOUT_S)},
+    "the first stops": {0: stop},
+    "fails once": {1: lambda: os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and fail("the first try fails")},
+    "loops and holds the GIL": {1: loop_forever, 2: lambda: time.sleep(BEHIND_S), 3: hold_the_gil},
 }
 
 
-def leaves_one_unfinished() -> None:
+def leave_one_unfinished() -> None:
     if dd.rank() == 1:
         dd.allreduce(torch.ones(3), name="never.met", async_op=True)
 
 
-def waits_for_a_stopped_rank() -> None:
+def wait_for_a_stopped_rank() -> None:
     if dd.rank() == 0:
         dd.join()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop()
 
 
-def joins_early() -> None:
-    """The first rank has joined while the others compute for longer than the timeout, and reduce once more."""
+def join_early() -> None:
+    """Join on rank 0, while the others compute for longer than the timeout, and reduce once more."""
     if dd.rank() == 0:
         assert dd.join() == dd.size() - 1
         return
@@ -53,58 +70,77 @@ def joins_early() -> None:
     assert dd.join() == dd.size() - 1
 
 
-def last_rank_begins_late() -> None:
-    """The others have begun an operation; the last one comes after a while, within the timeout."""
+def begin_late() -> None:
+    """Begin an operation on the last rank a while after the others, within the timeout."""
     if dd.rank() == dd.size() - 1:
         time.sleep(TIMEOUT_S / 3)
     dd.allreduce(torch.ones(3), "sum", name="begun", async_op=True).wait()
 
 
-def is_waited_for() -> None:
-    """One after the other in one session, each of which the rank says; what is unfinished comes last."""
-    for happens in (last_rank_begins_late, joins_early, leaves_one_unfinished):
+def wait_in_one_session() -> None:
+    """Run these one after the other; what is unfinished comes last."""
+    for happens in (begin_late, join_early, leave_one_unfinished):
         happens()
         sys.stdout.write(f"done: {happens.__name__}\n")
 
 
-def stops_in_a_step(count: int) -> None:
-    """One rank does not come to the backward of a second step, whose gradient has so many elements."""
+def take_steps(count: int, arrive: Callable[[], None]) -> None:
+    """Take two optimizer steps with a gradient of `count` elements; `arrive` comes before the second."""
     weight = torch.nn.Parameter(torch.ones(count))
     optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
     for step in range(2):
-        if step == 1 and dd.rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == 1:
+            arrive()
         weight.sum().backward()
         optimizer.step()
 
 
+def stop_rank_1() -> None:
+    if dd.rank() == 1:
+        stop()
+
+
+def loop_on_rank_1() -> None:
+    if dd.rank() == 1:
+        loop_forever()
+    if dd.rank() == 2:
+        time.sleep(BEHIND_S)
+
+
+def continue_after_errors() -> None:
+    """Never return on rank 1; on the others go on as if the collective had not failed, and end."""
+    for turn in range(3):
+        with contextlib.suppress(dd.DualdistError):
+            if turn == 0:
+                time.sleep({1: 60 * TIMEOUT_S, 2: BEHIND_S}.get(dd.rank(), 0))
+            dd.allreduce(torch.ones(3), name="the.sum")
+    dd.shutdown()
+    sys.exit()
+
+
 # What all ranks do between two sums.
 OPERATIONS: dict[str, Callable[[], object]] = {
-    "joined": waits_for_a_stopped_rank,
-    "is waited for": is_waited_for,
-    "stops in a small step": lambda: stops_in_a_step(3),
-    "stops in a large step": lambda: stops_in_a_step(1 << 18),
+    "joined": wait_for_a_stopped_rank,
+    "is waited for": wait_in_one_session,
+    "stops in a small step": lambda: take_steps(3, stop_rank_1),
+    "stops in a large step": lambda: take_steps(1 << 18, stop_rank_1),
+    "loops in a step": lambda: take_steps(3, loop_on_rank_1),
+    "continues after errors": continue_after_errors,
 }
 
 
 def main(backend: str, case: str = "") -> None:
     dd.init(backend, timeout_s=TIMEOUT_S)
     dd.allreduce(torch.ones(3))
-    rank, happens = BETWEEN.get(case, (-1, None))
-    if rank == dd.rank() and happens is not None:
-        happens()
+    BETWEEN.get(case, {}).get(dd.rank(), lambda: None)()
     OPERATIONS.get(case, lambda: None)()
     dd.allreduce(torch.ones(3), name="the.sum")
-    if case == "twice":
-        dd.init(backend)
     if case != "no shutdown":
         dd.shutdown()
     if case.startswith("to "):
         dd.init(case.removeprefix("to "), timeout_s=TIMEOUT_S)
         dd.allreduce(torch.ones(3))
         dd.shutdown()
-    if case == "after":
-        dd.allreduce(torch.ones(3))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whatever the environment says: a rank joins its job, or ends in time with one of our errors."""
+"""In any environment a rank joins its job, or ends in time with one of our errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dualdist as dd
 from dualdist.backends.native import backend
 from dualdist.diagnostics import recording
-from dualdist.doctor import collect, diagnose, to_json
+from dualdist.doctor import diagnose, facts, to_json
 from dualdist.errors import DualdistError
 from dualdist.rendezvous import backend_selection, store_rendezvous
 
@@ -29,7 +29,7 @@ HANGS_S = 30
 # Imported by init(), here once for all children.
 LOADED = (backend_selection, backend, recording, store_rendezvous)
 NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-# Of jobs whose other ranks are not there. Those in which MPI was started are MPI's own to refuse.
+# Jobs whose other ranks do not exist. What MPI started, MPI itself refuses.
 BASES = [
     {},
     {"RANK": "1", "WORLD_SIZE": "2", **NOBODY},
@@ -38,25 +38,15 @@ BASES = [
     {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_ADDRESS": "127.0.0.1", "DUALDIST_PORT": "9"},
     *({**RECORDS[name][-1]["env"], **NOBODY} for name in ("torchrun", "slurm_srun-none_N2x2", "horovodrun_gloo_more")),
 ]
-NAMES = sorted(
-    {name for env in BASES for name in env}
-    | {"DUALDIST_RENDEZVOUS", "DUALDIST_RENDEZVOUS_DIR", "DUALDIST_BACKEND", "DUALDIST_TRANSPORT", "DUALDIST_LAUNCHER"}
-    | {
-        "DUALDIST_LOCAL_RANK",
-        "DUALDIST_LOCAL_SIZE",
-        "DUALDIST_NODE_RANK",
-        "DUALDIST_NUM_NODES",
-        "XDG_CONFIG_HOME",
-        "HOME",
-    }
-    | {"DUALDIST_RECORD", "DUALDIST_RECORD_WARMUP", "DUALDIST_RECORD_STEPS", "TORCHELASTIC_RESTART_COUNT"}
-    | {"DUALDIST_RUN", "DUALDIST_RUN_ROUND", "GLOO_SOCKET_IFNAME", "SLURM_SUBMIT_DIR", "HOROVOD_GLOO_IFACE"}
-)
+OTHER_NAMES = """DUALDIST_BACKEND DUALDIST_LAUNCHER DUALDIST_LOCAL_RANK DUALDIST_LOCAL_SIZE DUALDIST_NODE_RANK
+DUALDIST_NUM_NODES DUALDIST_RECORD DUALDIST_RECORD_STEPS DUALDIST_RECORD_WARMUP DUALDIST_RENDEZVOUS
+DUALDIST_RENDEZVOUS_DIR DUALDIST_RUN DUALDIST_RUN_ROUND DUALDIST_TRANSPORT GLOO_SOCKET_IFNAME HOME HOROVOD_GLOO_IFACE
+SLURM_SUBMIT_DIR TORCHELASTIC_RESTART_COUNT XDG_CONFIG_HOME"""
+NAMES = sorted({name for env in BASES for name in env} | {*OTHER_NAMES.split()})
+URLS = ["file:///tmp/none/at/all", "file:///dev/null", "file:///", "tcp://127.0.0.1:9", "tcp://[::1", "x"]
 VALUES = st.one_of(
     st.sampled_from(["0", "1", "2", "3", "", "native", "horovod", "gloo", "shm", "nccl", "65536", "4294967290", "-1"]),
-    st.sampled_from(
-        ["file:///tmp/none/at/all", "file:///dev/null", "file:///", "tcp://127.0.0.1:9", "tcp://[::1", "x"]
-    ),
+    st.sampled_from(URLS),
     st.sampled_from(["localhost", "256.1.1.1", "é", "\udcff", "a" * 300, "a..b", ".", "%", "2(x2),1", "t:1:127.0.0.1"]),
     st.text("0123456789x(),.-+_ a\u0663", max_size=6),
 )
@@ -71,7 +61,7 @@ def environments(draw: st.DrawFn) -> dict[str, str]:
 
 
 def joined(env: Mapping[str, str]) -> str:
-    """What dd.init() made of the environment, in a process of its own: "", one of our errors, or whatever it was."""
+    """Return "" if dd.init() succeeds with the environment, in a separate process, else its error."""
     receiver, sender = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -109,16 +99,16 @@ def test_any_environment_is_joined_or_refused(effort: Effort) -> None:
     effort.fuzz("environments of dd.init()", environments(), check, 60)
 
 
-def test_the_doctor_answers_in_any_environment(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "TIMEOUT_S", 1.0)  # srun retries for longer where its configuration is missing
+def test_the_doctor_reports_in_any_environment(effort: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "TOOL_TIMEOUT_S", 1.0)  # srun retries for longer where its configuration is missing
     effort.fuzz("environments of dualdist doctor", environments(), lambda env: json.dumps(to_json(diagnose(env))), 12)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["a" * 300, "a..b", "\udcff", "1 2", ""])
 @pytest.mark.parametrize("base", [1, 4, 7])
-def test_what_is_no_name_of_a_host_is_named(name: str, base: int) -> None:
-    """Python knows that before it asks any name service, and raises errors of another kind."""
+def test_an_invalid_host_name_is_refused(name: str, base: int) -> None:
+    """Python refuses it before it asks a name service, by other errors."""
     clean, env = base_env(os.environ), BASES[base]
     variables = {each: name for each in env if each.endswith(("ADDR", "ADDRESS"))}
     said = joined({**clean, **env, **variables})
@@ -127,14 +117,14 @@ def test_what_is_no_name_of_a_host_is_named(name: str, base: int) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("change", [{}, {"DUALDIST_RECORD_WARMUP": "x", "DUALDIST_RECORD_STEPS": "1"}])
-def test_what_a_comparison_left_behind_is_named(tmp_path: Path, change: Mapping[str, str]) -> None:
+def test_incomplete_variables_of_a_comparison_are_refused(tmp_path: Path, change: Mapping[str, str]) -> None:
     said = joined({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
     assert said.startswith("UsageError: DUALDIST_RECORD is set, but"), said
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("said", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
-def test_a_rank_whose_way_back_is_garbled_says_so(launch: Launch, said: str) -> None:
+def test_an_invalid_control_address_is_refused(launch: Launch, said: str) -> None:
     argv = [sys.executable, "-m", "dualdist.launch.rank", "-c", "print('it ran')"]
     rounds = {"TORCHELASTIC_RESTART_COUNT": "x", "DUALDIST_RUN_ROUND": "-"}
     outcome = launch(argv, env={"DUALDIST_RUN": said, **rounds}, check=False)

@@ -1,4 +1,4 @@
-"""A job that loses a rank, or is told to stop, goes on by itself where it was, and ends as if nothing had been."""
+"""A job that loses a rank, or is asked to stop, resumes by itself, and ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from faults import elastic_rank
-from faults.going_on import PROGRAM, RESTARTING, RUN, SIZE, assert_seen_once
+from faults.elastic_rank import assert_seen_once
 from harness.effort import Effort
 from harness.jobs import REPORT_DIR, Launch, collect
 from harness.problem import flat, make_model, make_optimizer
@@ -22,18 +22,35 @@ from harness.slurm import eventually
 
 from dualdist.utils.preemption_protocol import REQUEUE
 
-STEPS = elastic_rank.EPOCHS * elastic_rank.SAMPLES // elastic_rank.TOGETHER
-# A launcher and a backend; the latter ones in the long form.
-CELLS = [("torchrun", "native"), ("horovodrun", "horovod")]
-LONG = [
-    *(("torchrun", "horovod"), ("horovodrun", "native"), ("spawn", "native"), ("spawn", "horovod"), ("mpirun", "mpi")),
-    *(("mpirun", "native"), ("mpirun", "horovod"), ("horovodrun-mpi", "horovod"), ("horovodrun-mpi", "native")),
+PROGRAM = elastic_rank.__file__
+SIZE = 2
+RUN = [sys.executable, "-m", "dualdist", "run", "-np", str(SIZE), "--launcher"]
+# Launchers that start the ranks again once.
+RESTARTING = {
+    "torchrun": ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}", "--max-restarts=1"],
+    **{name: [*RUN, name, "--max-restarts", "1"] for name in ("horovodrun", "horovodrun-mpi", "mpirun", "spawn")},
+}
+STEPS = elastic_rank.EPOCHS * elastic_rank.SAMPLES // elastic_rank.GLOBAL_BATCH
+# Where a rank is killed: a launcher and a backend. All but the first two only with --long.
+KILLED_IN = [
+    *(("torchrun", "native"), ("horovodrun", "horovod"), ("torchrun", "horovod"), ("horovodrun", "native")),
+    *(("spawn", "native"), ("spawn", "horovod"), ("mpirun", "mpi"), ("mpirun", "native"), ("mpirun", "horovod")),
+    *(("horovodrun-mpi", "horovod"), ("horovodrun-mpi", "native")),
 ]
+# The launcher, the backend, the signal, the exit code, and the workers of each rank's loader.
+STOPPED = {
+    f"dualdist run {name}": ([*RUN, name, "--max-restarts", "1"], backend, number, REQUEUE, workers)
+    for name, backend, number, workers in (
+        ("torchrun", "native", signal.SIGUSR1, 1),
+        *(("mpirun", "mpi", signal.SIGTERM, 0), ("horovodrun", "horovod", signal.SIGTERM, 0)),
+        *(("spawn", "native", signal.SIGTERM, 1), ("horovodrun-mpi", "horovod", signal.SIGUSR1, 0)),
+    )
+} | {"torchrun": (RESTARTING["torchrun"], "native", signal.SIGTERM, 1, 1)}
 
 
 @pytest.fixture(scope="module")
 def unhurt(base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What every rank reports of a run to which nothing happens."""
+    """Return what every rank reports of a run to which nothing happens."""
     folder = tmp_path_factory.mktemp("unhurt")
     reports = Launch(base_env, folder).reports([*RESTARTING["mpirun"], PROGRAM, str(folder)], SIZE)
     assert [report["begun"] for report in reports] == [[0]] * SIZE
@@ -42,36 +59,18 @@ def unhurt(base_env: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
 
 
 def assert_ends_like(unhurt: Mapping[str, Any], reports: list[dict[str, Any]]) -> None:
-    """To the bit, having trained on each sample of each epoch once."""
+    """Require the same bits, from each sample of each epoch once."""
     for report in reports:
         assert report["parameters"] == unhurt["parameters"]
         assert report["seen"] == unhurt["seen"]
     assert_seen_once(reports[0])
 
 
-# Which rank is lost, on which backend.
-LOST = [("native", 0)]
-LOST_LONG = [("native", 1), ("horovod", 0), ("horovod", 2)]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With --long more cells are tried."""
-    is_long = metafunc.config.getoption("--long", default=False)
-    if "killed_in" in metafunc.fixturenames:
-        cells = [*CELLS, *(LONG if is_long else ())]
-        metafunc.parametrize("killed_in", cells, ids=" ".join)
-    if "lost" in metafunc.fixturenames:
-        metafunc.parametrize("lost", [*LOST, *(LOST_LONG if is_long else ())], ids=str)
-    if "told" in metafunc.fixturenames:
-        told = TOLD | (TOLD_LONG if is_long else {})
-        metafunc.parametrize("told", told.values(), ids=list(told))
-
-
-def test_a_killed_rank_restarts_the_job_which_ends_like_one_that_was_never_hurt(
-    launch: Launch, unhurt: dict[str, Any], tmp_path: Path, killed_in: tuple[str, str]
+@pytest.mark.parametrize(("launcher", "backend"), KILLED_IN)
+def test_a_killed_rank_restarts_the_job_which_ends_with_the_same_bits(
+    launch: Launch, unhurt: dict[str, Any], tmp_path: Path, launcher: str, backend: str, effort: Effort
 ) -> None:
-    """A rank is killed at a random moment, in the middle of whatever it does then."""
-    launcher, backend = killed_in
+    effort.require_long(unless=(launcher, backend) in KILLED_IN[:2])
     draw = random.Random(zlib.crc32(f"{launcher} {backend}".encode()))
     rank, step, delay_ms = draw.randrange(SIZE), draw.randrange(2, STEPS - 4), draw.uniform(0, 15)
     fate = f"{rank}@{step}=killed:{delay_ms:.1f}"
@@ -83,10 +82,9 @@ def test_a_killed_rank_restarts_the_job_which_ends_like_one_that_was_never_hurt(
     assert_ends_like(unhurt, reports)
 
 
-def test_a_rank_that_is_told_to_stop_stops_all_and_the_job_goes_on(
+def test_a_rank_that_is_asked_to_stop_stops_all_and_the_job_resumes(
     launch: Launch, unhurt: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The others learn it from that rank alone; the launcher starts all again, as it would after a failure."""
     argv = [*RESTARTING["torchrun"], PROGRAM, str(tmp_path), "1@7=told:SIGTERM+SIGUSR1+SIGTERM"]
     reports = launch.reports(argv, SIZE, env={"DUALDIST_BACKEND": "horovod"})
     (begun,) = {report["begun"][0] for report in reports}
@@ -94,27 +92,16 @@ def test_a_rank_that_is_told_to_stop_stops_all_and_the_job_goes_on(
     assert_ends_like(unhurt, reports)
 
 
-# What is told to stop, by which signal, its exit code, and how many workers each rank's loader has.
-TOLD = {"dualdist run torchrun": ([*RUN, "torchrun", "--max-restarts", "1"], "native", signal.SIGUSR1, REQUEUE, 1)}
-TOLD_LONG = {
-    "torchrun": (RESTARTING["torchrun"], "native", signal.SIGTERM, 1, 1),
-} | {
-    f"dualdist run {name}": ([*RUN, name, "--max-restarts", "1"], backend, number, REQUEUE, workers)
-    for name, backend, number, workers in (
-        *(("mpirun", "mpi", signal.SIGTERM, 0), ("horovodrun", "horovod", signal.SIGTERM, 0)),
-        *(("spawn", "native", signal.SIGTERM, 1), ("horovodrun-mpi", "horovod", signal.SIGUSR1, 0)),
-    )
-}
-
-
-def test_a_launcher_that_is_told_to_stop_leaves_one_checkpoint_and_the_job_goes_on(
-    launch: Launch, unhurt: dict[str, Any], tmp_path: Path, told: tuple[list[str], str, signal.Signals, int, int]
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_launcher_that_is_asked_to_stop_leaves_one_checkpoint_and_the_job_resumes(
+    launch: Launch, unhurt: dict[str, Any], tmp_path: Path, case: str, effort: Effort
 ) -> None:
-    argv, backend, number, code, workers = told
+    effort.require_long(unless=case == "dualdist run torchrun")
+    argv, backend, number, code, workers = STOPPED[case]
     env = {"DUALDIST_BACKEND": backend, "WORKERS": str(workers)}
     line = [*argv, PROGRAM, str(tmp_path), "all@7=waits"]
     with launch.start(line, env=env) as job:
-        assert eventually(lambda: len(list(tmp_path.glob("waiting-*"))) == SIZE, within_s=60), job.output()
+        job.wait_until(lambda: len(list(tmp_path.glob("waiting-*"))) == SIZE)
         psutil.Process(job.pid).children()[0].send_signal(number)
         outcome = job.wait(40)
     assert outcome.rc == code, str(outcome)
@@ -129,19 +116,19 @@ def test_a_launcher_that_is_told_to_stop_leaves_one_checkpoint_and_the_job_goes_
 
 
 def trained_by_one_process() -> list[float]:
-    """All samples of the ranks' steps together, in the order of torch's own sampler."""
+    """Return the parameters after steps on global batches, in the order of torch's own sampler."""
     model = make_model()
     optimizer = make_optimizer(model)
     sampler = torch.utils.data.DistributedSampler(range(elastic_rank.SAMPLES), 1, 0, seed=elastic_rank.SEED)  # type: ignore[arg-type]
     for epoch in range(elastic_rank.EPOCHS):
         sampler.set_epoch(epoch)
-        for samples in torch.tensor(list(sampler)).split(elastic_rank.TOGETHER):
+        for samples in torch.tensor(list(sampler)).split(elastic_rank.GLOBAL_BATCH):
             elastic_rank.step(model, optimizer, samples)
     return flat(model)
 
 
 def assert_trained(reports: list[dict[str, Any]]) -> None:
-    """As by one process, on each sample of each epoch once, however many ranks there were."""
+    """Require the parameters of one process, from each sample of each epoch once, however many ranks there were."""
     expected = trained_by_one_process()
     for report in reports:
         assert report["parameters"] == reports[0]["parameters"]
@@ -149,11 +136,12 @@ def assert_trained(reports: list[dict[str, Any]]) -> None:
         assert_seen_once(report)
 
 
-def test_the_ranks_that_are_left_go_on_in_their_processes_until_the_lost_one_is_back(
-    launch: Launch, tmp_path: Path, lost: tuple[str, int]
+@pytest.mark.parametrize(("backend", "rank"), [("native", 0), ("native", 1), ("horovod", 0), ("horovod", 2)])
+def test_remaining_ranks_continue_in_their_processes_until_the_lost_one_is_back(
+    launch: Launch, tmp_path: Path, backend: str, rank: int, effort: Effort
 ) -> None:
-    """Three, two and three again, on one host; what was done since the last commit is done again."""
-    backend, rank = lost
+    """Three, two and three ranks, on one host; steps since the last commit are repeated."""
+    effort.require_long(unless=(backend, rank) == ("native", 0))
     argv = [sys.executable, "-m", "dualdist", "run", "-np", "3", "--min-ranks", "2", "--backend", backend]
     fates = [f"{rank}@5=killed:2", "all@9=waits"]
     reports = launch.reports([*argv, PROGRAM, str(tmp_path), *fates], 3, env={"NOISY": "0"})
@@ -162,17 +150,16 @@ def test_the_ranks_that_are_left_go_on_in_their_processes_until_the_lost_one_is_
 
 
 @pytest.mark.parametrize("backend", ["native", "horovod"])
-def test_torchruns_agents_go_on_with_fewer_hosts_and_with_more(
+def test_torchruns_agents_continue_with_fewer_hosts_and_with_more(
     launch: Launch, tmp_path: Path, backend: str, effort: Effort
 ) -> None:
-    """Two, one and two again, each an agent here that meets the other by a store of its own; all ranks start anew."""
-    if not effort(False, True):
-        pytest.skip("only with --long")
+    """Two, one and two agents, which meet in a separate store; all ranks start again each time."""
+    effort.require_long(unless=False)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=7"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=7"]
     conf = "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
     agent = ["torchrun", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--local-addr=127.0.0.1"]
-    argv = [*agent, *meeting, conf, PROGRAM, str(tmp_path), "1@5=host-lost", "all@9=waits"]
+    argv = [*agent, *rendezvous, conf, PROGRAM, str(tmp_path), "1@5=host-lost", "all@9=waits"]
     reports = tmp_path / "reports"
     reports.mkdir()
     env = {"DUALDIST_BACKEND": backend, "NOISY": "0", REPORT_DIR: str(reports)}

@@ -1,16 +1,36 @@
-"""A rank that ends, or does not arrive: every other rank ends in time, and names what it waited for."""
+"""A rank that ends, is late or never arrives: every other rank ends in time and names it, with where its program is."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
+from faults import rank
 from faults.conftest import Refuses
-from faults.ranks import LAUNCHERS, LIMIT_S, RANK, assert_says
+from faults.starts import (
+    LIMIT_S,
+    RANK,
+    STARTS,
+    assert_error,
+    assert_memory_is_free,
+    fail_together,
+    rank_argv,
+    with_small_memory,
+)
 from harness.effort import Effort
-from harness.jobs import Launch
+from harness.jobs import REPORT_DIR, Launch, Outcome, collect
+from harness.tiny_rank import __file__ as TINY_RANK
 
-CELLS = [*((launcher, backend) for launcher in LAUNCHERS for backend in ("native", "horovod")), ("mpirun", "mpi")]
+from dualdist.monitoring.process_state import BUSY
+from dualdist.monitoring.rank_probe import IN_PROGRAM
 
-
+BACKENDS = ("native", "horovod", "mpi")
+CELLS = [
+    *((launcher, backend) for launcher in ("torchrun", "horovodrun", "mpirun") for backend in ("native", "horovod")),
+    ("mpirun", "mpi"),
+]
 # In CI every launcher, every backend and every case more than once; kills are tried elsewhere, too.
 IN_CI = [
     *(("torchrun", "native", "raises"), ("torchrun", "horovod", "exits"), ("horovodrun", "horovod", "raises")),
@@ -25,69 +45,146 @@ IN_CI = [
 def test_a_rank_that_ends_ends_the_job(
     refuses: Refuses, launcher: str, backend: str, case: str, effort: Effort
 ) -> None:
-    if effort((launcher, backend, case) not in IN_CI, False):
-        pytest.skip("only with --long")
-    argv, first = LAUNCHERS[launcher]
-    outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
+    effort.require_long(unless=(launcher, backend, case) in IN_CI)
+    outcome = refuses(rank_argv(launcher, backend, case))
     if case == "raises":
         assert "this rank's own mistake" in outcome.stdout + outcome.stderr, str(outcome)
         if backend == "mpi":  # which ends the job at once
             assert "CollectiveTimeoutError" not in outcome.stderr, str(outcome)
 
 
-@pytest.mark.smoke("native-stops")
-@pytest.mark.parametrize("case", ["is late", "stops"])
-@pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
+SUM = "allreduce 'the.sum'"
+STOPPED = ("no answer from rank 1: its process",)
+# By case: the words of the error, and what else is printed.
+NOT_ARRIVED = {
+    "is late": ((SUM, "of float32(3,): not all ranks", "6 s", "rank 1 did not arrive: in the program"), "time.sleep(3"),
+    "stops": ((SUM, "of float32(3,): not all ranks", "6 s", *STOPPED), "is stopped by a signal"),
+    # Rank 0 serves the store: the others must not wait for its answer.
+    "the first stops": ((SUM, "no answer from rank 0: its process"), ""),
+    "joined": (("join", "no answer from rank 1"), ""),
+    # Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever.
+    "stops in a small step": (("allreduce 'gradients.", "of float32", "no answer from rank 1"), ""),
+    "stops in a large step": (("allreduce 'gradients.", "of float32", "no answer from rank 1"), ""),
+}
+
+
+@pytest.mark.smoke("stops-native")
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, backend) for case in NOT_ARRIVED for backend in BACKENDS if backend == "mpi" or "step" not in case],
+)
 def test_a_rank_that_does_not_arrive_is_named_with_the_operation(refuses: Refuses, backend: str, case: str) -> None:
-    argv, first = LAUNCHERS["mpirun"]  # torchrun gives a stopped rank 30 seconds before it kills it
-    outcome = refuses([*argv, *RANK[first:], backend, case], timeout_s=LIMIT_S)
-    where = "rank 1 did not arrive: in the program" if case == "is late" else "no answer from rank 1: its process"
-    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum' of float32(3,): not all ranks", "6 s", where)
-    seen = "time.sleep(3 * TIMEOUT_S)" if case == "is late" else "is stopped by a signal"
-    assert seen in outcome.stderr, str(outcome)
+    words, printed = NOT_ARRIVED[case]
+    outcome = refuses(rank_argv("mpirun", backend, case))  # torchrun waits for a stopped rank for 30 s
+    assert_error(outcome, "CollectiveTimeoutError", *words)
+    assert printed in outcome.stderr, str(outcome)
 
 
-@pytest.mark.parametrize("case", ["stops in a small step", "stops in a large step"])
-def test_a_rank_that_stops_within_a_step_is_named_with_the_bucket(refuses: Refuses, case: str) -> None:
-    """Small tensors are waited for by asking MPI; large ones are reduced in a call that would wait for ever."""
-    argv, first = LAUNCHERS["mpirun"]
-    outcome = refuses([*argv, *RANK[first:], "mpi", case], timeout_s=LIMIT_S)
-    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'gradients.", "of float32", "no answer from rank 1")
+LATE = "not all ranks arrived within 6 s; "
 
 
-@pytest.mark.parametrize("backend", ["native", "horovod", "mpi"])
-def test_a_stopped_first_rank_holds_nobody(refuses: Refuses, backend: str) -> None:
-    """Rank 0 serves the store: the others must not wait for it to answer where everybody is."""
-    argv, first = LAUNCHERS["mpirun"]
-    outcome = refuses([*argv, *RANK[first:], backend, "the first stops"], timeout_s=LIMIT_S)
-    assert_says(outcome, "CollectiveTimeoutError", "allreduce 'the.sum'", "no answer from rank 0: its process")
+def stack_line(words: str, function: str) -> str:
+    """Return a stack's line for the line of the program in which these words are."""
+    number = next(number for number, line in enumerate(Path(RANK[-1]).read_text().splitlines(), 1) if words in line)
+    return f'File "{RANK[-1]}", line {number}, in {function}'
+
+
+def test_every_rank_prints_who_is_late_and_where(refuses: Refuses, tmp_path: Path) -> None:
+    """Also a rank that would have waited longer when the launcher ends the job because of the first one's error."""
+    run = [sys.executable, "-m", "dualdist", "run", "-np", "3", "--launcher", "mpirun"]
+    refuses([*run, "--log-dir", str(tmp_path / "logs"), RANK[-1], "horovod", "loops in a step"])
+    for number in range(3):
+        log = (tmp_path / "logs" / f"rank-{number}.log").read_text()
+        reports = [line for line in log.splitlines() if line.startswith("dualdist: rank 0 gives up: allreduce ")]
+        assert len(reports) == 1, log
+        assert f"{LATE}rank 1 did not arrive: {IN_PROGRAM}, for " in reports[0]
+        assert stack_line("arrive()", "take_steps") in log
+        assert "in loop_forever" in log
+        assert number or "dualdist.errors.CollectiveTimeoutError: allreduce " in log
+
+
+def test_a_rank_that_holds_the_gil_is_described_from_outside(refuses: Refuses) -> None:
+    argv = ["torchrun", "--standalone", "--nproc-per-node=4", RANK[-1], "native", "loops and holds the GIL"]
+    outcome = refuses(argv)
+    reports = [line for line in outcome.stderr.splitlines() if f"gives up: {SUM} of float32(3,): " in line]
+    words = (LATE, "no answer from rank 3: its process", BUSY, f"rank 1 did not arrive: {IN_PROGRAM}")
+    assert any(all(word in line for word in words) for line in reports), str(outcome)
+    assert stack_line("re.match(", "hold_the_gil") in outcome.stderr, str(outcome)
+    assert "in loop_forever" in outcome.stderr, str(outcome)
+
+
+def test_a_job_without_a_launcher_ends(launch: Launch, tmp_path: Path) -> None:
+    """The late rank when its peers gave up; those that continue after the error not with status 0."""
+    env = {"DUALDIST_SIZE": "3", "DUALDIST_RENDEZVOUS": (tmp_path / "rank0").as_uri()}
+    environments = [{**env, "DUALDIST_RANK": str(number)} for number in range(3)]
+    outcomes = fail_together(launch, [*RANK, "native", "continues after errors"], environments)
+    assert "rank 1 is unresponsive 6 s after its peers gave up" in outcomes[1].stderr, str(outcomes[1])
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.rc == 1, str(outcome)
+        assert f"rank 1 did not arrive: {IN_PROGRAM}" in outcome.stderr, str(outcome)
+        assert "the program continued after a failed collective; exits with status 1 regardless" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("torchrun", "native"), ("torchrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
+)
+def test_ranks_wait_for_late_and_joined_ones_and_report_what_is_unfinished(
+    launch: Launch, launcher: str, backend: str
+) -> None:
+    outcome = launch(rank_argv(launcher, backend, "is waited for"), timeout_s=LIMIT_S)
+    for happens in (rank.begin_late, rank.join_early, rank.leave_one_unfinished):
+        assert outcome.stdout.count(f"done: {happens.__name__}") == 2, str(outcome)
+    assert "1 operation(s) unfinished" in outcome.stderr, str(outcome)
+    assert "allreduce 'never.met' of float32(3,)" in outcome.stderr, str(outcome)
 
 
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_torchrun_restarts_a_failed_job(launch: Launch, backend: str) -> None:
-    argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", *RANK[1:], backend, "fails once"]
+    argv = [*STARTS["torchrun"], "--max-restarts=1", RANK[-1], backend, "fails once"]
     assert "the first try fails" in launch(argv).stderr
 
 
 def test_a_program_may_end_without_shutdown(launch: Launch, effort: Effort) -> None:
     """Gloo's threads abort about one such process in five that does not stop them before the interpreter ends."""
     for _ in range(effort(3, 20)):
-        launch(["torchrun", "--standalone", "--nproc-per-node=2", *RANK[1:], "native", "no shutdown"])
+        launch(rank_argv("torchrun", "native", "no shutdown"))
 
 
 @pytest.mark.parametrize(("case", "words"), [("to horovod", "DUALDIST_TRANSPORT=gloo"), ("to mpi", "new job")])
-def test_mpi_cannot_start_again_and_says_so(refuses: Refuses, case: str, words: str) -> None:
-    argv, first = LAUNCHERS["mpirun"]
-    outcome = refuses([*argv, *RANK[first:], "native", case], timeout_s=LIMIT_S)
-    assert_says(outcome, "UnsupportedError", "MPI was finished", words)
+def test_starting_mpi_again_is_refused(refuses: Refuses, case: str, words: str) -> None:
+    assert_error(refuses(rank_argv("mpirun", "native", case)), "UnsupportedError", "MPI was finished", words)
 
 
-@pytest.mark.parametrize("case", ["to native", "to horovod"])
-def test_other_backends_may_follow_one_that_leaves_mpi_running(launch: Launch, case: str) -> None:
-    argv, first = LAUNCHERS["mpirun"]
-    launch([*argv, *RANK[first:], "mpi", case], timeout_s=LIMIT_S)
+@pytest.mark.parametrize("case", ["to native", "to horovod", "no shutdown"])
+def test_mpi_may_be_left_running(launch: Launch, case: str) -> None:
+    """For another backend, or until the program ends."""
+    launch(rank_argv("mpirun", "mpi", case), timeout_s=LIMIT_S)
 
 
-def test_a_program_may_end_without_shutdown_of_mpi(launch: Launch) -> None:
-    argv, first = LAUNCHERS["mpirun"]
-    launch([*argv, *RANK[first:], "mpi", "no shutdown"], timeout_s=LIMIT_S)
+def run_tiny_ranks(launch: Launch, backend: str, memory: str) -> tuple[list[Mapping[str, object]], Outcome]:
+    """Return the reports of two ranks with so small a /dev/shm, and what the launcher printed."""
+    folder = launch.directory / "reports"
+    folder.mkdir()
+    argv = with_small_memory(memory, [*STARTS["torchrun"], TINY_RANK, backend])
+    outcome = launch(argv, env={REPORT_DIR: str(folder)})
+    return [*collect(folder, 2, outcome)], outcome
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_a_small_dev_shm_is_reported_in_one_line_and_gloo_is_used(launch: Launch, backend: str) -> None:
+    reports, outcome = run_tiny_ranks(launch, backend, "64m")
+    assert {seen["transport"] for seen in reports} == {"gloo"}
+    lines = [line for line in outcome.stderr.splitlines() if "shared memory" in line]
+    assert len(lines) == (1 if backend == "native" else 0), str(outcome)
+    assert all("--shm-size" in line for line in lines)
+
+
+def test_collectives_work_with_a_full_dev_shm(launch: Launch) -> None:
+    reports, _ = run_tiny_ranks(launch, "native", "4k")
+    assert [seen["sum"] for seen in reports] == [[3, 1 << 41]] * 2
+
+
+@pytest.mark.smoke("is killed")
+@pytest.mark.parametrize("case", ["is killed", "exits", "raises"])
+def test_ranks_that_end_leave_no_shared_memory(refuses: Refuses, case: str) -> None:
+    assert_memory_is_free(refuses(with_small_memory("1g", rank_argv("torchrun", "native", case))))

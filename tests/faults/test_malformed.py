@@ -1,4 +1,4 @@
-"""Whatever files and command lines say: what they mean, or one of our errors, never a traceback of something else."""
+"""Damaged files and arbitrary command lines are understood or refused by one of our errors, never by another one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.conftest import error_of
 from harness.base_env import ROOT
 from harness.effort import Effort
 from hypothesis import strategies as st
@@ -32,26 +33,19 @@ from dualdist.utils.network_interfaces import StoreAddress
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
 KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
+PLAIN_WORDS = """1 0 -1 2 1e400 4.5 true null ~ '' a:2,b:2 64G torchrun mpirun native mpi horovod gloo 2:00:00 $(id)
+{ [ *a &a | > %"""
+OTHER_WORDS = ["9" * 30, "x y", "!!python/object/apply:os.system [id]", "!!binary aGk=", "<<: *a", "? [1]", "- - -"]
 WORDS = st.one_of(
-    st.sampled_from(
-        ["1", "0", "-1", "2", "1e400", "4.5", "9" * 30, "true", "null", "~", "''", "a:2,b:2", "64G", "x y"]
-    ),
-    st.sampled_from(
-        ["torchrun", "mpirun", "native", "mpi", "horovod", "gloo", "2:00:00", "$(id)", "{", "[", "*a", "&a"]
-    ),
-    st.sampled_from(
-        ["!!python/object/apply:os.system [id]", "!!binary aGk=", "<<: *a", "? [1]", "- - -", "|", ">", "%"]
-    ),
+    st.sampled_from(PLAIN_WORDS.split()),
+    st.sampled_from(OTHER_WORDS),
     st.text("abc:2,-/\\'\"{}[]#&*!|>%@`\t\n \0é\u2028\U0001f600", max_size=8),
     st.integers().map(str),
     st.floats().map(str),
 )
+SCALARS = st.none() | st.booleans() | st.integers(-3, 10) | st.floats()
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 10)
-    | st.floats()
-    | st.sampled_from(["", "a", "2", "native", "x" * 300]),
+    SCALARS | st.sampled_from(["", "a", "2", "native", "x" * 300]),
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["a", "schema"]), inside, max_size=2),
     max_leaves=5,
 )
@@ -60,7 +54,7 @@ DEEP = "[" * 100_000
 
 @st.composite
 def damaged(draw: st.DrawFn, texts: Sequence[str], words: st.SearchStrategy[str] = WORDS) -> str:
-    """A text of which some pieces are gone, twice there, or something else."""
+    """Draw a text of which pieces are missing, doubled or replaced."""
     text = draw(st.sampled_from(texts))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(text)))
@@ -72,7 +66,7 @@ def damaged(draw: st.DrawFn, texts: Sequence[str], words: st.SearchStrategy[str]
 
 @st.composite
 def altered(draw: st.DrawFn, document: Any) -> str:
-    """JSON in which one value is another one, or gone; or which is damaged as a text."""
+    """Draw JSON of which one value is replaced or missing, or which is damaged as a text."""
     value = json.loads(json.dumps(document))
     place, key = {"": value}, ""
     while isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
@@ -98,17 +92,8 @@ YAMLS = st.one_of(
 )
 
 
-def error_of(call: Callable[[], object], *kinds: type[Exception]) -> str:
-    """What the error says where the call raises one of these; "" where it raises none."""
-    try:
-        call()
-    except kinds as error:
-        return str(error) or "no word"
-    return ""
-
-
 @pytest.mark.smoke
-def test_a_job_file_is_a_job_or_sentences_with_file_and_line(effort: Effort) -> None:
+def test_a_job_file_is_a_job_or_errors_with_file_and_line(effort: Effort) -> None:
     def check(text: str) -> None:
         said = error_of(lambda: loads(text, "job.yaml"), UsageError)
         assert all(re.match(r"job\.yaml:[0-9]+: .", line) for line in said.splitlines()), said
@@ -116,8 +101,8 @@ def test_a_job_file_is_a_job_or_sentences_with_file_and_line(effort: Effort) -> 
     effort.fuzz("job files", YAMLS, check, 400)
 
 
-def said_by(words: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, output and error output of the command; any exception but argparse's way out leaves this."""
+def run_command(words: Sequence[str]) -> tuple[int, str, str]:
+    """Return the exit code, output and error output of a command; any exception but SystemExit is raised."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -128,7 +113,7 @@ def said_by(words: Sequence[str]) -> tuple[int, str, str]:
 
 
 def assert_answered(words: Sequence[str]) -> None:
-    code, out, err = said_by(words)
+    code, out, err = run_command(words)
     assert code in (0, 1, 2)
     if code == 1:
         assert err.startswith(f"dualdist {words[0]}: ") or "scripts ignore" in err, err
@@ -139,7 +124,7 @@ def assert_answered(words: Sequence[str]) -> None:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which one is, and no program to be found."""
+    """Work in an empty folder, with no program on PATH."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -153,34 +138,24 @@ def test_a_job_script_of_any_job_file_is_written_or_refused(nowhere: Path, effor
     effort.fuzz("job scripts", st.tuples(YAMLS, st.sampled_from(list(SCHEDULERS))), check, 60)
 
 
-OPTIONS = (
-    *("-np", "--ranks", "--launcher", "--backend", "--transport", "-H", "--hosts", "--hostfile", "--network-interface"),
-    *("--config", "--env", "--max-restarts", "--timeout", "--log-dir", "--tag-output", "--as-horovod", "--json", "-m"),
-    *(
-        "--scheduler",
-        "--nodes",
-        "--tasks-per-node",
-        "--gpus-per-node",
-        "--gpus-per-task",
-        "--cpus-per-task",
-        "--memory",
-    ),
-    *("--time", "--partition", "--account", "--container", "--setup", "--job-name", "--", "train.py"),
-)
+OPTIONS = """-np --ranks --launcher --backend --transport -H --hosts --hostfile --network-interface --config --env
+--max-restarts --timeout --log-dir --tag-output --as-horovod --json -m --scheduler --nodes --tasks-per-node --time
+--gpus-per-node --gpus-per-task --cpus-per-task --memory --partition --account --container --setup --job-name --
+train.py"""
 
 
 @pytest.mark.smoke
 def test_any_command_line_is_answered(nowhere: Path, effort: Effort) -> None:
     Path("train.py").touch()
-    spoken = WORDS.map(lambda word: word.replace("\0", ""))  # which no command line can have
-    words = st.lists(st.sampled_from(OPTIONS) | st.sampled_from([*SCHEDULERS]) | spoken, max_size=8)
+    without_nul = WORDS.map(lambda word: word.replace("\0", ""))  # which no command line can have
+    words = st.lists(st.sampled_from(OPTIONS.split()) | st.sampled_from([*SCHEDULERS]) | without_nul, max_size=8)
     effort.fuzz(
         "command lines", words, lambda given: assert_answered(["run", "--scheduler", "slurm", "--dry-run", *given])
     )
 
 
 def options_of(command: str) -> list[str]:
-    """All of the command and of what is below it."""
+    """Return all options of the command and its sub-commands."""
 
     def below(parser: argparse.ArgumentParser) -> Iterator[str]:
         for action in parser._actions:
@@ -200,11 +175,11 @@ def test_any_options_of_other_commands_are_answered(nowhere: Path, words: str, e
     some = st.sampled_from(
         ["file", "/", "/proc/nowhere/x", "1,2,4", "nan", "inf", "10m", "resnet18", "native:shm", "cpu"]
     )
-    spoken = st.text(max_size=3).map(lambda word: word.replace("\0", "")) | some
-    given = st.lists(st.tuples(st.sampled_from(options), spoken), max_size=4)
+    without_nul = st.text(max_size=3).map(lambda word: word.replace("\0", "")) | some
+    given = st.lists(st.tuples(st.sampled_from(options), without_nul), max_size=4)
 
     def check(pairs: list[tuple[str, str]]) -> None:
-        code, _, _ = said_by([*words.split(), *(word for pair in pairs for word in pair)])
+        code, _, _ = run_command([*words.split(), *(word for pair in pairs for word in pair)])
         assert code in (0, 1, 2)
 
     for option in options:
@@ -214,7 +189,7 @@ def test_any_options_of_other_commands_are_answered(nowhere: Path, words: str, e
 
 
 @pytest.mark.smoke
-def test_a_host_file_is_hosts_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
+def test_a_host_file_is_hosts_or_an_error(tmp_path: Path, effort: Effort) -> None:
     lines = st.lists(damaged(["a slots=2", "b:3", "c", "# d", "e slots = 4 max-slots=8", "10.0.0.1:2"]), max_size=4)
     path = tmp_path / "hosts"
 
@@ -235,7 +210,7 @@ SAVED = SavedChoice(
 
 
 @pytest.mark.smoke
-def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effort) -> None:
+def test_saved_choices_are_choices_or_an_error(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "choices.json"
 
     def check(text: str) -> None:
@@ -251,7 +226,7 @@ def test_saved_choices_are_choices_or_one_sentence(tmp_path: Path, effort: Effor
 
 
 @pytest.mark.smoke
-def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: Path, effort: Effort) -> None:
+def test_an_interrupted_comparison_is_resumed_or_refused(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "launch.json"
     launches.write_launch(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
     whole = json.loads(path.read_text())
@@ -271,7 +246,7 @@ def test_a_comparison_that_was_broken_off_is_gone_on_with_or_refused(tmp_path: P
 
 
 @pytest.mark.smoke
-def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, effort: Effort) -> None:
+def test_other_files_in_a_folder_of_checkpoints_hide_no_valid_one(tmp_path: Path, effort: Effort) -> None:
     def save(step: int) -> Path:
         return write(tmp_path, {METADATA: {"format": FORMAT}, EXTRA: {"step": step}}, None, FileProgress())
 
@@ -301,7 +276,7 @@ def test_any_names_in_a_folder_of_checkpoints_hide_no_good_one(tmp_path: Path, e
 
 
 @pytest.mark.smoke
-def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> None:
+def test_messages_between_ranks_are_understood_or_refused(effort: Effort) -> None:
     def check(text: str) -> None:
         if not error_of(lambda: StoreAddress.loads(text), RendezvousError):
             assert 0 < StoreAddress.loads(text).port < 65536
@@ -319,7 +294,7 @@ def test_what_ranks_tell_each_other_is_understood_or_refused(effort: Effort) -> 
 
 
 @pytest.mark.smoke
-def test_the_record_of_a_build_is_one_or_is_passed_over(effort: Effort) -> None:
+def test_the_record_of_a_build_is_read_or_refused(effort: Effort) -> None:
     def check(text: str) -> None:
         if not error_of(lambda: from_json(text), ValueError, TypeError):
             from_json(text).fits("2.13.0+cpu")

@@ -1,4 +1,4 @@
-"""A network between two hosts that is cut, or slow and losing much, in the middle of training."""
+"""A network between two hosts that is cut, or slow and losing packets, in the middle of training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 from faults import training
-from faults.cells import Cell
+from faults.starts import Cell
 from harness.effort import Effort
 from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Job, Launch, collect
 from launch.running import RUN, start
 
-# What the ranks wait for each other, what they ask around, and what it takes until all is over on both hosts.
+# The ranks' timeout, their probes of each other, and the end of all processes on both hosts.
 END_S = training.TIMEOUT_S + 25
 PACE_S = "0.05"
 CELLS = [
@@ -29,7 +29,7 @@ CELLS = [
 
 
 class Training:
-    """A job on two hosts, which train in one folder that both see."""
+    """A training on two hosts, in a folder that both see."""
 
     def __init__(self, launch: Launch, hosts: Hosts, cell: Cell) -> None:
         self._launch, self._hosts = launch, hosts
@@ -42,28 +42,23 @@ class Training:
 
     @contextmanager
     def running(self) -> Iterator[Job]:
-        """The job, which has saved its first checkpoint."""
+        """Start the job, and yield it when it has saved its first checkpoint."""
         with start(self._launch, self.argv, self._hosts.env) as job:
-            deadline = time.monotonic() + 60
-            while not list(self._launch.directory.glob("run/checkpoint-*.pt")):
-                assert job.is_running(), job.output()
-                assert time.monotonic() < deadline, job.output()
-                time.sleep(0.02)
+            job.wait_until(lambda: list(self._launch.directory.glob("run/checkpoint-*.pt")))
             yield job
 
-    def to_the_end(self, job: Job) -> list[str]:
-        """What each rank has in the end."""
+    def finish(self, job: Job) -> list[str]:
+        """Wait for the end, and return a digest of each rank's parameters."""
         outcome = job.wait(90)
         assert outcome.rc == 0, str(outcome)
         return [seen["parameters"] for seen in collect(self.reports, 2, outcome)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_network_that_is_cut_ends_the_job_on_both_sides_and_it_goes_on_later(
+def test_a_cut_network_ends_the_job_on_both_hosts_and_it_resumes_later(
     launch: Launch, two_hosts: Hosts, cell: Cell, unhurt: Callable[[], str], effort: Effort
 ) -> None:
-    if cell not in effort(CELLS[:2], CELLS):
-        pytest.skip("only with --long")
+    effort.require_long(unless=cell in CELLS[:2])
     job_on_hosts = Training(launch, two_hosts, cell)
     try:
         with job_on_hosts.running() as job:
@@ -78,22 +73,21 @@ def test_a_network_that_is_cut_ends_the_job_on_both_sides_and_it_goes_on_later(
     assert not left, f"{left}\n{outcome}"
     assert not outcome.timed_out, str(outcome)
     assert outcome.rc not in (0, 124), str(outcome)
-    said = outcome.stdout + outcome.stderr
-    assert re.search(r"no answer from rank 1\b|rank 1 on hostb was lost", said), str(outcome)
+    named = re.search(r"no answer from rank 1\b|rank 1 on hostb was lost", outcome.stdout + outcome.stderr)
+    assert named, str(outcome)
     assert time.monotonic() - began < END_S + 15
     two_hosts.await_ssh(1)
     with start(launch, job_on_hosts.argv, two_hosts.env) as job:
-        assert job_on_hosts.to_the_end(job) == [unhurt()] * 2
+        assert job_on_hosts.finish(job) == [unhurt()] * 2
     effort.count("networks cut in the middle of training")
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_network_that_is_slow_and_loses_much_changes_nothing(
+def test_a_slow_network_that_loses_packets_changes_nothing(
     launch: Launch, two_hosts: Hosts, cell: Cell, unhurt: Callable[[], str], effort: Effort
 ) -> None:
-    """Also where it is gone for less time than the ranks wait for each other."""
-    if cell not in effort(CELLS[:1], CELLS):
-        pytest.skip("only with --long")
+    """Even if it is cut for less than the ranks' timeout."""
+    effort.require_long(unless=cell == CELLS[0])
     job_on_hosts = Training(launch, two_hosts, cell)
     with job_on_hosts.running() as job:
         try:
@@ -101,7 +95,7 @@ def test_a_network_that_is_slow_and_loses_much_changes_nothing(
                 two_hosts.cut_off(1)
                 time.sleep(0.7)
                 two_hosts.connect(1)
-                assert job_on_hosts.to_the_end(job) == [unhurt()] * 2
+                assert job_on_hosts.finish(job) == [unhurt()] * 2
         finally:
             two_hosts.connect(1)
     effort.count("networks slowed in the middle of training")

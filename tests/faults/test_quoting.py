@@ -1,4 +1,4 @@
-"""What reaches ranks on other hosts: every argument as it was given, nothing run by a shell, and no secret unasked."""
+"""Arguments reach ranks on other hosts unchanged: no shell runs them, and only named secrets are passed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ NAMED = {"NAMED_TOKEN": f'{HUSH} it\'s "named"'}
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Iterator[Path]:
-    """A file that appears where a shell runs one of the words."""
+    """A file that appears if a shell runs one of the words."""
     yield tmp_path / "ran"
     assert not (tmp_path / "ran").exists(), "a word was run by a shell"
 
 
 def words(trap: Path) -> list[str]:
-    """What means something to a shell; each as it is must arrive."""
+    """Return words that mean something to a shell."""
     run = f"touch {trap}"
     found = [f"$({run})", f"`{run}`", f"; {run};", f"&& {run}", f"|| {run}", f"| {run}", f"\n{run}\n", f"'; {run}; '"]
     found += [f'"; {run}; "', f"'\"; {run}; \"'", f">{trap}", f"$({run}", f"\\'; {run}; \\'", f"%0a{run}", f"#\n{run}"]
@@ -50,7 +50,7 @@ def check(reports: Sequence[Mapping[str, Any]], given: list[str], folder: Path |
 
 
 def run_on_hosts(launch: Launch, hosts: Hosts, run: Sequence[str], trap: Path, env: Mapping[str, str] = {}) -> Outcome:
-    """By `dualdist run`, with secrets around it."""
+    """Run the echo program on two hosts by `dualdist run`, with secrets in the environment."""
     reports = launch.directory / "reports"
     reports.mkdir()
     options = ("--env", f"GIVEN={'|'.join(words(trap))}", "--env", "NAMED_TOKEN", "--env", f"{REPORT_DIR}={reports}")
@@ -59,7 +59,7 @@ def run_on_hosts(launch: Launch, hosts: Hosts, run: Sequence[str], trap: Path, e
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn", "mpirun", "horovodrun", "horovodrun-mpi", "mpich"])
-def test_words_arrive_on_other_hosts_as_they_are_and_secrets_only_where_they_are_named(
+def test_words_arrive_unchanged_on_other_hosts_and_secrets_only_if_named(
     launch: Launch, two_hosts: Hosts, trap: Path, launcher: str, request: pytest.FixtureRequest, effort: Effort
 ) -> None:
     folder = launch.directory / ("plain" if launcher == "horovodrun" else f"$(touch {trap.name}) 'and \"so on")
@@ -76,15 +76,15 @@ def test_words_arrive_on_other_hosts_as_they_are_and_secrets_only_where_they_are
     effort.count("words that mean something to a shell, on other hosts", len(words(trap)))
 
 
-def test_srun_gets_no_secret_but_those_that_are_named(launch: Launch, slurm: Slurm) -> None:
-    """Slurm hands on all that srun has: MINE, too, which is not called like a secret."""
+def test_srun_passes_only_named_secrets(launch: Launch, slurm: Slurm) -> None:
+    """And MINE, whose name is not that of a secret: Slurm passes the whole environment of srun."""
     argv = [*slurm.salloc("-N2", "-n2"), *RUN, "-np", "2", "--launcher", "srun", "--env", "NAMED_TOKEN", ECHO]
     reports = launch.reports(argv, 2, env={**slurm.env, **SECRETS, **NAMED})
     assert [seen["secrets"] for seen in reports] == [["MINE", "NAMED_TOKEN"]] * 2
 
 
 @pytest.mark.smoke
-def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_hosts: Hosts, trap: Path) -> None:
+def test_a_folder_that_horovodrun_would_not_quote_is_refused(launch: Launch, two_hosts: Hosts, trap: Path) -> None:
     folder = launch.directory / f"$(touch {trap.name})"
     folder.mkdir()
     argv = two_hosts.on(0, *RUN, "--launcher", "horovodrun", *HOSTS, ECHO)
@@ -93,36 +93,36 @@ def test_horovodrun_gets_no_folder_that_it_would_not_quote(launch: Launch, two_h
     assert "unquoted to the shells of other hosts: start the job in a folder whose name" in outcome.stderr
 
 
-@pytest.mark.smoke("torchrun", "mpirun")
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn", "mpirun", "horovodrun", "python"])
-def test_no_secret_is_printed_by_a_dry_run(
-    launch: Launch, launcher: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SECRETS, **NAMED}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.smoke("torchrun", "mpirun")
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn", "mpirun", "horovodrun", "python"])
+@pytest.mark.usefixtures("secrets")
+def test_no_secret_is_printed_by_a_dry_run(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     given = ["--env", "NAMED_TOKEN", "--env", f"OTHER_PASSWORD={HUSH}", "--env", "PLAIN=seen"]
     assert main(["run", "--launcher", launcher, "--dry-run", "--json", "-", *given, ECHO]) == 0
-    said = capfd.readouterr().out
-    assert HUSH not in said
-    assert "PLAIN=seen" in said
-    assert "NAMED_TOKEN=***" in said
+    printed = capfd.readouterr().out
+    assert HUSH not in printed
+    assert "PLAIN=seen" in printed
+    assert "NAMED_TOKEN=***" in printed
 
 
 @pytest.mark.smoke("bench startup --dry-run")
 @pytest.mark.parametrize("command", ["doctor", "doctor --json -", "compare --dry-run", "bench startup --dry-run"])
-def test_no_secret_is_printed_by_other_commands(
-    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {**SECRETS, **NAMED}.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("secrets")
+def test_no_secret_is_printed_by_other_commands(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     main(command.split())
-    said = capfd.readouterr()
-    assert said.out
-    assert HUSH not in said.out + said.err
+    printed = capfd.readouterr()
+    assert printed.out
+    assert HUSH not in printed.out + printed.err
 
 
 @pytest.mark.smoke
-def test_what_is_still_running_is_told_without_secrets(launch: Launch) -> None:
+def test_the_list_of_running_commands_has_no_secrets(launch: Launch) -> None:
     script = launch.directory / "hold.py"
     script.write_text("import subprocess\nsubprocess.run(['sleep', '60', ])\n")
     argv = ["env", f"A_TOKEN={HUSH}", *RUN, "--launcher", "spawn", "--timeout", "2"]
@@ -137,7 +137,7 @@ NAMES = ["a b", "$(touch {})", "`touch {}`", "a;touch {}", "a'b", 'a"b', "a|b", 
 
 @pytest.mark.smoke("a b", "$(touch {})", "-oProxyCommand=touch {}")
 @pytest.mark.parametrize("name", [*NAMES, "a\\b", "a*", "~", "é", "%h", "!x", "{a}", "a=b", "[a]"])
-def test_a_host_of_a_strange_name_is_refused_wherever_it_is_named(
+def test_a_host_name_with_shell_syntax_is_refused_everywhere(
     tmp_path: Path, trap: Path, name: str, capsys: pytest.CaptureFixture[str], effort: Effort
 ) -> None:
     name = name.replace("{}", str(trap))
@@ -151,68 +151,66 @@ def test_a_host_of_a_strange_name_is_refused_wherever_it_is_named(
     effort.count("host names that mean something to a shell")
 
 
-def script_of(launch: Launch, trap: Path, *options: str, needs: Mapping[str, str] = {}) -> tuple[Path, Path]:
-    """A job script that carries the words, and where its ranks report."""
+def check_script(
+    launch: Launch,
+    trap: Path,
+    *options: str,
+    argv: Sequence[str] = ("bash",),
+    env: Mapping[str, str] = {},
+    needs: Mapping[str, str] = {},
+) -> list[dict[str, Any]]:
+    """Write a job script with the words, run it by argv, and return the checked reports of its two ranks."""
     reports = launch.directory / "reports"
     reports.mkdir()
     given = {"GIVEN": "|".join(words(trap)), REPORT_DIR: str(reports), "PYTHONPATH": launch.env["PYTHONPATH"]}
-    env = [word for name, value in {**given, **needs}.items() for word in ("--env", f"{name}={value}")]
-    env += ["--env", "NAMED_TOKEN"]
+    variables = [word for name, value in {**given, **needs}.items() for word in ("--env", f"{name}={value}")]
     with_token = Launch({**launch.env, **NAMED, **SECRETS}, launch.directory)
-    path = written(with_token, *options, *env, program=(ECHO, *words(trap)))
+    path = written(with_token, *options, *variables, "--env", "NAMED_TOKEN", program=(ECHO, *words(trap)))
     assert HUSH not in path.read_text()
-    return path, reports
+    outcome = launch([*argv, str(path)], env={**AS_ROOT, **env, **NAMED})
+    found = collect(reports, 2, outcome)
+    check(found, words(trap), launch.directory)
+    return found
+
+
+def export_path(env: Mapping[str, str]) -> tuple[str, str]:
+    return "--setup", f"export PATH={shlex.quote(env['PATH'])}"
 
 
 @pytest.mark.smoke("mpirun")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
-def test_a_script_for_a_workstation_hands_words_on_as_they_are(launch: Launch, trap: Path, launcher: str) -> None:
-    path, reports = script_of(launch, trap, "--scheduler", "workstation", "-np", "2", "--launcher", launcher)
-    outcome = launch(["bash", str(path)], env={**AS_ROOT, **NAMED, **SECRETS})
-    check(collect(reports, 2, outcome), words(trap), launch.directory)
+def test_a_script_for_a_workstation_passes_words_unchanged(launch: Launch, trap: Path, launcher: str) -> None:
+    check_script(launch, trap, "--scheduler", "workstation", "-np", "2", "--launcher", launcher, env=SECRETS)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
-def test_a_script_for_hosts_hands_words_on_as_they_are(
-    launch: Launch, two_hosts: Hosts, trap: Path, launcher: str
-) -> None:
-    setup = ("--setup", f"export PATH={shlex.quote(two_hosts.env['PATH'])}")
-    asked = ("--scheduler", "ssh", "-H", "hosta:1,hostb:1", "--launcher", launcher, *setup)
-    path, reports = script_of(launch, trap, *asked, needs={"HOROVOD_GLOO_IFACE": "eth0"})
-    env = {**two_hosts.env, **AS_ROOT, **AWAY, **NAMED, **SECRETS}
-    seen = collect(reports, 2, launch(two_hosts.on(0, "bash", str(path)), env=env))
-    check(seen, words(trap), launch.directory)
-    its_own = {"OMPI_ARGV"}  # mpirun's command line, with the value that was named
-    assert {*seen[1]["secrets"]} - its_own == {"NAMED_TOKEN"}
+def test_a_script_for_hosts_passes_words_unchanged(launch: Launch, two_hosts: Hosts, trap: Path, launcher: str) -> None:
+    options = ("--scheduler", "ssh", "-H", "hosta:1,hostb:1", "--launcher", launcher, *export_path(two_hosts.env))
+    env = {**two_hosts.env, **AS_ROOT, **AWAY, **SECRETS}
+    needs = {"HOROVOD_GLOO_IFACE": "eth0"}
+    seen = check_script(launch, trap, *options, argv=two_hosts.on(0, "bash"), env=env, needs=needs)
+    # mpirun's command line, with the value that was named, is in a variable of its own.
+    assert {*seen[1]["secrets"]} - {"OMPI_ARGV"} == {"NAMED_TOKEN"}
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpirun", "horovodrun"])
-def test_a_script_for_slurm_hands_words_on_as_they_are(
+def test_a_script_for_slurm_passes_words_unchanged(
     launch: Launch, slurm: Slurm, trap: Path, launcher: str, effort: Effort
 ) -> None:
-    if launcher != effort("srun", launcher):
-        pytest.skip("only with --long")
-    asked = ("--scheduler", "slurm", "--tasks-per-node", "2", "--launcher", launcher)
-    path, reports = script_of(launch, trap, *asked)
-    outcome = launch([*slurm.sbatch(), str(path)], env={**slurm.env, **AS_ROOT, **NAMED})
-    check(collect(reports, 2, outcome), words(trap), launch.directory)
+    effort.require_long(unless=launcher == "srun")
+    options = ("--scheduler", "slurm", "--tasks-per-node", "2", "--launcher", launcher)
+    check_script(launch, trap, *options, argv=slurm.sbatch(), env=slurm.env)
 
 
-def test_a_script_for_pbs_hands_words_on_as_they_are(launch: Launch, trap: Path) -> None:
-    asked = ("--scheduler", "pbs", "--nodes", "2", "--time", "1:00:00")
-    first = stand_in(launch, "pbsdsh", PBSDSH)
-    setup = ("--setup", f"export PATH={shlex.quote(first['PATH'])}")
-    path, reports = script_of(launch, trap, *asked, *setup)
-    (launch.directory / "bin" / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()} node0 node1\n")
-    (launch.directory / "nodes").write_text("a\nb\n")
-    folder = launch.directory
-    env = {"PBS_NODEFILE": str(folder / "nodes"), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(folder)}
-    outcome = launch(["bash", str(path)], env={**env, **first, **NAMED})
-    check(collect(reports, 2, outcome), words(trap), launch.directory)
+def test_a_script_for_pbs_passes_words_unchanged(launch: Launch, trap: Path) -> None:
+    folder, first = launch.directory, stand_in(launch, "pbsdsh", PBSDSH)
+    (folder / "bin" / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()} node0 node1\n")
+    (folder / "nodes").write_text("a\nb\n")
+    env = {"PBS_NODEFILE": str(folder / "nodes"), "PBS_JOBID": "1.pbs", "PBS_O_WORKDIR": str(folder), **first}
+    check_script(launch, trap, "--scheduler", "pbs", "--nodes", "2", "--time", "1:00:00", *export_path(first), env=env)
 
 
 @pytest.mark.smoke
-def test_a_script_for_lsf_hands_words_on_as_they_are(launch: Launch, trap: Path) -> None:
-    path, reports = script_of(launch, trap, "--scheduler", "lsf", "--tasks-per-node", "2")
-    env = {"LS_SUBCWD": str(launch.directory), "LSB_JOBID": "7", **stand_in(launch, "jsrun", JSRUN), **NAMED}
-    check(collect(reports, 2, launch(["bash", str(path)], env=env)), words(trap), launch.directory)
+def test_a_script_for_lsf_passes_words_unchanged(launch: Launch, trap: Path) -> None:
+    env = {"LS_SUBCWD": str(launch.directory), "LSB_JOBID": "7", **stand_in(launch, "jsrun", JSRUN)}
+    check_script(launch, trap, "--scheduler", "lsf", "--tasks-per-node", "2", env=env)

@@ -1,4 +1,4 @@
-"""Checkpoints whose writer dies at any byte, on a disk that fills at any byte, and that change at any place."""
+"""Checkpoints whose writer dies at any byte or line, on a disk that fills up, and in files that anybody altered."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults.conftest import error_of
 from harness.effort import Effort
+from harness.jobs import Launch
 
+import dualdist as dd
 from dualdist.checkpoint import files as checkpoint_files
 from dualdist.checkpoint.files import EXTRA, FORMAT, METADATA, FileProgress, read, read_newest, seal, write
 from dualdist.errors import CheckpointError
@@ -121,49 +124,87 @@ def test_a_writer_killed_at_any_line_loses_no_checkpoint(tmp_path: Path, effort:
     assert step_found(tmp_path) == step
 
 
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for 256 KiB."""
-    disk = tmp_path / "disk"
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a file system with little room."""
+    disk = folder / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=12", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount).returncode:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]).returncode:
         pytest.skip("a file system in memory is mounted by root")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(small_disk: Path, effort: Effort) -> None:
-    """Of its bytes, or of the number of its files."""
-    folder, ballast = small_disk / "run", small_disk / "ballast"
-    write(folder, content(0), None, FileProgress())
+def test_a_disk_that_fails_leaves_the_last_checkpoint_and_shutdown_raises(tmp_path: Path) -> None:
+    """That every rank raises the error is a law, whatever the reason."""
+    dd.init()
+    with small_disk(tmp_path, "size=1m") as disk:  # room for three checkpoints of 300 kB
+
+        def save(step: int, **options: Any) -> object:
+            return dd.save_checkpoint(disk / "run", step=step, weight=torch.zeros(75_000), keep=None, **options)
+
+        for step in (1, 2, 3):
+            save(step)
+        full = r"00000004\.pt: No space left on device.*checkpoint-00000003\.pt is still there"
+        with pytest.raises(CheckpointError, match=full):
+            save(4)
+        assert (dd.load_checkpoint(disk / "run") or {})["step"] == 3
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            save(5)
+        assert (dd.load_checkpoint(disk / "run") or {})["step"] == 3
+        save(6, async_op=True)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            dd.shutdown()
+        assert not dd.is_initialized()
+
+
+# The child's folder cannot be made.
+ENDS = """
+import atexit, os, torch
+import dualdist as dd
+child = os.fork()
+if child:
+    atexit.register(os.waitpid, child, 0)
+dd.init()
+dd.save_checkpoint("run" if child else "no/run", async_op=True, weight=torch.ones(1 << 23))
+"""
+
+
+@pytest.mark.full
+def test_a_program_that_ends_finishes_its_last_checkpoint_or_prints_why_not(launch: Launch) -> None:
+    outcome = launch([sys.executable, "-c", ENDS])
+    found = read_newest(launch.directory / "run", FileProgress())
+    assert found is not None
+    assert found.content["extra"]["weight"].min() == 1
+    assert "dualdist: cannot save to no/run: there is no folder no" in outcome.stderr
+
+
+def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(tmp_path: Path, effort: Effort) -> None:
+    """Full of bytes, or of files."""
     refused, times = 0, effort(60, 600)
-    for step in range(1, times + 1):
-        before = step_found(folder)
-        if step % 5 == 0:
-            others = [small_disk / f"file-{number}" for number in range(20)]
+    with small_disk(tmp_path, "size=256k,nr_inodes=12") as disk:
+        folder, ballast = disk / "run", disk / "ballast"
+        write(folder, content(0), None, FileProgress())
+        for step in range(1, times + 1):
+            before, others = step_found(folder), [ballast]
             with contextlib.suppress(OSError):
-                for other in others:
-                    other.touch()
-        else:
-            others = [ballast]
-            with contextlib.suppress(OSError), ballast.open("wb", 0) as file:
-                file.write(bytes(DRAWS.randrange(1 << 18)))
-        error = error_of(partial(write, folder, content(step), 2, FileProgress()))
-        assert not error or "No space left on device" in error
-        refused += bool(error)
-        assert step_found(folder) == (before if error else step)
-        assert set(folder.iterdir()) == set(folder.glob("*.pt")), "no draft is left"
-        for other in others:
-            other.unlink(missing_ok=True)
+                if step % 5 == 0:
+                    others = [disk / f"file-{number}" for number in range(20)]
+                    for other in others:
+                        other.touch()
+                else:
+                    with ballast.open("wb", 0) as file:
+                        file.write(bytes(DRAWS.randrange(1 << 18)))
+            error = error_of(partial(write, folder, content(step), 2, FileProgress()), CheckpointError)
+            assert not error or "No space left on device" in error
+            refused += bool(error)
+            assert step_found(folder) == (before if error else step)
+            assert set(folder.iterdir()) == set(folder.glob("*.pt")), "no draft is left"
+            for other in others:
+                other.unlink(missing_ok=True)
     assert times / 10 < refused < times
     effort.count("saves to a disk that was full", refused)
 
@@ -247,7 +288,7 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> 
     digest = hashlib.sha256(forged[:-2] + b"\0\0").hexdigest()
     for data in (forged, forged[:-2] + seal(digest)):
         path.write_bytes(data)
-        error = error_of(partial(read, path, FileProgress()))
+        error = error_of(partial(read, path, FileProgress()), CheckpointError)
         assert "add_safe_globals" not in error, "torch's advice to run it all the same"
         assert path.name in error or set(read(path, FileProgress())) == {METADATA, EXTRA, "model"}
         assert not trap.exists()
@@ -272,7 +313,7 @@ def test_whatever_stranger_seals_is_read_or_refused(tmp_path: Path, effort: Effo
             path.write_bytes(altered[:-2] + seal(digest))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                error_of(partial(read, path, FileProgress()))
+                error_of(partial(read, path, FileProgress()), CheckpointError)
 
     assert in_a_child(work) == 0
     effort.count("files altered and sealed anew", times)

@@ -1,8 +1,8 @@
-"""A training that goes on from its newest checkpoint, one rank of which is hurt at some moment of some step.
+"""A training that resumes from its newest checkpoint; one rank gets a signal at some moment of some step.
 
     python training.py BACKEND FOLDER [RANK:SIGNAL:STEP:SHARE] [PACE_S] [TIMEOUT_S]
 
-The signal reaches the rank when so great a share of the step's usual time has gone, whatever the rank does then.
+The signal arrives when this share of the usual time of a step has passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Hurt:
-    """What happens to whom, and when."""
+    """Send `signal` to `rank` in `step`, after `share` of the time that a step takes."""
 
     rank: int
     signal: int
@@ -39,12 +39,12 @@ class Hurt:
         return f"{self.rank}:{self.signal}:{self.step}:{self.share}"
 
     @staticmethod
-    def of(words: str) -> Hurt:
+    def parse(words: str) -> Hurt:
         rank, number, step, share = words.split(":")
         return Hurt(int(rank), int(number), int(step), float(share))
 
 
-def model_of(seed: int) -> torch.nn.Module:
+def make_model(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(6, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 64), torch.nn.Tanh()]
     return torch.nn.Sequential(*layers, torch.nn.Linear(64, 2))
@@ -55,8 +55,8 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def train(folder: str, hurt: Hurt | None = None, pace_s: float = 0.0) -> str:
-    """STEPS steps from the newest checkpoint on, no sooner than pace_s after each other; what the parameters are."""
-    model = model_of(3)
+    """Train from the newest checkpoint to STEPS steps, pausing after each; return a digest of the parameters."""
+    model = make_model(3)
     optimizer = dd.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     sampler = dd.Sampler(range(SAMPLES), remainder="drop", seed=7)
     loader = dd.loader(range(SAMPLES), 4, sampler=sampler)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def main(backend: str, folder: str, words: str = "", pace: str = "0", timeout: s
     dd.init(backend, timeout_s=float(timeout))
     rank = dd.rank()
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
-    parameters = train(str(Path(folder, "run")), Hurt.of(words) if words else None, float(pace))
+    parameters = train(str(Path(folder, "run")), Hurt.parse(words) if words else None, float(pace))
     dd.shutdown()
     if REPORT_DIR in os.environ:
         report(rank, {"parameters": parameters})

@@ -8,13 +8,13 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 IMPORTS_FILE = "TEST_TORCH_IMPORTS"
 """Names the file to which each process that imports torch appends a byte."""
 SLOWEST = 10
+CPU_S = "cpu_s"
 ALL = "all files"
 
 
@@ -40,30 +40,23 @@ class Costs:
     def __init__(self, every_test: Path | None = None) -> None:
         self._of_tests: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._every_test = every_test
+        self._last_cpu_s = 0.0
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self._measured(item, "setup"))
+    def pytest_runtest_logstart(self) -> None:
+        self._last_cpu_s = cpu_s()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self._measured(item, "call"))
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from self._measured(item, "teardown"))
-
-    def _measured(self, item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
-        before = cpu_s()
-        try:
-            return (yield)
-        finally:
-            item.user_properties.append((f"cpu_s of {phase}", cpu_s() - before))
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add the processor time since the last phase of the test."""
+        report = yield
+        before, self._last_cpu_s = self._last_cpu_s, cpu_s()
+        report.user_properties.append((CPU_S, self._last_cpu_s - before))
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self._of_tests[report.nodeid.rpartition("@")[0] or report.nodeid]
         test[0] += report.duration
-        test[1] += dict(report.user_properties).get(f"cpu_s of {report.when}", 0.0)
+        test[1] += dict(report.user_properties).get(CPU_S, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -26,6 +26,11 @@ class Effort:
     def __call__(self, short: T, long: T) -> T:
         return long if self.is_long else short
 
+    def require_long(self, *, unless: bool) -> None:
+        """Skip this case without --long, unless it is in the short form, too."""
+        if not (self.is_long or unless):
+            pytest.skip("only with --long")
+
     def count(self, what: str, times: int = 1) -> None:
         """Count successful tries."""
         self._counts[what] += times

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +89,14 @@ class Job:
     def output(self) -> str:
         """Return the output so far, stdout before stderr."""
         return self._read("stdout") + self._read("stderr")
+
+    def wait_until(self, holds: Callable[[], object], within_s: float = 60.0) -> None:
+        """Poll until holds() is true; fail if the job ends before, or at the time limit."""
+        deadline = time.monotonic() + within_s
+        while not holds():
+            assert self.is_running(), self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """Kill the job's processes, if any are left."""

@@ -12,9 +12,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-# Required fields of events in addition to ph, pid and ts.
-NEEDED = {"X": ("name", "tid", "dur"), "B": ("name", "tid"), "E": ("tid",), "i": ("name",), "M": ("name", "args")}
-METADATA = {
+# Required fields of events, by phase, and the types of their values; pid and args are the same in all.
+FIELDS: dict[object, dict[str, type]] = {
+    "X": {"name": str, "tid": int, "ts": Real, "dur": Real},
+    "B": {"name": str, "tid": int, "ts": Real},
+    "E": {"tid": int, "ts": Real},
+    "i": {"name": str, "ts": Real},
+    "M": {"name": str},
+}
+METADATA: dict[object, tuple[str, type]] = {
     "process_name": ("name", str),
     "process_labels": ("labels", str),
     "process_sort_index": ("sort_index", int),
@@ -53,36 +59,24 @@ def problems(document: Mapping[str, Any]) -> Iterator[str]:
     for event in events:
         if event.get("ph") == "X":
             tracks[event["pid"], event["tid"]].append(event)
-    for place, track in tracks.items():
-        yield from (f"track {place}: {why}" for why in _track_problems(track))
+    for ids, track in tracks.items():
+        yield from (f"track {ids}: {why}" for why in _track_problems(track))
 
 
 def _event_problems(event: Mapping[str, Any]) -> Iterator[str]:
-    phase = event.get("ph")
-    if phase not in NEEDED:
-        yield f"no phase of ours {phase!r}"
+    if (fields := FIELDS.get(event.get("ph"))) is None:
+        yield f"unknown phase {event.get('ph')!r}"
         return
-    yield from (f"{name} is missing" for name in ("pid", *NEEDED[phase]) if name not in event)
-    for name in ("pid", "tid"):
-        if name in event and type(event[name]) is not int:
-            yield f"{name} is no whole number"
-    if phase != "M" and (not isinstance(event.get("ts"), Real) or isinstance(event["ts"], bool)):
-        yield "ts is no number"
-    if phase == "X" and not (isinstance(event.get("dur"), Real) and event["dur"] >= 0):
-        yield "dur is no number of at least 0"
-    if not isinstance(event.get("args", {}), dict):
-        yield "args is no object"
-    elif phase == "M":
-        yield from _metadata_problems(event)
-
-
-def _metadata_problems(event: Mapping[str, Any]) -> Iterator[str]:
-    if event.get("name") in METADATA:
-        key, kind = METADATA[event["name"]]
-        if type(event.get("args", {}).get(key)) is not kind:
-            yield f"args.{key} is no {kind.__name__}"
-    else:
-        yield "metadata of a kind that is not described"
+    event = {"args": {}, **({} if "tid" in fields else {"tid": 0}), **event}
+    for name, kind in {"pid": int, "tid": int, "args": dict, **fields}.items():
+        if not isinstance(event.get(name), kind) or isinstance(event[name], bool):
+            yield f"{name} is missing, or no {kind.__name__}"
+        elif name == "dur" and event["dur"] < 0:
+            yield "dur is negative"
+    if event["ph"] == "M" and isinstance(event["args"], dict):
+        key, kind = METADATA.get(event.get("name"), ("", object))
+        if type(event["args"].get(key)) is not kind:
+            yield f"metadata of an unknown kind, or args.{key} is no {kind.__name__}"
 
 
 def _track_problems(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:

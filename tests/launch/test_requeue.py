@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from faults import elastic_rank
-from faults.going_on import assert_seen_once
 from harness import slurm
 from harness.installed import lack
 from harness.jobs import REPORT_DIR, Launch
@@ -72,7 +71,7 @@ def test_slurm_queues_a_job_again_that_it_told_to_stop(hasty: slurm.Slurm, launc
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(SIZE)]
     assert reports[0]["parameters"] == reports[1]["parameters"]
     assert {report["begun"][0] >= 8 for report in reports} == {True}
-    assert_seen_once(reports[0])
+    elastic_rank.assert_seen_once(reports[0])
 
 
 def test_a_pbs_script_tells_by_the_clock_and_ends_with_75_until_the_job_is_done(launch: Launch) -> None:
@@ -85,5 +84,5 @@ def test_a_pbs_script_tells_by_the_clock_and_ends_with_75_until_the_job_is_done(
     assert "exitcode  : 75" in first.stderr, str(first)
     again = launch.reports(["bash", "-c", "until bash job.sh; do [ $? = 75 ] || exit 1; done"], SIZE, env=env)
     assert again[0]["begun"][0] >= 8
-    assert_seen_once(again[0])
+    elastic_rank.assert_seen_once(again[0])
     assert not list(launch.directory.glob(".dualdist-stop*"))
