@@ -1,4 +1,4 @@
-"""Horovod's face: `import dualdist.hvd as hvd` in place of `import horovod.torch as hvd`, and nothing else changes.
+"""The Horovod API: `import dualdist.hvd as hvd` in place of `import horovod.torch as hvd`, and nothing else changes.
 
 It has every public name of horovod.torch 0.28.1, with its signature. The ranks work over torch.distributed, without an
 installed Horovod, or over a real Horovod with DUALDIST_BACKEND=horovod. Where Horovod is known to be wrong, this is

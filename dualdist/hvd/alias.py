@@ -1,4 +1,4 @@
-"""The alias `horovod`: after install(), `import horovod.torch` finds Horovod's face, with or without a Horovod."""
+"""The alias `horovod`: after install(), `import horovod.torch` finds dualdist.hvd, with or without a Horovod."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "horovod.torch": "dualdist.hvd",
         "horovod.torch.compression": "dualdist.hvd.compression",
         "horovod.torch.elastic": "dualdist.hvd.elastic",
-        "horovod.torch.elastic.sampler": "dualdist.hvd.elastic.state",
-        "horovod.torch.elastic.state": "dualdist.hvd.elastic.state",
+        "horovod.torch.elastic.sampler": "dualdist.hvd.elastic",
+        "horovod.torch.elastic.state": "dualdist.hvd.elastic",
         "horovod.torch.functions": "dualdist.hvd.functions",
         "horovod.torch.mpi_ops": "dualdist.hvd.mpi_ops",
         "horovod.torch.optimizer": "dualdist.hvd.optimizer",
         "horovod.torch.sync_batch_norm": "dualdist.hvd.sync_batch_norm",
         "horovod.common.basics": "dualdist.hvd.basics",
-        "horovod.common.elastic": "dualdist.hvd.elastic.common",
+        "horovod.common.elastic": "dualdist.hvd.elastic",
         "horovod.common.exceptions": "dualdist.hvd.common",
         "horovod.common.process_sets": "dualdist.hvd.process_sets",
         "horovod.common.util": "dualdist.hvd.common",
         "horovod.runner.util.threads": "dualdist.hvd.common",
     }
 )
-ABSENT = frozenset(f"horovod.{face}" for face in ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray"))
+ABSENT = frozenset(f"horovod.{name}" for name in ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray"))
 
 
 def install() -> None:
-    """Let `import horovod...` find the face, here and in child processes of multiprocessing.
+    """Let `import horovod...` find dualdist.hvd, here and in child processes of multiprocessing.
 
-    Names that the face lacks are those of an installed Horovod. A second call changes nothing.
+    Names that dualdist.hvd lacks are those of an installed Horovod. A second call changes nothing.
     """
     if installed_alias() is None:
         sys.meta_path.insert(0, TorchvisionImportHook())  # programs for Horovod import torchvision as it is

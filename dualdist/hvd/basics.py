@@ -1,15 +1,21 @@
-"""hvd.init(), hvd.shutdown(), and the job's ranks and build features (horovod.common.basics)."""
+"""hvd.init(), hvd.shutdown(), the job's ranks, build features and timeline (horovod.common.basics)."""
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from dualdist import session
 from dualdist.collectives.broadcast_state import allgather_object
 from dualdist.collectives.group import Group
+from dualdist.collectives.negotiation import CollectiveRequest
+from dualdist.diagnostics.trace_format import process_name_event
 from dualdist.errors import UsageError
 from dualdist.hvd.process_sets import (
     DYNAMIC,
@@ -21,7 +27,6 @@ from dualdist.hvd.process_sets import (
     global_process_set,
     register,
 )
-from dualdist.hvd.timeline import HorovodTimeline
 from dualdist.rendezvous.backend_selection import BACKEND
 from dualdist.utils.temporary_env import temporary_variables
 
@@ -53,30 +58,29 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
         return
     ranks = _ranks_of(comm)
     if not session.is_open():
-        with temporary_variables(
-            os.environ, {DYNAMIC: "1"} if is_dynamic else {}
-        ):  # a real Horovod reads it when it starts
+        # A real Horovod reads the variable when it starts.
+        with temporary_variables(os.environ, {DYNAMIC: "1"} if is_dynamic else {}):
             session.init(os.environ.get(BACKEND) or "native")
     try:
-        _open_face(ranks, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
+        _open_job(ranks, list(process_sets or ()), is_dynamic=is_dynamic or os.environ.get(DYNAMIC) == "1")
     except BaseException:
         shutdown()
         raise
 
 
-def _open_face(ranks: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
+def _open_job(ranks: list[int], process_sets: Sequence[ProcessSet], *, is_dynamic: bool) -> None:
     opened = session.current()
     base = _base_group(opened.world, ranks)
     positions = allgather_object(base, (opened.topology.node_rank, opened.topology.local_rank))
     position = _cross_rank(base.rank, positions)
-    face = HorovodSession(base, position, is_dynamic, {0: base})
+    job = HorovodSession(base, position, is_dynamic, {0: base})
     _export(base, position)
-    opened.extras[KEY] = face
+    opened.extras[KEY] = job
     global_process_set.process_set_id, global_process_set.ranks = 0, list(range(base.size))
     for process_set in process_sets:
         if process_set.ranks is None:
             process_set.ranks = sorted(_ranks_of(process_set.mpi_comm))
-        register(face, process_set)
+        register(job, process_set)
     path = os.environ.get(TIMELINE, "")
     if path and path != WAIT_FOR_START:
         start_timeline(path, os.environ.get(MARK_CYCLES) == "1")
@@ -86,14 +90,14 @@ def shutdown() -> None:
     """Leave the job; hvd.init() may follow."""
     if not session.is_open():
         return
-    face: HorovodSession | None = session.current().extras.pop(KEY, None)
+    job: HorovodSession | None = session.current().extras.pop(KEY, None)
     try:
-        if face is not None:
-            for process_set in face.sets.values():
+        if job is not None:
+            for process_set in job.sets.values():
                 process_set._invalidate()
             global_process_set.ranks = []
-            if face.timeline is not None:
-                face.timeline.close()
+            if job.timeline is not None:
+                job.timeline.close()
     finally:
         session.shutdown()
 
@@ -200,22 +204,22 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         file_path: of the trace.
         mark_cycles: show when the ranks exchange requests.
     """
-    face = current()
+    job = current()
     stop_timeline()
-    if face.rank == 0:
-        face.timeline = HorovodTimeline(file_path, mark_cycles=mark_cycles)
-        for group in face.groups.values():
-            face.observe(group)
+    if job.rank == 0:
+        job.timeline = HorovodTimeline(file_path, mark_cycles=mark_cycles)
+        for group in job.groups.values():
+            job.observe(group)
 
 
 def stop_timeline() -> None:
     """Complete the trace that start_timeline() began, if any."""
-    face = current()
-    if face.timeline is not None:
-        face.timeline.close()
-        face.timeline = None
-    for group in face.groups.values():
-        face.observe(group)
+    job = current()
+    if job.timeline is not None:
+        job.timeline.close()
+        job.timeline = None
+    for group in job.groups.values():
+        job.observe(group)
 
 
 def mpi_threads_supported() -> bool:
@@ -272,6 +276,77 @@ def rocm_built() -> bool:
     import torch
 
     return torch.version.hip is not None
+
+
+class HorovodTimeline:
+    """Horovod's trace of the negotiation and execution of each collective, by tensor, in Chrome's format.
+
+    Gradients are shown by bucket, from the start of the reduction to when this rank sees its end. Events are written as
+    they happen; chrome://tracing also loads the file before close() completes it.
+    """
+
+    def __init__(self, path: str, *, mark_cycles: bool) -> None:
+        self._mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._start = time.monotonic()
+        self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (open until close())
+        self._file.write("[\n")
+        since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}, first=True)
+
+    def __call__(self, event: str, request: CollectiveRequest | None) -> None:
+        """Record an event of a collective; for Group.observer."""
+        with self._lock:
+            if self._file is None:
+                return
+            if request is None:
+                if self._mark_cycles:
+                    self._emit("i", 0, name="CYCLE_START", s="g")
+                return
+            kind = request.kind.removeprefix("grouped_")
+            row, phase = self._row(f"{kind}.{request.name}"), kind.upper()
+            if event == "entered":
+                self._emit("B", row, name=f"NEGOTIATE_{phase}")
+            elif event == "agreed":
+                self._emit("E", row)
+                self._emit("B", row, name=phase)
+            else:
+                self._emit("E", row)
+
+    def moved(self, event: str, kind: str, name: str, nbytes: int) -> None:
+        """Record the reduction of a bucket; for Monitor.observer."""
+        with self._lock:
+            if self._file is None:
+                return
+            row = self._row(f"{kind}.{name}")
+            if event == "begun":
+                self._emit("B", row, name=kind.upper())
+            else:
+                self._emit("E", row)
+
+    def close(self) -> None:
+        """Complete the file and ignore later events."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("\n]\n")
+                self._file.close()
+                self._file = None
+
+    def _row(self, name: str) -> int:
+        """Return the number of a tensor's row, named in the trace when it is new."""
+        if name not in self._rows:
+            self._rows[name] = len(self._rows) + 1
+            self._write(process_name_event(self._rows[name], name))
+        return self._rows[name]
+
+    def _emit(self, phase: str, row: int, **fields: Any) -> None:
+        self._write({"ph": phase, "pid": row, "ts": int((time.monotonic() - self._start) * 1e6), **fields})
+
+    def _write(self, event: dict[str, Any], *, first: bool = False) -> None:
+        assert self._file is not None, "callers have looked"
+        self._file.write(("" if first else ",\n") + json.dumps(event))
+        self._file.flush()
 
 
 class HorovodBasics:

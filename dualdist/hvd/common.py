@@ -70,7 +70,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError unless `ext_name` is "torch" or "horovod.torch"."""
     if not extension_available(ext_name.removeprefix("horovod.")):
-        raise ImportError(f"{ext_name}: dualdist has the face horovod.torch only")
+        raise ImportError(f"{ext_name}: dualdist has horovod.torch only")
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

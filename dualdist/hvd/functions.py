@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from dualdist.collectives import broadcast_state
 from dualdist.errors import UsageError
@@ -33,8 +31,8 @@ def broadcast_parameters(
     """
     pairs = _pairs(params)
     with horovods_errors():
-        face = current()
-        broadcast_state.broadcast_parameters(face.base, pairs, face.job_rank(root_rank))
+        job = current()
+        broadcast_state.broadcast_parameters(job.base, pairs, job.job_rank(root_rank))
 
 
 def _pairs(params: Any) -> list[tuple[str, Any]]:
@@ -58,8 +56,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the state and options of that of `root_rank`; every rank calls this.
 
-    The optimizer does not step: weights, and the state of a fresh optimizer, do not change. As with Horovod, parameters
-    of a fresh optimizer without a gradient have one of zeros afterwards, until the next backward or step.
+    The optimizer does not step, unlike Horovod's: the weights, and the state of a fresh optimizer, do not change.
 
     Args:
         optimizer: of the same class and for as many parameters on every rank; not LBFGS.
@@ -69,40 +66,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS is not broadcast: broadcast the parameters before its first step")
     with horovods_errors():
-        face = current()
-        if not optimizer.state:
-            _ZeroGradients(optimizer)
-        broadcast_state.broadcast_optimizer_state(face.base, optimizer, face.job_rank(root_rank))
-
-
-class _ZeroGradients:
-    """The gradients of zeros that Horovod's step on a fresh optimizer leaves behind, for programs that read them.
-
-    They are removed before a backward adds to them or a step uses them: otherwise weights that no loss touches would
-    decay, and sparse gradients become dense. A gradient that the program has written to stays.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._given: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        own = optimizer.register_step_pre_hook(self._remove)  # stays: a hook cannot be removed while hooks run
-        hooks = optimizer._optimizer_step_pre_hooks  # move it to the front: that of wrap_optimizer reduces
-        hooks |= {number: hooks.pop(number) for number in list(hooks) if number != own.id}
-        self._hooks: list[RemovableHandle] = []
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param)
-                self._given.append((weakref.ref(param), param.grad))
-                self._hooks.append(param.register_hook(self._remove))
-
-    def _remove(self, *_: Any) -> None:
-        for reference, zeros in self._given:
-            param = reference()
-            if param is not None and param.grad is zeros and not zeros.any():
-                param.grad = None
-        for hook in self._hooks:
-            hook.remove()
-        self._given.clear()
-        self._hooks.clear()
+        job = current()
+        broadcast_state.broadcast_optimizer_state(job.base, optimizer, job.job_rank(root_rank))
 
 
 def broadcast_object(

@@ -1,4 +1,4 @@
-"""Process sets (groups of ranks), and the state of Horovod's face between hvd.init() and hvd.shutdown()."""
+"""Process sets (groups of ranks), and the state of the Horovod API between hvd.init() and hvd.shutdown()."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualdist.errors import NotInitializedError, UsageError
 from dualdist.hvd.common import HorovodInternalError
 
 if TYPE_CHECKING:
-    from dualdist.hvd.timeline import HorovodTimeline
+    from dualdist.hvd.basics import HorovodTimeline
 
 KEY = "hvd"  # of a HorovodSession in a session's extras
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
@@ -126,43 +126,43 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: there is a set of the same ranks, or sets cannot be added after this hvd.init().
     """
-    face = current()
-    if not face.is_dynamic:
+    job = current()
+    if not job.is_dynamic:
         raise UsageError(f"process sets are added {WHERE}")
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if given.ranks is None:
         raise NotImplementedError("a process set of a communicator is given to hvd.init(); add one by its ranks")
-    return register(face, given)
+    return register(job, given)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set and return True, or False if it is not registered or global; every rank calls this."""
-    face = current()
+    job = current()
     number = process_set.process_set_id
-    if not face.is_dynamic:
+    if not job.is_dynamic:
         raise UsageError(f"process sets are removed {WHERE}")
-    if number is None or number == 0 or number not in face.groups:
+    if number is None or number == 0 or number not in job.groups:
         return False
     process_set._invalidate()
-    del face.sets[number]
-    session.remove_group(face.groups.pop(number))
+    del job.sets[number]
+    session.remove_group(job.groups.pop(number))
     return True
 
 
-def register(face: HorovodSession, process_set: ProcessSet) -> ProcessSet:
+def register(job: HorovodSession, process_set: ProcessSet) -> ProcessSet:
     """Create the set's group; raise ValueError if there is a set of the same ranks."""
     ranks = process_set.ranks
     assert ranks is not None, "callers have found the ranks"
-    if face.base.size != session.current().topology.size:
+    if job.base.size != session.current().topology.size:
         raise NotImplementedError(
             "process sets are made in a job of all ranks, not in one that hvd.init(comm=...) made"
         )
-    if ranks == list(range(face.base.size)) or any(known.ranks == ranks for known in face.sets.values()):
+    if ranks == list(range(job.base.size)) or any(known.ranks == ranks for known in job.sets.values()):
         raise UsageError(f"there is a process set of the same ranks already: {process_set}")
-    number = next(number for number in range(1, len(face.groups) + 2) if number not in face.groups)
-    face.groups[number] = session.new_group(ranks)
-    face.observe(face.groups[number])
-    face.sets[number] = process_set
+    number = next(number for number in range(1, len(job.groups) + 2) if number not in job.groups)
+    job.groups[number] = session.new_group(ranks)
+    job.observe(job.groups[number])
+    job.sets[number] = process_set
     process_set.process_set_id = number
     return process_set
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -126,47 +124,6 @@ def hvd_broadcast_functions_accept_what_scripts_pass() -> None:
     lambdas = hvd.allgather_object({"rank": dd.rank()}, name="objects")
     assert [found["rank"] for found in lambdas] == list(ranks())
     assert hvd.broadcast_object((dd.rank(), None), root_rank=dd.size() - 1) == (dd.size() - 1, None)
-
-
-@law
-def zero_gradients_of_broadcast_optimizer_state_have_no_effect() -> None:
-    """A script may read them, as with Horovod; weight decay and sparse gradients do not see them."""
-    hvd.init()
-
-    def fresh(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, wraps: bool) -> list[nn.Parameter]:
-        table = nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2)).weight
-        params = [table, nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
-        optimizer = make(params)
-        if wraps:
-            optimizer = hvd.DistributedOptimizer(optimizer, [(str(n), param) for n, param in enumerate(params)])
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        assert [None if p.grad is None else p.grad.tolist() for p in params] == [[[0.0, 0.0]] * 4, [0.0, 0.0], None]
-        return [optimizer, *params]
-
-    decaying = functools.partial(torch.optim.SGD, lr=1.0, weight_decay=0.5)
-    for wraps in (False, True):
-        for zeroes in (False, True):
-            optimizer, table, unused, _ = fresh(torch.optim.SparseAdam, wraps=wraps)
-            if zeroes:
-                optimizer.zero_grad(set_to_none=False)
-            nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
-            assert table.grad.is_sparse
-            assert unused.grad is None
-            optimizer.step()
-            assert table[0].tolist() == [1.0, 1.0] != table[1].tolist()
-        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
-        (table * 0.5).sum().backward()
-        optimizer.step()
-        assert (table[0].tolist(), unused.tolist()) == ([0.0, 0.0], [1.0, 1.0])
-        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
-        optimizer.step()
-        assert unused.tolist() == [1.0, 1.0]
-        optimizer, table, unused, _ = fresh(decaying, wraps=wraps)
-        unused.grad.fill_(0.25)
-        optimizer.step()
-        assert unused.tolist() == [0.25, 0.25], "a gradient set by hand stays"
-        assert not table._backward_hooks
-        assert not unused._backward_hooks
 
 
 @law_alone

@@ -17,9 +17,9 @@ from torch import nn
 import dualdist.hvd as hvd
 from dualdist import session
 from dualdist.errors import CollectiveError, MismatchError
+from dualdist.hvd import elastic
 from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
-from dualdist.hvd.elastic import common, state
-from dualdist.hvd.elastic.common import HostUpdateResult, ObjectState, State, notification_manager
+from dualdist.hvd.elastic import HostUpdateResult, ObjectState, State, notification_manager
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +83,8 @@ def test_sync_gives_and_commits_rank_zeros_values() -> None:
             tensor.fill_(5.0)
 
     with (
-        mock.patch("dualdist.hvd.elastic.state.broadcast_object", return_value={"optimizer": None, "epoch": 9}),
-        mock.patch("dualdist.hvd.elastic.state.broadcast_parameters", fill),
+        mock.patch("dualdist.hvd.elastic.broadcast_object", return_value={"optimizer": None, "epoch": 9}),
+        mock.patch("dualdist.hvd.elastic.broadcast_parameters", fill),
     ):
         held = hvd.elastic.TorchState(layer, epoch=1)
         held.sync()
@@ -119,7 +119,7 @@ def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
     class Counter:
         count = 0
 
-    class CounterHandler(state.StateHandler):
+    class CounterHandler(elastic.StateHandler):
         def __init__(self, value: Counter) -> None:
             super().__init__(value)
             self.save()
@@ -133,17 +133,17 @@ def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
         def sync(self) -> None:
             self.save()
 
-    before = state.get_handler_registry()
+    before = elastic.get_handler_registry()
     registry = [*before, (Counter, CounterHandler)]
-    state.set_handler_registry(registry)
+    elastic.set_handler_registry(registry)
     try:
-        assert state.get_handler_registry() is registry
+        assert elastic.get_handler_registry() is registry
         held = hvd.elastic.TorchState(counter=Counter())
         held.counter.count = 2
         held.restore()
         assert held.counter.count == 0
     finally:
-        state.set_handler_registry(before)
+        elastic.set_handler_registry(before)
 
 
 class Events:
@@ -156,15 +156,15 @@ class Events:
         return self.count
 
 
-def ranks_of(size: int, **options: Any) -> list[state.ElasticSampler]:
+def ranks_of(size: int, **options: Any) -> list[elastic.ElasticSampler]:
     """Return the samplers of all ranks of a job."""
     found = []
     for rank in range(size):
         with (
-            mock.patch("dualdist.hvd.elastic.state.rank", return_value=rank),
-            mock.patch("dualdist.hvd.elastic.state.size", return_value=size),
+            mock.patch("dualdist.hvd.elastic.rank", return_value=rank),
+            mock.patch("dualdist.hvd.elastic.size", return_value=size),
         ):
-            found.append(state.ElasticSampler(**options))
+            found.append(elastic.ElasticSampler(**options))
     return found
 
 
@@ -198,14 +198,14 @@ def test_processed_samples_are_left_out_for_any_number_of_ranks() -> None:
         assert each.processed_num == 24
         assert len(each) == 10, "shared out anew at a reset only"
     for each in ranks_of(2, dataset=Events(40)):
-        with mock.patch("dualdist.hvd.elastic.state.size", return_value=2):
+        with mock.patch("dualdist.hvd.elastic.size", return_value=2):
             each.load_state_dict(many[0].state_dict())
         assert len(each) == 8
         assert not done & set(each)
 
 
 def test_a_sampler_in_a_state_is_restored() -> None:
-    each = state.ElasticSampler(Events(8))
+    each = elastic.ElasticSampler(Events(8))
     held = hvd.elastic.TorchState(sampler=each)
     each.record_batch(0, 2)
     held.commit()
@@ -218,8 +218,8 @@ def test_a_sampler_in_a_state_is_restored() -> None:
 
 def test_remaining_samples_are_shared_out_again_after_hosts_were_removed() -> None:
     """No sync() follows then, and the commit does not change. Shares at the start, after the reset, after a failure."""
-    with mock.patch("dualdist.hvd.elastic.state.size", return_value=2) as size:
-        each = state.ElasticSampler(Events(8), shuffle=False)
+    with mock.patch("dualdist.hvd.elastic.size", return_value=2) as size:
+        each = elastic.ElasticSampler(Events(8), shuffle=False)
         shares = []
 
         def train(held: Any) -> None:
@@ -234,7 +234,7 @@ def test_remaining_samples_are_shared_out_again_after_hosts_were_removed() -> No
             shares.append(list(each))
 
         held = hvd.elastic.TorchState(sampler=each, batch=0)
-        common.run_fn(train, lambda: setattr(size, "return_value", 1))(held)
+        elastic.run_fn(train, lambda: setattr(size, "return_value", 1))(held)
     assert shares == [[0, 2, 4, 6], [4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
 
 
@@ -273,7 +273,7 @@ def test_the_function_runs_again_after_failures_and_changed_hosts(
 ) -> None:
     held = Plain()
     held.register_reset_callbacks([lambda: held.calls.append("callback")])
-    run = common.run_fn(failing([error]), lambda: held.calls.append("again"))
+    run = elastic.run_fn(failing([error]), lambda: held.calls.append("again"))
     assert run.__name__ == "train"
     assert run(held, word="done") == "done"
     assert held.calls == ["sync", "train", *calls, "train"]
@@ -299,7 +299,7 @@ def test_another_error_ends_the_function(error: Exception) -> None:
     """So does a mismatch between ranks, which a reset does not change."""
     held = Plain()
     with pytest.raises(type(error)):
-        common.run_fn(failing([error]), lambda: held.calls.append("again"))(held, "word")
+        elastic.run_fn(failing([error]), lambda: held.calls.append("again"))(held, "word")
     assert held.calls == ["sync", "train"]
     notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
     held.check_host_updates()
@@ -339,7 +339,7 @@ def test_hosts_that_change_during_a_reset_cause_another_one() -> None:
         if len(seen) == 2:
             held.on_hosts_updated(2.0, HostUpdateResult.added)
 
-    common.run_fn(train, reset)(held)
+    elastic.run_fn(train, reset)(held)
     assert seen == ["begins", "meets", "begins", "meets", "begins"]
 
 

@@ -1,0 +1,474 @@
+"""Horovod's elastic training: a function that is run again after a failure, from a state that all ranks share.
+
+Has the names of horovod.torch.elastic and its modules, and of horovod.common.elastic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import os
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
+from enum import IntFlag
+from itertools import cycle, islice
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+import torch.utils.data
+
+from dualdist import session
+from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is_elastic, watch_hosts
+from dualdist.ddp.optimizer import move_to_group
+from dualdist.elastic import run_loop
+from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
+from dualdist.errors import CollectiveError, DualdistError, MismatchError
+from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
+from dualdist.hvd.functions import allgather_object as allgather_object
+from dualdist.hvd.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from dualdist.hvd.mpi_ops import init, rank, shutdown, size
+
+R = TypeVar("R")
+Broadcast = Callable[[Any], Any]
+
+
+class HostUpdateResult(IntFlag):
+    """A change of a job's hosts."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class Listener(Protocol):
+    """An object that is notified of changed hosts, such as a State."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Called from any thread; a later change has a greater timestamp."""
+
+
+class WorkerNotificationManager:
+    """Notifies listeners of the host changes that horovodrun's elastic driver reports."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: set[Listener] = set()
+        self._hears = False
+
+    def init(
+        self,
+        rendezvous_addr: str | None = None,
+        rendezvous_port: int | None = None,
+        nic: str | None = None,
+        hostname: str | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        """Listen to the driver that started this rank, if it is an elastic one; arguments override the environment."""
+        given = {STORE_ADDRESS: rendezvous_addr, STORE_PORT: rendezvous_port, INTERFACE: nic, HOSTNAME: hostname}
+        given[LOCAL_RANK] = local_rank
+        environ = {**os.environ, **{name: str(value) for name, value in given.items() if value is not None}}
+        with self._lock:
+            if self._hears or not is_elastic(environ):
+                return
+            watch_hosts(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
+            self._hears = True
+
+    def register_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.add(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Notify every listener."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()
+
+
+class State:
+    """The state that all ranks of a job share; subclasses implement save, restore and sync.
+
+    Args:
+        bcast_object: returns rank 0's object on every rank.
+        get_rank: returns this process's rank.
+    """
+
+    def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Add functions to call, in order, after every reset, when the number of ranks may have changed."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call reset() and the reset callbacks, after a new rendezvous."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Queue a change for the next check_host_updates(); called from any thread."""
+        self._host_messages.put((timestamp, update_res))
+
+    def _forget_host_updates(self) -> None:
+        """Drop the changes reported before a new rendezvous, which takes them into account.
+
+        Horovod 0.28.1 drops them after the rendezvous, and so loses a host that came back during it.
+        """
+        self._host_messages = queue.Queue()
+
+    def commit(self) -> None:
+        """Save, then check for changed hosts; every rank calls this."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on every rank if hosts have changed on rank 0 since the last call."""
+        before = newest = self._last_updated_timestamp
+        update = HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, result = self._host_messages.get()
+            if timestamp > newest:
+                newest = timestamp
+                update |= result
+        before, self._last_updated_timestamp, update = self._bcast_object((before, newest, update))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Save a copy for restore()."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restore what save() saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank rank 0's state; every rank calls this."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Prepare for another set of ranks, before sync()."""
+
+
+class ObjectState(State):
+    """A state of picklable objects, which are attributes."""
+
+    def __init__(self, bcast_object: Broadcast, get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._bcast_object = bcast_object
+        self._saved_state = kwargs
+        self._set_attrs()
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+
+    def save(self) -> None:
+        self._saved_state = {name: _copy_container(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            # The current values, not those saved last: handlers sync current values too, so that all are of one step.
+            self._saved_state = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
+            self._set_attrs()
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, _copy_container(value))
+
+
+def _copy_container(value: Any) -> Any:
+    """Return a copy of a container, which the program may change; anything else itself."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]:
+    """Return a function that calls state.sync() and func(state, ...), again after each rendezvous.
+
+    If a collective failed, the state is restored to its last commit; if hosts have changed, it is kept. Then reset()
+    and state.on_reset() are called. A mismatch between the ranks' arguments would happen again, and is raised.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        in_sync = False
+        try:
+            while True:
+                try:
+                    if not in_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except (HorovodInternalError, CollectiveError) as error:  # the latter from autograd hooks
+                    if isinstance(error, MismatchError) or isinstance(error.__cause__, MismatchError):
+                        raise
+                    why = str(error)
+                    state.restore()
+                    in_sync = False
+                except HostsUpdatedInterrupt as update:
+                    why = "hosts were lost" if update.skip_sync else "hosts came or went"
+                    in_sync = update.skip_sync
+                if session.is_open():
+                    run_loop.print_on_rank_0(f"{why}; the remaining ranks initialize again")
+                state._forget_host_updates()
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorate func(state, ...): it starts with state.sync(), and is run again after a collective has failed.
+
+    Then the state is restored to its last commit(), and the remaining ranks initialize again by shutdown() and init().
+    Every rank calls the function, before any other collective.
+    """
+    return run_fn(func, _reset)
+
+
+def _reset() -> None:
+    with contextlib.suppress(DualdistError):  # the other ranks may be gone
+        shutdown()
+    init()
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Gives each rank as many of the indices that no rank has processed yet in this epoch.
+
+    Every rank calls record_batch() after each batch, and set_epoch() at the end of an epoch. In a TorchState, the
+    indices that are left are shared out again after a reset.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: draw the indices in a random order, another one in each epoch.
+        seed: of the random order; the same on every rank.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.num_replicas = 0
+        self.rank = 0
+        self.remaining_indices: list[int] = []
+        self.num_samples = 0
+        self.total_size = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that every rank has processed `batch_size` samples more."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state, on the current ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the number of its samples that all ranks together have processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def reset(self) -> None:
+        """Share out the rest of the epoch between the current ranks."""
+        self.num_replicas = size()
+        self.rank = rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        # Repeats the first indices where the rest does not divide evenly.
+        padded = list(islice(cycle(self.remaining_indices), self.total_size))
+        self.indices = padded[self.rank :: self.num_replicas]
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class TorchState(ObjectState):
+    """A state whose values are attributes.
+
+    Args:
+        model: a module.
+        optimizer: a torch optimizer.
+        kwargs: other values by name. Modules, optimizers and ElasticSamplers are saved and synchronized by their
+            handlers, anything else is pickled.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        given = {**kwargs, "model": model, "optimizer": optimizer}
+        found = {name: _get_handler(value) for name, value in given.items()}
+        self._handlers = {name: handler for name, handler in found.items() if handler is not None}
+        for name, handler in self._handlers.items():
+            setattr(self, name, handler.value)
+        others = {name: value for name, value in given.items() if name not in self._handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **others)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Prepare optimizers and samplers for the current ranks.
+
+        If hosts were only removed no sync() follows, in which samplers would share out the rest.
+        """
+        handled = [handler.value for handler in self._handlers.values()]
+        for value in handled:
+            if isinstance(value, ElasticSampler):
+                value.reset()
+        move_to_group([value for value in handled if isinstance(value, torch.optim.Optimizer)], session.current().world)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, name) and name in self._handlers:
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+class StateHandler:
+    """Saves, restores and synchronizes one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Save a copy for restore()."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restore what save() saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank rank 0's value, and save it."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Replace the value, and save it."""
+        self.value = value
+        self.save()
+
+
+class _StateDictHandler(StateHandler):
+    """Handles a value with a state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy, since optimizers change the tensors that they load.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+
+class ModelStateHandler(_StateDictHandler):
+    """Handles a torch.nn.Module."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(_StateDictHandler):
+    """Handles a torch.optim.Optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+class SamplerStateHandler(_StateDictHandler):
+    """Handles an ElasticSampler."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+
+Registry = list[tuple[type, Any]]
+
+
+class _Handlers:
+    """Holds the registry, which programs may replace."""
+
+    registry: ClassVar[Registry] = [
+        (torch.nn.Module, ModelStateHandler),
+        (torch.optim.Optimizer, OptimizerStateHandler),
+        (ElasticSampler, SamplerStateHandler),
+    ]
+
+
+def get_handler_registry() -> Registry:
+    """Return pairs of a type and its handler; the first that fits a value is used."""
+    return _Handlers.registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Use these pairs of a type and its handler."""
+    _Handlers.registry = registry
+
+
+def _get_handler(value: Any) -> StateHandler | None:
+    for kind, handler in _Handlers.registry:
+        if isinstance(value, kind):
+            made: StateHandler = handler(value)
+            return made
+    return None
