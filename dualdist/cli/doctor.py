@@ -38,7 +38,6 @@ from dualdist.utils.redaction import make_redactor, redact_json
 
 STYLES: dict[Level, tuple[str, ...]] = {"error": ("red", "bold"), "warning": ("yellow", "bold"), "info": ("blue",)}
 VERDICTS = {0: "no problems found", 1: "something may fail", 2: "something will fail"}
-NO_COLOR, TERMINAL = "NO_COLOR", "TERM"
 CODES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "bold": 1, "dim": 2}
 # Of an error, as 1 means warnings.
 ERROR_CODE = 2
@@ -122,16 +121,12 @@ def _build(backend: Availability) -> str:
     return f" (built with {', '.join(built)})" if built else ""
 
 
-def is_color_enabled(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return True for a terminal without NO_COLOR."""
-    return stream.isatty() and not environ.get(NO_COLOR) and environ.get(TERMINAL, "dumb") != "dumb"
-
-
 class Painter:
-    """Adds colors to text if the stream supports them."""
+    """Adds colors to text on a terminal without NO_COLOR."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str]) -> None:
-        self._is_enabled = is_color_enabled(stream, environ)
+        is_disabled = environ.get("NO_COLOR") or environ.get("TERM", "dumb") == "dumb"
+        self._is_enabled = stream.isatty() and not is_disabled
 
     def __call__(self, text: str, *styles: str) -> str:
         codes = ";".join(str(CODES[style]) for style in styles)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TextIO
 
 from dualdist.errors import BuildError
-from dualdist.horovod_build import patches, plan, probe
-from dualdist.horovod_build.machine import BuildOptions
+from dualdist.horovod_build import patches, plan
+from dualdist.horovod_build.machine import BuildOptions, probe_machine, search_path
 from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.record import RECORD_NAME, from_json, read_record, to_json
 from dualdist.utils.deadline import Deadline, LineReader
@@ -101,8 +101,8 @@ def install_horovod(options: BuildOptions, environ: Mapping[str, str], out: Text
 
 def _install(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> None:
     progress = BuildProgress(out)
-    machine = probe.probe_machine(environ)
-    build = plan.make_plan(options, machine, probe.search_path(environ), debug=environ.get(DEBUG) == "1")
+    machine = probe_machine(environ)
+    build = plan.make_plan(options, machine, search_path(environ), debug=environ.get(DEBUG) == "1")
     cached = None if options.force else find_wheel(build.wheel_folder, build.key)
     if options.dry_run:
         work = Path(machine.work_dir) / plan.WORK_PLACEHOLDER

@@ -1,12 +1,23 @@
-"""The machine and options of a Horovod build as data, and the checks that the build can start."""
+"""The machine and the options of a build of Horovod: probe the machine, and check that the build can start."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
 import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dualdist.errors import BuildError
-from dualdist.utils.package_probe import TorchProbe
+from dualdist.utils.machine import memory_limit, package_version, usable_cores
+from dualdist.utils.package_probe import TorchProbe, probe_torch, run_tool
 
 HOROVOD_VERSION = "0.28.1"
 # Measured on Horovod 0.28.1: the unpacked sdist and its objects take 0.3 GB, a CUDA build several times that.
@@ -18,6 +29,15 @@ OLDEST_TORCH = (2, 1)
 OLDEST_CMAKE = (3, 13)
 # Builds without a pyproject.toml may import pkg_resources, which later setuptools lack.
 LAST_SETUPTOOLS = 80
+# Modules that Horovod needs, besides torch, to build and to run, and the packages with other names.
+REQUIRED_MODULES = ("pip", "setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml", "numpy")
+PACKAGE_NAMES = {"setuptools": "'setuptools<81'", "yaml": "pyyaml"}
+# Memory to compile one file that includes torch's headers.
+GB_PER_JOB = 1.5
+CXX_STANDARDS = (17, 20, 23)
+ARCH_FLAGS = ("f16c", "avx", "fma")
+# The headers that check the C++ standard: `#if ... __cplusplus < 201703L`.
+HEADERS = ("ATen/ATen.h", "torch/csrc/api/include/torch/all.h")
 
 
 @dataclass(frozen=True)
@@ -205,3 +225,180 @@ def _check_space(machine: BuildMachine) -> None:
             raise BuildError(
                 f"{folder} has {free_gb:.1f} GB free, expected {needed_gb:g} GB: free some, or set {variable} elsewhere"
             )
+
+
+def probe_machine(environ: Mapping[str, str]) -> BuildMachine:
+    """Return all that a build depends on; imports torch in a subprocess, which is slow."""
+    path = search_path(environ)
+    torch = probe_torch(environ)
+    cxx = _compiler(path, environ)
+    cmake = shutil.which("cmake", path=path)
+    work_dir, cache_dir = tempfile.gettempdir(), cache_folder(environ)
+    return BuildMachine(
+        python=sys.executable,
+        python_version=sys.version_info[:2],
+        abi_tag=str(sysconfig.get_config_var("SOABI")),
+        platform=sysconfig.get_platform(),
+        libc="".join(platform.libc_ver()),
+        arch_flags=_arch_flags(),
+        torch=torch,
+        torch_cxx_standard=0 if isinstance(torch, str) else required_standard(Path(torch.headers)),
+        missing_packages=_missing_packages(),
+        setuptools=package_version("setuptools"),
+        cxx=cxx,
+        cxx_standards=tuple(n for n in CXX_STANDARDS if cxx and _accepts(cxx, n)),
+        make=shutil.which("make", path=path),
+        cmake=cmake,
+        cmake_version=_cmake_version(cmake),
+        mpi=_mpi(path, environ),
+        cuda=_cuda(path, environ),
+        nccl=_nccl(environ),
+        work_dir=work_dir,
+        work_free_gb=_free_gb(Path(work_dir)),
+        cache_dir=str(cache_dir),
+        cache_free_gb=_free_gb(cache_dir),
+        jobs=_jobs(),
+    )
+
+
+def search_path(environ: Mapping[str, str]) -> str:
+    """Return PATH with this interpreter's scripts, which come first unless PATH already has them."""
+    programs = sysconfig.get_path("scripts")
+    path = environ.get("PATH", os.defpath)
+    return path if programs in path.split(os.pathsep) else os.pathsep.join((programs, path))
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of this user's caches of dualdist."""
+    base = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".cache")
+    return Path(base) / "dualdist"
+
+
+def required_standard(headers: Path) -> int:
+    """Return the oldest C++ standard that torch's headers accept; 17, as for torch 2.1, if they have no check."""
+    years: list[int] = []
+    for name in HEADERS:
+        try:
+            text = (headers / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        years += [int(year) % 100 for year in re.findall(r"__cplusplus\s*<\s*(20\d\d)\d\dL", text)]
+    return max(years, default=17)
+
+
+def parse_mpi_macros(macros: str) -> tuple[str, str] | None:
+    """Return the vendor and version from the macros that mpi.h defines."""
+    defined = dict(re.findall(r'^#define (\w+) "?([^"\n]*)"?$', macros, flags=re.MULTILINE))
+    # Derivatives of MPICH come first: they define its macros, too.
+    for vendor, macro in (("Intel MPI", "I_MPI_VERSION"), ("MVAPICH2", "MVAPICH2_VERSION"), ("MPICH", "MPICH_VERSION")):
+        if macro in defined:
+            return vendor, defined[macro]
+    if "OMPI_MAJOR_VERSION" in defined:
+        return "Open MPI", ".".join(defined[f"OMPI_{part}_VERSION"] for part in ("MAJOR", "MINOR", "RELEASE"))
+    return None
+
+
+def parse_library_dirs(link_line: str) -> tuple[str, ...]:
+    """Return the folders of -L and -rpath in the output of `mpicxx -show`."""
+    words = shlex.split(link_line.replace("-Wl,-rpath -Wl,", "-Wl,-rpath,"))
+    matches = (re.match(r"(?:-L|-Wl,-rpath[,=])(.*)", word) for word in words)
+    return tuple(dict.fromkeys(match[1] for match in matches if match))
+
+
+def _mpi(path: str, environ: Mapping[str, str]) -> MpiInstallation | str:
+    name = environ.get("MPICXX") or "mpicxx"
+    compiler = shutil.which(name, path=path)
+    if compiler is None:
+        return f"{name} is not on PATH"
+    environ = {**environ, "PATH": path}
+    code, output = run_tool([compiler, "-E", "-dM", "-include", "mpi.h", "-x", "c++", os.devnull], environ)
+    identity = parse_mpi_macros(output) if code == 0 else None
+    if identity is None:
+        reason = (output.strip().splitlines() or ["no output"])[0] if code else "its mpi.h is that of an unknown MPI"
+        return f"{compiler} does not work: {reason}"
+    _, output = run_tool([compiler, "-show"], environ)
+    prefix = Path(sys.prefix).resolve()
+    outside = tuple(d for d in parse_library_dirs(output) if not Path(d).resolve().is_relative_to(prefix))
+    mpirun = shutil.which("mpirun", path=os.pathsep.join((str(Path(compiler).parent), path)))
+    return MpiInstallation(compiler, *identity, library_dirs=outside, mpirun=mpirun)
+
+
+def _compiler(path: str, environ: Mapping[str, str]) -> str | None:
+    """Return the command of the C++ compiler; CXX may have several words, such as "ccache g++"."""
+    named = environ.get("CXX", "").strip()
+    if named:
+        return named if shutil.which(shlex.split(named)[0], path=path) else None
+    return shutil.which("c++", path=path) or shutil.which("g++", path=path)
+
+
+def _accepts(cxx: str, standard: int) -> bool:
+    code, _ = run_tool([*shlex.split(cxx), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", os.devnull])
+    return code == 0
+
+
+def _cmake_version(cmake: str | None) -> tuple[int, ...]:
+    if cmake is None:
+        return ()
+    _, output = run_tool([cmake, "--version"])
+    found = re.search(r"cmake version (\d+)\.(\d+)", output)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def _cuda(path: str, environ: Mapping[str, str]) -> CudaToolkit | None:
+    homes = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    folders = [*(os.path.join(home, "bin") for home in homes), path]
+    for nvcc in filter(None, (shutil.which("nvcc", path=folder) for folder in folders)):
+        # nvcc on PATH may be a wrapper script: --dryrun prints the folder of the real one.
+        _, output = run_tool([nvcc, "--dryrun", "-x", "cu", os.devnull])
+        version = re.search(r"release (\d+\.\d+)", run_tool([nvcc, "--version"])[1])
+        top = re.search(r"^#\$ TOP=(.+)$", output, flags=re.MULTILINE)
+        if version:
+            home = os.path.normpath(top[1]) if top else str(Path(nvcc).resolve().parent.parent)
+            return CudaToolkit(home, version[1])
+    return None
+
+
+def _nccl(environ: Mapping[str, str]) -> NcclInstallation | None:
+    folders = [Path(environ["HOROVOD_NCCL_HOME"])] if environ.get("HOROVOD_NCCL_HOME") else []
+    package = importlib.util.find_spec("nvidia")
+    folders += [Path(root) / "nccl" for root in (package.submodule_search_locations or ())] if package else []
+    folders += [Path("/usr"), Path("/usr/local")]
+    for folder in folders:
+        header = folder / "include" / "nccl.h"
+        libraries = sorted(
+            path for lib in ("lib", "lib64", "lib/*-linux-gnu") for path in folder.glob(f"{lib}/libnccl.so*")
+        )
+        if header.is_file() and libraries:
+            numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace"))
+            return NcclInstallation(str(header.parent), str(libraries[0]), ".".join(numbers[:3]))
+    return None
+
+
+def _arch_flags() -> tuple[str, ...]:
+    """Return the vector instructions of this CPU that Horovod's half-precision sums use."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return ()
+    return tuple(flag for flag in ARCH_FLAGS if flag in words)
+
+
+def _jobs() -> int:
+    processors = usable_cores()
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    memory_gb = int(found[1]) / 1e6 if found else GB_PER_JOB * processors
+    memory_gb = min(memory_gb, (memory_limit() or sys.maxsize) / 1e9)
+    return max(1, min(processors, int(memory_gb / GB_PER_JOB)))
+
+
+def _free_gb(folder: Path) -> float:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free / 1e9
+
+
+def _missing_packages() -> tuple[str, ...]:
+    return tuple(PACKAGE_NAMES.get(name, name) for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None)

@@ -1,8 +1,10 @@
-"""Program of the two ranks that test a new Horovod: allreduce known values and compare the sums."""
+"""Program of the two ranks that test a new Horovod: allreduce known values and compare the sums.
+
+python -m dualdist.horovod_build.smoke_test gloo|mpi cpu|gpu
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 SIZE = 2
@@ -11,11 +13,7 @@ LENGTH = 1000
 
 def main() -> int:
     """Return 0 if this rank got correct sums over the expected transport."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--expect", choices=("cpu", "nccl"), default="cpu")
-    parser.add_argument("transport", choices=("gloo", "mpi"))
-    args = parser.parse_args()
-
+    transport, device_kind = sys.argv[1:]
     import horovod.torch as hvd
     import torch
 
@@ -23,11 +21,11 @@ def main() -> int:
     rank = hvd.rank()
     if hvd.size() != SIZE:
         return _fail(f"the size is {hvd.size()}, expected {SIZE}")
-    if not (hvd.gloo_enabled() if args.transport == "gloo" else hvd.mpi_enabled()):
-        return _fail(f"Horovod does not run over {args.transport}")
-    if args.expect == "nccl" and not hvd.nccl_built():
+    if not (hvd.gloo_enabled() if transport == "gloo" else hvd.mpi_enabled()):
+        return _fail(f"Horovod does not run over {transport}")
+    if device_kind == "gpu" and not hvd.nccl_built():
         return _fail("Horovod was built without NCCL")
-    on_gpu = args.expect == "nccl" and torch.cuda.device_count() >= SIZE
+    on_gpu = device_kind == "gpu" and torch.cuda.device_count() >= SIZE
     device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
     for dtype in (torch.float32, torch.float64, torch.int64, torch.float16):
         ramp = torch.arange(LENGTH, device=device) % 97

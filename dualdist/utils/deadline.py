@@ -12,7 +12,8 @@ import termios
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from dualdist.errors import CollectiveError, DualdistError, RankLostError
 
@@ -69,33 +70,24 @@ class LineReader:
         return line + newline
 
 
-class _CallOutcome(Generic[T]):
-    value: T
-    error: BaseException | None = None
-
-
 def call_within(timeout_s: float, call: Callable[[], T], late: Callable[[], DualdistError]) -> T:
     """Return call(), or raise late() after timeout_s seconds.
 
     The call runs in a daemon thread. If it never returns, the thread stays behind without keeping the process alive:
     the caller is expected to end the job.
     """
-    outcome: _CallOutcome[T] = _CallOutcome()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.value = call()
+            outcome.set_result(call())
         except BaseException as error:  # re-raised in the caller's thread below
-            outcome.error = error
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="dualdist-deadline", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, name="dualdist-deadline", daemon=True).start()
+    if not wait([outcome], timeout_s).done:
         raise late()
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+    return outcome.result()
 
 
 def stop_at_exit(stop: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from harness.docker import IMAGE, Engine, Image, NoEngineError, build_image, engine, make_base
 from harness.jobs import Launch
 
-from dualdist.horovod_build.probe import cache_folder
+from dualdist.horovod_build.machine import cache_folder
 
 FORM, BASE = "DUALDIST_DOCKER", "DUALDIST_DOCKER_BASE"
 

@@ -15,7 +15,7 @@ import pytest
 from harness.jobs import Launch
 
 from dualdist.horovod_build import install as cache
-from dualdist.horovod_build.probe import cache_folder
+from dualdist.horovod_build.machine import cache_folder
 from dualdist.horovod_build.record import BuildRecord, read_record
 
 

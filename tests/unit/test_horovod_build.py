@@ -20,15 +20,15 @@ from dualdist.horovod_build.install import (
     run_command,
     unpack,
 )
-from dualdist.horovod_build.patches import SourcePatch, apply, digest, patch_text, patches_for
-from dualdist.horovod_build.plan import BuildCommand
-from dualdist.horovod_build.probe import (
+from dualdist.horovod_build.machine import (
     cache_folder,
     parse_library_dirs,
     parse_mpi_macros,
     required_standard,
     search_path,
 )
+from dualdist.horovod_build.patches import SourcePatch, apply, digest, patch_text, patches_for
+from dualdist.horovod_build.plan import BuildCommand
 from dualdist.horovod_build.record import RECORD_NAME, BuildRecord, from_json, to_json
 
 FAILURES = [

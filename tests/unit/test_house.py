@@ -25,7 +25,7 @@ RESERVED = {
         *(f"backends/horovod/{name}.py" for name in ("backend", "driver", "startup")),
         *("horovod_build/smoke_test.py", *MEASURED),
     },
-    "mpi4py": {"backends/mpi/world.py", "horovod_build/probe.py", *MEASURED},
+    "mpi4py": {"backends/mpi/world.py", *MEASURED},
 }
 # Modules that must stay quick and usable where torch is broken.
 WITHOUT_TORCH = (
