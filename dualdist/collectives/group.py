@@ -224,12 +224,7 @@ class Group:
         probe = self.monitor.probe
         before = None if probe is None else probe.enter(fast)
         try:
-            self.exchanges += 1
-            exchange = (
-                ControlAllgather(self.backend, fast.message, "exchange")
-                if self._mailbox is None
-                else ShmMessage(self._mailbox, fast.message)
-            )
+            exchange = self.exchange(fast.message)
             payloads = exchange.suffixes(fast.agreed)
             if payloads is not None:
                 result = fast.perform(self.backend, payloads)
@@ -367,7 +362,8 @@ class Group:
         if not self._waiting:
             return ""
         name, since = next(iter(self._waiting.items()))
-        return name if _has_one_thread() or time.monotonic() - since > THREADS_S else ""
+        has_one_thread = sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1
+        return name if has_one_thread or time.monotonic() - since > THREADS_S else ""
 
     def _check_timeout(self, offered: Sequence[Handle[Any]]) -> None:
         """Fail what was offered if a program has waited longer than the timeout without progress."""
@@ -439,8 +435,3 @@ class Group:
             self._thread.join(DRAIN_S)
         for handle in self._pending.values():
             handle._fail(CollectiveError(f"{handle.request}: the session ended before all ranks were ready"))
-
-
-def _has_one_thread() -> bool:
-    """Return True if the waiting thread is the only one of the program."""
-    return sum(not thread.name.startswith(OUR_THREADS) for thread in threading.enumerate()) == 1

@@ -180,17 +180,9 @@ def is_applicable(topology: Topology) -> bool:
     return topology.launcher != "none" and is_on_one_host
 
 
-def find_choice(
-    saved: Sequence[SavedChoice], topology: Topology, device: Callable[[], tuple[str, int]]
-) -> SavedChoice | None:
-    """Return the choice saved for such a job on such a host, else one for another number of threads, else None.
-
-    `device` returns "cpu" or a GPU's name, and a rank's threads; it is called only if needed, since it takes long.
-    """
-    if not saved or not is_applicable(topology):
-        return None
-    name, threads = device()
-    here = ChoiceConditions.here(name, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
+def find_choice(saved: Sequence[SavedChoice], topology: Topology, device: str, threads: int) -> SavedChoice | None:
+    """Return the choice saved for such a job on such a host, else one for another number of threads, else None."""
+    here = ChoiceConditions.here(device, topology.launcher, topology.size, threads=threads, mpi=topology.mpi)
     similar = [choice for choice in saved if replace(choice.conditions, threads=threads) == here]
     return next((choice for choice in similar if choice.conditions == here), next(iter(similar), None))
 
@@ -199,36 +191,32 @@ def matching_choice(
     topology: Topology, transport: str, environ: Mapping[str, str], print_line: Print
 ) -> SavedChoice | None:
     """Return the saved choice for this job over `transport`, any if ""; print why one is not taken."""
-
-    def device() -> tuple[str, int]:
-        import torch
-
-        return device_name(select_device(None)), torch.get_num_threads()
-
-    if not is_applicable(topology):
-        return None
     try:
-        found = find_choice(load_choices(choices_path(environ)), topology, device)
+        saved = load_choices(choices_path(environ)) if is_applicable(topology) else []
     except UsageError as error:  # not fatal: the user may not know of the file
         print_line(str(error))
         return None
+    if not saved:
+        return None
+    import torch
+
+    threads = torch.get_num_threads()
+    found = find_choice(saved, topology, device_name(select_device(None)), threads)
     if found is None or transport not in ("", found.transport):
         return None
-    problem = _problem(found)
+    problem = _problem(found, threads)
     if problem is not None:
         print_line(f"{describe_choice(found, environ)}; not taken: {problem}")
         return None
     return found
 
 
-def _problem(saved: SavedChoice) -> str | None:
+def _problem(saved: SavedChoice, threads: int) -> str | None:
     """Return why a choice cannot be taken: a backend that this Python lacks, or another number of threads."""
-    import torch
-
     spec = registry.find(saved.backend)
     if spec is None or saved.transport not in spec.transports:
         return f"there is no backend {saved.backend!r} over {saved.transport!r} in this Python"
-    threads, compared = torch.get_num_threads(), saved.conditions.threads
+    compared = saved.conditions.threads
     if threads != compared:
         return (
             f"ranks had {_format_threads(compared)} there, and have {_format_threads(threads)} here: "

@@ -99,9 +99,10 @@ def open_session(requested: str, config: SessionConfig, print_line: Print) -> Se
     """Open a session on the requested backend; for "auto", on the program's own process group or the saved choice."""
     adopted = registry.get(NATIVE if requested == AUTO else requested).adopt(config.context(select_device(None)))
     if adopted is not None:
-        locations = _exchange_locations(adopted.backend, adopted.topology, config.transport, config.environ)
+        config = replace(config, topology=adopted.topology)
+        locations = _exchange_locations(adopted.backend, config)
         adopted.set_locations(locations)
-        config = replace(config, topology=with_location(adopted.topology, locations))
+        config = replace(config, topology=with_location(config.topology, locations))
         return _start_session(adopted.backend, adopted.store, config, locations)
 
     def print_on_root(line: str) -> None:
@@ -135,7 +136,7 @@ def _open(spec: BackendSpec, config: SessionConfig) -> Session:
 
 def _open_over_backend(backend: Backend, config: SessionConfig) -> Session:
     """Open a session on a backend that has connected the ranks."""
-    locations = _exchange_locations(backend, config.topology, "", config.environ)
+    locations = _exchange_locations(backend, config)
     config = replace(config, topology=with_location(config.topology, locations))
     if config.rendezvous.store is None and config.topology.size > 1:  # for the rank probe
         config.rendezvous.store = _create_store(backend, config)
@@ -166,14 +167,12 @@ def _open_over_store(spec: BackendSpec, config: SessionConfig) -> Session:
     return _start_session(backend, store, config, locations)
 
 
-def _exchange_locations(
-    backend: Backend, topology: Topology, transport: str, environ: MutableMapping[str, str]
-) -> list[RankLocation]:
+def _exchange_locations(backend: Backend, config: SessionConfig) -> list[RankLocation]:
     """Return the locations of all ranks, from their reports exchanged over a running backend."""
     from dualdist.backends.control_plane import allgather_object
 
-    process = process_state.current_process().dumps()
-    report = make_report(topology, host_identity(environ), backend.name, transport, process)
+    process, host = process_state.current_process().dumps(), host_identity(config.environ)
+    report = make_report(config.topology, host, backend.name, config.transport, process)
     reports = allgather_object(backend, report.dumps(), "dualdist.places")
     return assign_locations([RankReport.loads(text) for text in reports])
 

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from dualdist.errors import TopologyError
 from dualdist.monitoring.process_state import ProcessIdentity
@@ -105,21 +106,19 @@ def with_location(topology: Topology, locations: Sequence[RankLocation]) -> Topo
     own = locations[topology.rank]
     local_size = sum(location.node_rank == own.node_rank for location in locations)
     num_nodes = max(location.node_rank for location in locations) + 1
-    found = {"node_rank": own.node_rank, "num_nodes": num_nodes, "local_rank": own.local_rank, "local_size": local_size}
+    found: dict[str, Any] = {
+        "node_rank": own.node_rank,
+        "num_nodes": num_nodes,
+        "local_rank": own.local_rank,
+        "local_size": local_size,
+    }
     for name, value in found.items():
         if name not in topology.inferred and getattr(topology, name) != value:
             raise TopologyError(
                 f"{name}={getattr(topology, name)} (from {topology.source}), but the ranks that met make it {value}: "
                 "is a variable left over from another launcher?"
             )
-    return replace(
-        topology,
-        node_rank=own.node_rank,
-        num_nodes=num_nodes,
-        local_rank=own.local_rank,
-        local_size=local_size,
-        inferred=frozenset(),
-    )
+    return replace(topology, **found, inferred=frozenset())
 
 
 def processes_on_host(locations: Sequence[RankLocation], rank: int) -> list[ProcessIdentity | None]:

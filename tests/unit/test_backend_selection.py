@@ -221,7 +221,7 @@ def test_a_choice_of_what_this_python_lacks_is_not_taken_and_says_so(
 
 def test_a_choice_counts_only_where_all_is_as_it_was() -> None:
     def found(job: Topology, device: str = "cpu", saved: SavedChoice = SAVED, threads: int = 1) -> SavedChoice | None:
-        return choices.find_choice([saved], job, lambda: (device, threads))
+        return choices.find_choice([saved], job, device, threads) if choices.is_applicable(job) else None
 
     assert found(JOB) == SAVED
     assert found(replace(JOB, launcher="mpirun")) is None

@@ -69,6 +69,7 @@ class MpiBackend(PrivateBuffers):
         self.timeout_s = timeout_s
         self.supported_reduce_dtypes = frozenset(DATATYPES) if self.size > 1 else ALL_DTYPES
         self.is_open = True
+        # Until MPI no longer uses their memory, even if their caller gave up.
         self.running: set[MpiRequest | MpiBlockingCall] = set()
         self._comms = comms
         self._calls: queue.SimpleQueue[MpiBlockingCall | None] = queue.SimpleQueue()
@@ -111,13 +112,13 @@ class MpiBackend(PrivateBuffers):
         )
 
     def broadcast_(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        return self._start(buffer, lambda given: self._broadcast(given, root), in_place=True)
+        def start(given: torch.Tensor) -> Work:
+            mpi, comm = self.mpi, self._comms[0]
+            return self._start_requests(
+                lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(given)], given, given
+            )
 
-    def _broadcast(self, buffer: torch.Tensor, root: int) -> Work:
-        mpi, comm = self.mpi, self._comms[0]
-        return self._start_requests(
-            lambda: [comm.Ibcast(mpi.bytes(piece), root) for piece in split_calls(buffer)], buffer, buffer
-        )
+        return self._start(buffer, start, in_place=True)
 
     def alltoall(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Work:
         return self._start(tensor, lambda given: self._alltoall(given, sent, received), same_count=False)
@@ -179,13 +180,6 @@ class MpiBackend(PrivateBuffers):
         child = MpiBackend(self.mpi, comms, ranks, rank, self.timeout_s)
         self._children.append(child)
         return child
-
-    def open(self, comm: Any) -> None:
-        """Duplicate the program's communicator, which is left unchanged."""
-        self._comms = (comm, comm)
-        self._comms = self._within(
-            lambda: self._create_comms(lambda comm: comm.Dup()), "could not create a communicator"
-        )
 
     def _create_comms(self, create: Callable[[Any], Any]) -> tuple[Any, ...]:
         comms = tuple(create(comm) for comm in self._comms)
@@ -286,7 +280,7 @@ def start(context: InitContext) -> MpiBackend:
     api = call_within(timeout_s, lambda: mpi_world.start(topology, context.environ), late)
     cores = usable_cores(), machine_cores()
     mpi = MpiCalls(api, wait_budget_s(*cores, topology.local_size, torch.get_num_threads()))
-    backend = MpiBackend(mpi, (), range(topology.size), topology.rank, timeout_s)
-    backend.open(api.COMM_WORLD)
+    program = MpiBackend(mpi, (api.COMM_WORLD,) * 2, range(topology.size), topology.rank, timeout_s)
+    backend = program.duplicate("")  # the program's own communicator is left unchanged
     atexit.register(backend.at_exit)
     return backend

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from dualdist.errors import (
     UnsupportedError,
 )
 from dualdist.utils.deadline import Deadline
+
+if TYPE_CHECKING:
+    from dualdist.backends.mpi.backend import MpiBackend
 
 # MPI's names of the dtypes that every MPI reduces, by every operation.
 DATATYPES = {
@@ -56,13 +59,13 @@ class MpiCalls:
         self.takes_cuda = self.is_concurrent and torch.cuda.is_available() and takes_cuda(api.__file__)
         self.datatypes = {dtype: getattr(api, name) for dtype, name in DATATYPES.items()}
         self.ops = {op: getattr(api, name) for op, name in OPS.items()}
-        self._lock = contextlib.nullcontext() if self.is_concurrent else threading.RLock()
+        self.lock = contextlib.nullcontext() if self.is_concurrent else threading.RLock()
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
         """Serialise MPI calls in the block and translate their errors."""
         try:
-            with self._lock:
+            with self.lock:
                 yield
         except self.api.Exception as error:
             raise self.translate_error(error) from error
@@ -93,19 +96,10 @@ class MpiCalls:
         return CollectiveError(f"MPI failed ({text})")
 
 
-class MpiConnection(Protocol):
-    """Attributes of the backend that an operation runs on."""
-
-    mpi: MpiCalls
-    timeout_s: float
-    is_open: bool
-    running: set[Any]  # holds operations until MPI no longer uses their memory, even if their caller gave up
-
-
 class MpiRequest:
     """An operation of one or more nonblocking MPI requests."""
 
-    def __init__(self, backend: MpiConnection, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
+    def __init__(self, backend: MpiBackend, requests: list[Any], result: torch.Tensor, given: torch.Tensor) -> None:
         self._backend = backend
         self._requests = requests
         self._result = result
@@ -117,21 +111,16 @@ class MpiRequest:
     def done(self) -> bool:
         if not self._requests:
             return True
-        if self._backend.mpi.is_concurrent:
-            is_finished = self._poll()
-        else:
-            with self._backend.mpi.calls():
-                is_finished = self._poll()
+        mpi = self._backend.mpi
+        try:
+            with mpi.lock:
+                is_finished = bool(self._test())
+        except mpi.api.Exception as error:
+            raise mpi.translate_error(error) from error
         if is_finished:
             self._requests = []
             self._backend.running.discard(self)
         return is_finished
-
-    def _poll(self) -> bool:
-        try:
-            return bool(self._test())
-        except self._backend.mpi.api.Exception as error:
-            raise self._backend.mpi.translate_error(error) from error
 
     def wait(self) -> torch.Tensor:
         for _ in range(POLLS):
@@ -154,7 +143,7 @@ class MpiRequest:
 class MpiBlockingCall:
     """An operation that the backend's thread runs by a blocking MPI call."""
 
-    def __init__(self, backend: MpiConnection, call: Callable[[], object], result: torch.Tensor) -> None:
+    def __init__(self, backend: MpiBackend, call: Callable[[], object], result: torch.Tensor) -> None:
         self._backend = backend
         self._call = call
         self._result = result

@@ -147,8 +147,12 @@ def _load(message: str) -> Any:
     try:
         import mpi4py
 
-        with _without_auto_start(mpi4py.rc):
+        before = mpi4py.rc.initialize, mpi4py.rc.finalize
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        try:
             from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = before
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(message.format(error)) from error
     return MPI
@@ -158,17 +162,6 @@ def _init(api: Any, environ: MutableMapping[str, str], settings: Mapping[str, st
     """Start MPI with multiple-thread support; variables that the user has set are kept."""
     with temporary_variables(environ, {name: value for name, value in settings.items() if name not in environ}):
         api.Init_thread(api.THREAD_MULTIPLE)
-
-
-@contextlib.contextmanager
-def _without_auto_start(rc: Any) -> Iterator[None]:
-    """Keep mpi4py from starting MPI while it is imported in the block."""
-    before = rc.initialize, rc.finalize
-    rc.initialize = rc.finalize = False
-    try:
-        yield
-    finally:
-        rc.initialize, rc.finalize = before
 
 
 def ranks_in_world(comm: Any) -> list[int]:
