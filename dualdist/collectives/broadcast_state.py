@@ -18,6 +18,7 @@ from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
 from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors
+from dualdist.collectives.tensor_utils import named_pairs
 from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
 
@@ -96,15 +97,8 @@ def named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, torch.nn.Module):
         # Not the state_dict, which lacks non-persistent buffers and may hold values that are no tensors.
         pairs = [*params.named_parameters(remove_duplicate=False), *params.named_buffers(remove_duplicate=False)]
-    elif isinstance(params, Mapping):
-        pairs = list(params.items())
     else:
-        pairs = list(params) if isinstance(params, Iterable) else [params]
-        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-            raise UsageError(
-                "broadcast_parameters takes a module, a state_dict or named parameters: pass model or "
-                "model.named_parameters(), not model.parameters()"
-            )
+        pairs = named_pairs(params, "broadcast_parameters")
     wrong = [name for name, value in pairs if value is not None and not isinstance(value, torch.Tensor)]
     if wrong:
         raise UsageError(
@@ -123,14 +117,11 @@ def broadcast_optimizer_state(group: Group, optimizer: torch.optim.Optimizer, ro
         raise UsageError(f"broadcast_optimizer_state takes a torch optimizer, not a {type(optimizer).__name__}")
     root_index = group.group_rank_of(root)
     name = group.next_name("broadcast_optimizer_state")
-    shared_args = {"root": root}
-    run_agreed(
-        group,
-        "broadcast_optimizer_state",
-        name,
-        shared_args,
-        lambda each: _broadcast_state(each, optimizer, root_index, name),
-    )
+
+    def perform(backend: Backend) -> None:
+        _broadcast_state(backend, optimizer, root_index, name)
+
+    run_agreed(group, "broadcast_optimizer_state", name, {"root": root}, perform)
 
 
 def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: int, name: str) -> None:
@@ -145,7 +136,8 @@ def _broadcast_state(backend: Backend, optimizer: torch.optim.Optimizer, root: i
     skeleton = extract_tensors(_state_of(optimizer), tensors)
     specs = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, specs = control_plane.broadcast_object(backend, (skeleton, specs), root, f"{name}.skeleton")
-    device = _device_of(optimizer)
+    devices = (param.device for param in _parameters(optimizer) if param.device.type != "cpu")
+    device = next(devices, torch.device("cpu"))
     if backend.rank == root:  # from one GPU, as the others receive, so that all ranks make the same broadcasts
         tensors = [tensor if tensor.device.type == "cpu" else tensor.to(device) for tensor in tensors]
     else:
@@ -196,11 +188,6 @@ def _move_to(param: torch.Tensor, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([_move_to(param, item) for item in value])
     return value
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    devices = {param.device for param in _parameters(optimizer) if param.device.type != "cpu"}
-    return next(iter(devices), torch.device("cpu"))
 
 
 def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:

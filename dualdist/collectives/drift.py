@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from dualdist.backends.base import Backend
 from dualdist.backends.control_plane import ControlAllgather, as_bytes, check_same_tensors
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
-from dualdist.collectives.tensor_utils import plain_values, spec
+from dualdist.collectives.tensor_utils import named_pairs, plain_values, spec
 from dualdist.errors import DriftError, UnsupportedError, UsageError
 from dualdist.utils.suggest import format_ranks
 
@@ -199,26 +199,15 @@ def _nonfinite(found: TensorDifference) -> str:
 
 def _named_tensors(given: Any, *, buffers: bool) -> NamedTensors:
     """Return the tensors of a module, a state_dict or named tensors, in their order."""
-    pairs: list[Any]
     if isinstance(given, torch.nn.Module):
-        pairs = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
-    elif isinstance(given, Mapping):
-        pairs = list(given.items())
-    else:
-        pairs = list(given) if isinstance(given, Iterable) else [given]
+        given = [*given.named_parameters(), *(given.named_buffers() if buffers else ())]
+    pairs = [(name, tensor) for name, tensor in named_pairs(given, "check_consistency") if tensor is not None]
     for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise UsageError(
-                "check_consistency takes a module, a state_dict or named tensors: pass model or "
-                "model.named_parameters(), not model.parameters()"
-            )
         _require_comparable(*pair)
-    return [(name, tensor) for name, tensor in pairs if tensor is not None]
+    return pairs
 
 
 def _require_comparable(name: str, tensor: Any) -> None:
-    if tensor is None:
-        return
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"check_consistency compares tensors, but {name} is a {type(tensor).__name__}: leave it out")
     if torch.nn.parameter.is_lazy(tensor):

@@ -212,17 +212,17 @@ def reduce_rows(rows: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: str) -> torch.Tensor:
-    """Replace each tensor in `flat`, of `sizes` elements, by the adaptive sum over all ranks.
+    """Replace each tensor in `flat`, of `sizes` elements, by the Adasum over all ranks, a power of two.
 
-    Two gradients a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are orthogonal, their
-    mean if they are parallel. Pairs of ranks, then pairs of pairs, and so on (Maleki et al., "Scaling Distributed
-    Training with Adaptive Summation", MLSys 2021, equation 3 and section 3.4). Every rank of a block holds the block's
-    whole sum, so a step sends the whole buffer to one partner, log2(size) times.
+    Gradients a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if orthogonal, their mean if
+    parallel. Pairs of ranks are combined, then pairs of pairs, in log2(size) steps of one exchange of the whole buffer
+    (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, equation 3 and section 3.4).
     """
     own = flat if flat.dtype == torch.float64 else flat.float()
     distance = 1
     while distance < backend.size:
-        other = _exchange_with(backend, own, backend.rank ^ distance, f"{name}.{distance}")
+        counts = [own.nbytes if rank == backend.rank ^ distance else 0 for rank in range(backend.size)]
+        other = backend.alltoall(as_bytes(own), counts, counts, f"{name}.{distance}").wait().view(own.dtype)
         lower, upper = (own, other) if backend.rank & distance == 0 else (other, own)
         own = torch.cat([adaptive_sum(a, b) for a, b in zip(lower.split(sizes), upper.split(sizes), strict=True)])
         distance *= 2
@@ -230,7 +230,7 @@ def adasum_(backend: Backend, flat: torch.Tensor, sizes: Sequence[int], name: st
 
 
 def adaptive_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return Adasum's combination of two flat tensors; dot products are computed in float64."""
+    """Combine two flat tensors by Adasum; dot products are computed in float64."""
     dot, a_square, b_square = (torch.dot(x.double(), y.double()) for x, y in ((a, b), (a, a), (b, b)))
     zero = torch.zeros_like(dot)
     a_factor = 1 - torch.where(a_square > 0, dot / (2 * a_square), zero)
@@ -238,18 +238,12 @@ def adaptive_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * a_factor.to(a.dtype) + b * b_factor.to(b.dtype)
 
 
-def _exchange_with(backend: Backend, own: torch.Tensor, partner: int, name: str) -> torch.Tensor:
-    """Exchange tensors with a partner."""
-    counts = [own.nbytes if rank == partner else 0 for rank in range(backend.size)]
-    return backend.alltoall(as_bytes(own), counts, counts, name).wait().view(own.dtype)
-
-
 def sparse_sum(
     backend: Backend, own: torch.Tensor, op: Op, name: str, scales: tuple[float, float] = (1.0, 1.0)
 ) -> torch.Tensor:
-    """Return the sum or mean over all ranks of sparse COO tensors, coalesced.
+    """Reduce sparse COO tensors by sum or mean; return a coalesced tensor.
 
-    It has the fewest sparse dimensions of the ranks' tensors that store elements.
+    Its number of sparse dimensions is the lowest among the ranks' tensors that store elements.
     """
     own, counts = _match_sparse_dim(backend, own.coalesce(), f"{name}.count")
     indices, values = own.indices().t().contiguous(), own.values().contiguous()
@@ -271,7 +265,7 @@ def sparse_sum(
 
 
 def _match_sparse_dim(backend: Backend, own: torch.Tensor, name: str) -> tuple[torch.Tensor, list[int]]:
-    """Return the tensor with as many sparse dimensions as on all ranks, and how many elements each rank stores."""
+    """Convert `own` to the same number of sparse dimensions on all ranks; return it and each rank's element count."""
     while True:
         summary = f"{own._nnz()} {own.sparse_dim()}".encode()
         summaries = [
@@ -292,10 +286,3 @@ def empty_sparse(shape: torch.Size, dtype: torch.dtype, device: torch.device, sp
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, *shape[sparse_dim:], dtype=dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-
-
-def is_traceable(backend: Backend, tensor: torch.Tensor, op: Op) -> bool:
-    """Return True if torch.compile can put an allreduce into a graph; otherwise the graph ends before it."""
-    if not (backend.traceable and backend.is_open and backend.rank >= 0) or tensor.layout is not torch.strided:
-        return False
-    return op in LINEAR or (op in LOCAL_OPS and not tensor.requires_grad)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -45,6 +46,17 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if len({tensor.device for tensor in tensors}) > 1:
         raise UsageError(f"tensors on several devices in one operation: {sorted({str(t.device) for t in tensors})}")
     return tensors
+
+
+def named_pairs(given: Any, caller: str) -> list[tuple[str, Any]]:
+    """Return the items of a state_dict or of named tensors; raise UsageError for tensors without names."""
+    pairs = list(given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given])
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise UsageError(
+            f"{caller} takes a module, a state_dict or named tensors: pass model or model.named_parameters(), not "
+            "model.parameters()"
+        )
+    return pairs
 
 
 def require_own_memory(tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from dualdist.collectives import collectives
 from dualdist.collectives.group import Group
-from dualdist.collectives.reductions import Op, is_traceable
+from dualdist.collectives.reductions import LINEAR, LOCAL_OPS, Op
 
 
 def define_allreduce(
@@ -62,6 +62,9 @@ def trace(
     postscale: float = 1.0,
 ) -> torch.Tensor | None:
     """Put `operator` into the graph that is being traced; return None if torch.compile cannot follow this call."""
-    if not is_traceable(group.backend, tensor, op):
+    backend = group.backend
+    if not (backend.traceable and backend.is_open and group.is_member) or tensor.layout is not torch.strided:
+        return None
+    if op not in LINEAR and (op not in LOCAL_OPS or tensor.requires_grad):
         return None
     return operator(tensor, op, name or "", group.number, float(prescale), float(postscale))
