@@ -7,21 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
-from dualdist.bench.options import AllreduceOptions, to_arguments
+from dualdist.bench.jobs import AllreduceOptions, MeasurementSettings, PlannedJob, RunConfig, worker_command
 from dualdist.bench.report import ReportTable, format_size, format_us
-from dualdist.bench.statistics import (
-    bootstrap_median,
-    is_loaded,
-    machine_noise,
-    pooled_median,
-    time_difference,
-    time_ratio,
-)
+from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
 from dualdist.launch.job import Site
 
 RAW_CALLS = {"dualdist_": "raw_", "dualdist": "raw"}  # the raw call that each is compared with
 KINDS = {"dualdist_": "in place", "dualdist": "new tensor"}
+COMMON_SIZES = (65536, 1 << 20, 25 << 20)  # up to DDP's bucket size: part of every default sweep
 FORMULAS = (
     "GB/s: algorithm bandwidth is bytes / time, bus bandwidth that times 2 (n - 1) / n "
     "(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); times are the slowest rank's"
@@ -41,6 +34,12 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     return algorithm_bandwidth(nbytes, seconds) * 2 * (ranks - 1) / ranks
 
 
+def sizes_up_to(max_bytes: int) -> tuple[int, ...]:
+    """Return 8 bytes times powers of 4, the common sizes and `max_bytes`, in ascending order."""
+    powers = (8 * 4**power for power in range(32))
+    return tuple(sorted({max_bytes, *(size for size in (*powers, *COMMON_SIZES) if size < max_bytes)}))
+
+
 def plan_jobs(
     configs: Sequence[RunConfig],
     options: AllreduceOptions,
@@ -55,9 +54,8 @@ def plan_jobs(
         for config in configs:
             key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
             file = folder / f"allreduce-{key}.json"
-            arguments = ("allreduce", *to_arguments(options), f"--report={file}")
             tags = {"config": config, "launch": launch, "ranks": settings.ranks}
-            command = worker_command(config, arguments, settings, site)
+            command = worker_command(config, "allreduce", options, file, settings, site)
             yield PlannedJob(f"allreduce on {settings.ranks} ranks, {config}", command, (file,), tags)
 
 
@@ -72,27 +70,20 @@ def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[d
 def _result(reports: list[dict[str, Any]]) -> dict[str, Any]:
     first = reports[0]
     foreign = [[value for size in report["sizes"] for value in size["foreign_cores"]] for report in reports]
-    # Sizes take different times: the spread is that of the samples relative to the median of their size.
-    relative = [_relative(size["seconds"]["raw_"]) for report in reports for size in report["sizes"]]
-    noise = machine_noise(foreign, relative)
+    samples = [size["seconds"]["raw_"] for report in reports for size in report["sizes"]]
     return {
         **{name: first[name] for name in ("ranks", "backend", "transport", "launcher", "device", "threads", "library")},
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
-        "noise": {**asdict(noise), "is_noisy": noise.is_noisy, "summary": str(noise)},
+        "noise": machine_noise(foreign, samples).to_json(),
         "sizes": [_size(sizes, first["ranks"]) for sizes in zip(*(report["sizes"] for report in reports), strict=True)],
     }
-
-
-def _relative(seconds: list[float]) -> list[float]:
-    middle = pooled_median([seconds])
-    return [value / middle for value in seconds]
 
 
 def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     nbytes = sizes[0]["bytes"]
     seconds = {name: [size["seconds"][name] for size in sizes] for name in sizes[0]["seconds"]}
-    loaded = [[is_loaded(value) for value in size["foreign_cores"]] for size in sizes]
+    foreign = [size["foreign_cores"] for size in sizes]
     return {
         "bytes": nbytes,
         "repeats": [size["repeats"] for size in sizes],
@@ -106,7 +97,7 @@ def _size(sizes: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
             for name, rounds in seconds.items()
         },
         "ratio_to_raw": {
-            name: asdict(time_ratio(seconds[name], seconds[raw], loaded)) for name, raw in RAW_CALLS.items()
+            name: asdict(time_ratio(seconds[name], seconds[raw], foreign)) for name, raw in RAW_CALLS.items()
         },
         "overhead_s": {name: asdict(time_difference(seconds[name], seconds[raw])) for name, raw in RAW_CALLS.items()},
     }

@@ -1,22 +1,29 @@
-"""Jobs of a benchmark: where they run, the launcher's command line, and the reports of their ranks."""
+"""Jobs of a benchmark: models and methods, options, where jobs run, their command lines, and their ranks' reports.
+
+Five terms are used throughout. A method is a way to reduce gradients, such as dualdist or DDP. A contender is what is
+timed against others: a method, in `dualdist compare` on a configuration of its own (backend, transport and launcher).
+A baseline is a contender without dualdist, or on one rank; a candidate is a contender that may be the fastest.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dualdist.backends import registry
+from dualdist.backends.registry import Availability
 from dualdist.bench.statistics import foreign_cores
-from dualdist.errors import LaunchError, UsageError
+from dualdist.errors import DualdistError, LaunchError, UsageError
+from dualdist.launch.env_defaults import SLURM_JOB, default_launcher
 from dualdist.launch.execute import run_command
 from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Command, Job, Site
-from dualdist.launch.launchers import LAUNCHERS, build_command
+from dualdist.launch.launchers import LAUNCHERS, build_command, check_launcher, find_conflicts
 from dualdist.utils.machine import CpuUse, read_cpu
 from dualdist.utils.redaction import make_redactor, redact_command, redact_variables
 from dualdist.utils.suggest import require_choice
@@ -25,6 +32,102 @@ WORKER = ("-m", "dualdist.bench.ranks.worker")
 SPAWN = "spawn"
 OUTPUT_LINES = 30  # of a failed job, in the error
 FOREIGN = "foreign_cores_of_job"  # in every report: CPU use of other processes while the job ran
+# Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
+# its gradients, where overlap matters most; at 32 communication dominates.
+IMAGE_SIZE = 64
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """A model to train; `full` ones run only on request. `batch` is per rank, `steps` per launch of a comparison."""
+
+    description: str
+    batch: int = BATCH
+    full: bool = False
+    steps: int = 20
+
+
+MODELS = {
+    "resnet18": BenchmarkModel("ResNet-18 of torchvision, 11.7 million parameters in 62 tensors", steps=15),
+    "mlp": BenchmarkModel(
+        "100 residual linear layers 64 wide, 0.4 million parameters in 200 tensors", batch=32, steps=100
+    ),
+    "transformer": BenchmarkModel(
+        "5 encoder layers 384 wide on 32 tokens, 9.6 million parameters in 63 tensors", batch=4
+    ),
+    "resnet50": BenchmarkModel("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True, steps=8),
+    "transformer100m": BenchmarkModel(
+        "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, full=True, steps=5
+    ),
+}
+DUALDIST = "dualdist"
+# In the order of the first round.
+METHODS = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "ddp_view": "DDP, gradient_as_bucket_view",
+    "ddp_best": "DDP, bucket views, buffers not broadcast",
+    DUALDIST: DUALDIST,
+    "hvd": "raw Horovod",
+    "naive": "an allreduce per parameter",
+}
+BASELINES = {name: METHODS[name] for name in ("ddp", "ddp_view", "hvd", "none")} | {"one": "one rank"}
+DEFAULT_BASELINES = ("ddp", "hvd", "none", "one")  # of `dualdist compare`
+TORCH_METHODS = ("ddp", "ddp_view", "ddp_best", "naive")  # reduce gradients on torch's default process group
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a step measurement: `steps` per sample, 0 for as many as fill `block_s` seconds."""
+
+    model: str
+    contenders: tuple[str, ...]  # methods
+    rounds: int = 15
+    steps: int = 0
+    block_s: float = 0.4
+    warmup: int = 3
+    batch: int = 0  # per rank; 0 for the model's default
+    image_size: int = IMAGE_SIZE
+    device: str = "auto"
+    timeout_s: float = 300.0
+    seed: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch or MODELS[self.model].batch
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Training options of a launch of `dualdist compare`, equal for all so that all train the same model.
+
+    `batch` is the global batch size. `slowdown` stretches every step, to check that a comparison detects it.
+    Afterwards allreduces of `sizes` bytes are timed.
+    """
+
+    model: str
+    method: str
+    batch: int
+    warmup: int
+    steps: int
+    image_size: int = IMAGE_SIZE
+    slowdown: float = 1.0
+    sizes: tuple[int, ...] = ()
+    device: str = "auto"
+    timeout_s: float = 300.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class AllreduceOptions:
+    """Options of an allreduce sweep: sizes in bytes, each repeated to fill `block_s` seconds."""
+
+    sizes: tuple[int, ...]
+    rounds: int = 15
+    block_s: float = 0.03
+    device: str = "auto"
+    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +139,12 @@ class RunConfig:
     launcher: str
 
     def __str__(self) -> str:
-        return f"{self.backend}{f' over {self.transport}' if self.transport else ''}, {self.launcher}"
+        return self.describe()
+
+    def describe(self, remark: str = "") -> str:
+        """Return "native over shm (torchrun)", with a remark on the launch: "(torchrun, again)"."""
+        over = f" over {self.transport}" if self.transport not in (None, self.backend) else ""
+        return f"{self.backend}{over} ({self.launcher}{remark})"
 
 
 def parse_configs(text: str, transport: str | None, launcher: str | None) -> list[RunConfig]:
@@ -57,6 +165,27 @@ def parse_configs(text: str, transport: str | None, launcher: str | None) -> lis
     return found
 
 
+def expand_configs(
+    launchers: Sequence[str] | None,
+    backends: Sequence[str],
+    transports: Sequence[str] | None,
+    environ: Mapping[str, str],
+) -> list[RunConfig]:
+    """Return every combination; None stands for all transports, or for the default launcher of each."""
+    for backend in backends:
+        require_choice(backend, registry.names(), "backend")
+    valid = registry.transports()
+    for transport in transports or ():
+        require_choice(transport, valid, "transport")
+    found = [
+        RunConfig(backend, transport, check_launcher(launcher))
+        for backend in backends
+        for transport in transports or registry.get(backend).transports
+        for launcher in launchers or (default_launcher(environ, backend, transport)[0],)
+    ]
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True)
 class MeasurementSettings:
     """Settings shared by the jobs of a benchmark; `env` is set for every rank, `timeout_s` limits a whole job."""
@@ -65,7 +194,6 @@ class MeasurementSettings:
     threads: int = 1
     device: str = "auto"
     timeout_s: float = 1800.0
-    wait_s: float = 300.0  # for another rank
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +217,62 @@ def parse_env(assignments: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class HostFacts:
+    """Properties of this machine that decide which configurations can run, besides its launchers."""
+
+    gpus: int
+    device: str  # "auto", "cpu" or "cuda"
+    backends: Mapping[str, Availability]
+    is_in_slurm: bool
+    is_script: bool = False
+
+    @property
+    def uses_gpus(self) -> bool:
+        return self.gpus > 0 and self.device != "cpu"
+
+
+def refusal_reasons(
+    configs: Sequence[RunConfig], settings: MeasurementSettings, site: Site, facts: HostFacts
+) -> dict[RunConfig, str]:
+    """Return why configurations cannot run here, for those of which a reason is known."""
+    reasons = {config: next(_reasons(config, settings, site, facts), None) for config in configs}
+    return {config: reason for config, reason in reasons.items() if reason is not None}
+
+
+def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: HostFacts) -> Iterator[str]:
+    # Launcher-independent reasons first.
+    for launcher in (None, config.launcher):
+        options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
+        yield from (message for _, message in find_conflicts(launcher, config.backend, config.transport, **options))
+    installed = facts.backends[config.backend]
+    if not installed.available:
+        yield installed.reason
+    if facts.is_script and config.launcher == SPAWN:
+        yield "a script does not spawn its ranks: choose another launcher"
+    try:
+        program_command(config, ("-c", "pass"), settings, site)
+    except DualdistError as error:
+        yield str(error)
+    if config.launcher == "srun" and not facts.is_in_slurm:
+        yield f"this is no Slurm allocation ({SLURM_JOB} is not set): start it in one"
+    if config.transport == "nccl":
+        yield from _nccl_reasons(config, settings, facts)
+    elif registry.get(config.backend).uses_nccl_on_gpus and config.transport is not None and facts.uses_gpus:
+        yield f"on GPUs the backend {config.backend} uses nccl: add --device cpu"
+    if config.transport == "gloo" and installed.gloo is False:
+        yield "the installed Horovod was built without Gloo"
+
+
+def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: HostFacts) -> Iterator[str]:
+    if not facts.uses_gpus:
+        yield "nccl needs GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
+    elif facts.gpus < settings.ranks:
+        yield f"nccl needs a GPU per rank: torch sees {facts.gpus}, and there are {settings.ranks} ranks"
+    if registry.uses_library(config.backend, registry.HOROVOD_LIBRARY) and facts.backends[config.backend].nccl is None:
+        yield "the installed Horovod was built without NCCL: dualdist install-horovod --gpu --force"
+
+
+@dataclass(frozen=True)
 class PlannedJob:
     """A job to launch and the files in which its ranks leave their reports; `tags` say what the job measures."""
 
@@ -104,11 +288,19 @@ class PlannedJob:
         return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
 
 
-def worker_command(config: RunConfig, arguments: Sequence[str], settings: MeasurementSettings, site: Site) -> Command:
-    """Return the command that runs the worker with these arguments on every rank."""
+def worker_command(
+    config: RunConfig,
+    measurement: str,
+    options: StepOptions | TrainOptions | AllreduceOptions,
+    report: Path,
+    settings: MeasurementSettings,
+    site: Site,
+) -> Command:
+    """Return the command that runs the worker with these options on every rank."""
     spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN else ()
-    common = (f"--device={settings.device}", f"--timeout-s={settings.wait_s:g}")
-    return program_command(config, (*WORKER, *spawn, *arguments, *common), settings, site)
+    options = replace(options, device=settings.device, timeout_s=min(options.timeout_s, settings.timeout_s))
+    program = (*WORKER, *spawn, measurement, str(report), json.dumps(asdict(options)))
+    return program_command(config, program, settings, site)
 
 
 def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings, site: Site) -> Command:

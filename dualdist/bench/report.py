@@ -153,10 +153,10 @@ def error_summary(text: str) -> str:
     return find_exception(text) or next(iter([*reversed(named), *lines]), "")
 
 
-def failure_table(failures: Sequence[tuple[str, str]]) -> ReportTable:
-    """Return the table of what was not measured, from (label, reason)."""
+def failure_table(column: str, failures: Sequence[tuple[str, str]]) -> ReportTable:
+    """Return the table of what was not measured, from (name, reason); the names stand in `column`."""
     rows = tuple((label, error_summary(reason)) for label, reason in failures)
-    return ReportTable("Not measured", ("contender", "reason"), rows, text_columns=2)
+    return ReportTable("Not measured", (column, "reason"), rows, text_columns=2)
 
 
 def format_ms(seconds: float) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 
 from dualdist.bench import allreduce
 from dualdist.bench import step as bench_step
-from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig
-from dualdist.bench.options import AllreduceOptions, StepOptions
+from dualdist.bench.jobs import AllreduceOptions, MeasurementSettings, PlannedJob, RunConfig, StepOptions
 from dualdist.bench.report import ReportTable, format_ms, format_size, format_us
 from dualdist.errors import UsageError
 from dualdist.launch.job import Site

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dualdist.backends import registry
 from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, RunConfig, program_command
+from dualdist.bench.ranks import cold_start
 from dualdist.bench.report import ReportTable
-from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_difference, time_ratio
-from dualdist.errors import UsageError
+from dualdist.bench.statistics import bootstrap_median, machine_noise, time_difference, time_ratio
 from dualdist.launch.job import Site
 
-SCRIPT = Path(__file__).parent / "ranks" / "cold_start.py"
 KINDS = ("raw", "dualdist")
 RESOURCES = ("peak_bytes", "private_bytes", "sockets")  # of a rank after its second allreduce
 PHASES = ("torch", "import", "init", "first", "second")
@@ -34,18 +33,13 @@ RESOURCES_NOTE = (
 )
 
 
-def with_raw_launchers(configs: Sequence[RunConfig], *, has_launcher: bool) -> list[RunConfig]:
+def with_raw_launchers(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """Return the configurations with the launcher that the raw library needs to find its ranks."""
-    if has_launcher:
-        raise UsageError("bench startup takes no --launcher: each raw library needs a specific launcher")
-    return [RunConfig(config.backend, config.transport, _launcher(config)) for config in configs]
-
-
-def _launcher(config: RunConfig) -> str:
-    spec = registry.get(config.backend)
-    if not spec.library:
-        raise UsageError(f"backend {spec.name!r}: it has no library beneath with which bench startup could compare it")
-    return "mpirun" if registry.needs_mpi(spec.name, config.transport) else spec.launcher
+    specs = [registry.get(config.backend) for config in configs]
+    return [
+        replace(each, launcher="mpirun" if registry.needs_mpi(each.backend, each.transport) else spec.launcher)
+        for each, spec in zip(configs, specs, strict=True)
+    ]
 
 
 def plan_jobs(
@@ -62,9 +56,9 @@ def _job(
     config: RunConfig, settings: MeasurementSettings, site: Site, folder: Path, kind: str, number: int
 ) -> PlannedJob:
     own = folder / f"startup-{config.backend}-{config.transport or 'own'}-{settings.ranks}-{kind}-{number}"
-    program = (str(SCRIPT), kind, config.backend, str(settings.ranks), str(own), settings.device)
+    library = registry.get(config.backend).library if kind == "raw" else "dualdist"
+    program = (cold_start.__file__, library, str(settings.ranks), str(own), settings.device)
     reports = tuple(own / f"{rank}.json" for rank in range(settings.ranks))
-    library = registry.get(config.backend).library if kind == "raw" else f"dualdist {config.backend}"
     title = f"round {number + 1}, start-up of {library}, {settings.ranks} ranks, {config}"
     tags = {"config": config, "kind": kind, "ranks": settings.ranks, "launch": number}
     return PlannedJob(title, program_command(config, program, settings, site), reports, tags)
@@ -96,8 +90,6 @@ def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> 
         max((value for value in pair if value is not None), default=None)
         for pair in zip(*([job[0][FOREIGN] for job in jobs] for jobs in kinds.values()), strict=True)
     ]
-    loaded = [[is_loaded(value) for value in foreign]]
-    noise = machine_noise([foreign], [seconds["raw"][TOTAL]])
     return {
         "backend": config.backend,
         "transport": config.transport,
@@ -106,13 +98,13 @@ def _result(config: RunConfig, kinds: dict[str, list[list[dict[str, Any]]]]) -> 
         "ranks": len(kinds["raw"][0]),
         "rounds": len(kinds["raw"]),
         "resources": {kind: {name: _max_of_ranks(jobs, name) for name in RESOURCES} for kind, jobs in kinds.items()},
-        "noise": {**asdict(noise), "is_noisy": noise.is_noisy, "summary": str(noise)},
+        "noise": machine_noise([foreign], [seconds["raw"][TOTAL]]).to_json(),
         "parts": {
             part: {
                 **{kind: asdict(bootstrap_median([seconds[kind][part]])) for kind in KINDS},
                 **{f"min_{kind}": min(seconds[kind][part]) for kind in KINDS},
                 "overhead_s": asdict(time_difference([seconds["dualdist"][part]], [seconds["raw"][part]])),
-                "ratio_to_raw": asdict(time_ratio([seconds["dualdist"][part]], [seconds["raw"][part]], loaded)),
+                "ratio_to_raw": asdict(time_ratio([seconds["dualdist"][part]], [seconds["raw"][part]], [foreign])),
             }
             for part in parts
         },
@@ -151,8 +143,7 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
 
 
 def _name(result: dict[str, Any]) -> str:
-    over = f" over {result['transport']}" if result["transport"] else ""
-    return f"{result['backend']}{over}, {result['launcher']}"
+    return str(RunConfig(result["backend"], result["transport"], result["launcher"]))
 
 
 def _ranks_row(result: dict[str, Any]) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist, median
+from typing import Any
 
 from dualdist.utils.machine import CpuUse
 
 Rounds = Sequence[float]  # one sample per round, of one launch
+ForeignCores = Sequence[float | None]  # CPU use of other processes in each round; None if unknown
 
 RESAMPLES = 2000
 PAIRED_RESAMPLES = 4000
@@ -54,15 +56,13 @@ class TimeRatio:
     launches: int
 
 
-def time_ratio(
-    over: Sequence[Rounds], under: Sequence[Rounds], loaded: Sequence[Sequence[bool]] | None = None
-) -> TimeRatio:
+def time_ratio(over: Sequence[Rounds], under: Sequence[Rounds], foreign: Sequence[ForeignCores] = ()) -> TimeRatio:
     """Divide `over` by `under`, round by round; each argument holds one sequence per launch."""
-    loaded = loaded or [[False] * len(rounds) for rounds in over]
     launches = [[a / b for a, b in zip(*each, strict=True)] for each in zip(over, under, strict=True)]
+    foreign = foreign or [[None] * len(rounds) for rounds in over]
     quiet = [
-        [value for value, is_busy in zip(values, marks, strict=True) if not is_busy]
-        for values, marks in zip(launches, loaded, strict=True)
+        [value for value, cores in zip(values, rounds, strict=True) if not is_loaded(cores)]
+        for values, rounds in zip(launches, foreign, strict=True)
     ]
     quiet = [values for values in quiet if values]
     return TimeRatio(
@@ -71,7 +71,7 @@ def time_ratio(
         ratio_of_minima=min(min(values) for values in over) / min(min(values) for values in under),
         quiet_median=pooled_median(quiet) if quiet else None,
         rounds=sum(len(values) for values in launches),
-        loaded_rounds=sum(sum(marks) for marks in loaded),
+        loaded_rounds=sum(sum(map(is_loaded, rounds)) for rounds in foreign),
         launches=len(launches),
     )
 
@@ -183,6 +183,9 @@ class MachineNoise:
     def is_noisy(self) -> bool:
         return self.loaded_rounds > NOISY_ROUNDS * self.rounds or self.spread > NOISY_SPREAD
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "is_noisy": self.is_noisy, "summary": str(self)}
+
     def __str__(self) -> str:
         foreign = "unknown" if self.foreign_cores is None else f"{self.foreign_cores:.2f} cores"
         verdict = "NOISY: repeat on a quiet machine before relying on this" if self.is_noisy else "quiet"
@@ -192,7 +195,7 @@ class MachineNoise:
         )
 
 
-def machine_noise(foreign: Sequence[Sequence[float | None]], baseline: Sequence[Rounds]) -> MachineNoise:
+def machine_noise(foreign: Sequence[ForeignCores], baseline: Sequence[Rounds]) -> MachineNoise:
     """Summarize the foreign CPU use of every round and the spread of the baseline's samples."""
     from scipy.stats import iqr
 

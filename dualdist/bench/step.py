@@ -9,23 +9,37 @@ from statistics import median
 from typing import Any
 
 from dualdist.backends import registry
-from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, worker_command
-from dualdist.bench.options import BASELINES, CONTENDERS, MODELS, StepOptions, default_contenders, to_arguments
+from dualdist.bench.jobs import (
+    BASELINES,
+    DUALDIST,
+    METHODS,
+    MODELS,
+    MeasurementSettings,
+    PlannedJob,
+    RunConfig,
+    StepOptions,
+    worker_command,
+)
 from dualdist.bench.report import ReportTable, format_ms
-from dualdist.bench.statistics import bootstrap_median, is_loaded, machine_noise, time_ratio
+from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
 from dualdist.launch.job import Site
 
+DEFAULT_METHODS = ("none", "ddp", "ddp_view", DUALDIST, "naive")
+# Fewer, as Horovod's idle engine slows other communication in the same process.
+METHODS_ON_HOROVOD = ("none", "ddp", DUALDIST, "hvd")
 MEMORY_NOTE = "peak memory: of one process with this contender alone, minus its memory before init"
 
 
-def check_contenders(names: Sequence[str], config: RunConfig) -> None:
-    """Raise UsageError if contenders are unknown or cannot run on this backend."""
-    unknown = [name for name in names if name not in CONTENDERS]
-    if unknown or len(set(names)) < len(names) or not names:
-        raise UsageError(f"contenders {','.join(names)!r}: expected different ones of {', '.join(CONTENDERS)}")
-    if "hvd" in names and not registry.uses_library(config.backend, registry.HOROVOD_LIBRARY):
+def choose_methods(names: Sequence[str], config: RunConfig) -> tuple[str, ...]:
+    """Return the methods to time, by default those that suit the backend; raise UsageError if they cannot run on it."""
+    on_horovod = registry.uses_library(config.backend, registry.HOROVOD_LIBRARY)
+    names = names or (METHODS_ON_HOROVOD if on_horovod else DEFAULT_METHODS)
+    if not set(names) <= set(METHODS) or len(set(names)) < len(names):
+        raise UsageError(f"contenders {','.join(names)!r}: expected different ones of {', '.join(METHODS)}")
+    if "hvd" in names and not on_horovod:
         raise UsageError(f"contender 'hvd' is raw Horovod and needs --backend horovod, not {config.backend}")
+    return tuple(names)
 
 
 def plan_jobs(
@@ -42,12 +56,11 @@ def plan_jobs(
     for launch in range(launches):
         for each in options:
             for config in configs:
-                chosen = each.contenders or default_contenders(config.backend)
-                check_contenders(chosen, config)
-                yield _job("step", config, each, chosen, settings, site, folder, launch)
+                methods = choose_methods(each.contenders, config)
+                yield _job("step", config, each, methods, settings, site, folder, launch)
     for each in options if with_memory else ():
         for config in configs:
-            for name in each.contenders or default_contenders(config.backend):
+            for name in choose_methods(each.contenders, config):
                 yield _job("memory", config, each, (name,), settings, site, folder, 0)
 
 
@@ -55,22 +68,22 @@ def _job(
     kind: str,
     config: RunConfig,
     options: StepOptions,
-    contenders: tuple[str, ...],
+    methods: tuple[str, ...],
     settings: MeasurementSettings,
     site: Site,
     folder: Path,
     launch: int,
 ) -> PlannedJob:
-    key = [kind, options.model, config.backend, config.transport or "own", config.launcher, *contenders, str(launch)]
+    key = [kind, options.model, config.backend, config.transport or "own", config.launcher, *methods, str(launch)]
     file = folder / f"{'-'.join(key)}.json"
-    arguments = [kind, *to_arguments(replace(options, contenders=contenders)), f"--report={file}"]
     reports: tuple[Path, ...] = (file,)
     title = f"{kind} of {options.model}, {config}"
     if kind == "memory":
         reports = tuple(file.with_suffix(f".{rank}.json") for rank in range(settings.ranks))
-        title += f", {contenders[0]}"
-    tags = {"kind": kind, "model": options.model, "config": config, "contenders": contenders, "launch": launch}
-    return PlannedJob(title, worker_command(config, arguments, settings, site), reports, tags)
+        title += f", {methods[0]}"
+    tags = {"kind": kind, "model": options.model, "config": config, "contenders": methods, "launch": launch}
+    command = worker_command(config, kind, replace(options, contenders=methods), file, settings, site)
+    return PlannedJob(title, command, reports, tags)
 
 
 def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -94,7 +107,6 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
     names = list(reports[0]["seconds"])
     seconds = {name: [report["seconds"][name] for report in reports] for name in names}
     foreign = [report["foreign_cores"] for report in reports]
-    loaded = [[is_loaded(value) for value in rounds] for rounds in foreign]
     baselines = [name for name in BASELINES if name in names]
     noise = machine_noise(foreign, seconds[baselines[0] if baselines else names[0]])
     first = reports[0]
@@ -107,10 +119,10 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
         "steps": [report["steps"] for report in reports],
         "rounds": first["options"]["rounds"],
         "launches": len(reports),
-        "noise": {**asdict(noise), "is_noisy": noise.is_noisy, "summary": str(noise)},
+        "noise": noise.to_json(),
         "contenders": {
             name: {
-                "label": f"dualdist {first['backend']}" if name == "dualdist" else CONTENDERS[name],
+                "label": f"dualdist {first['backend']}" if name == DUALDIST else METHODS[name],
                 "seconds": asdict(bootstrap_median(seconds[name])),
                 "min_seconds": min(min(rounds) for rounds in seconds[name]),
                 "cpu_seconds": median(median(report["cpu_s"][name]) for report in reports),
@@ -118,7 +130,7 @@ def _result(model: str, reports: list[dict[str, Any]], peaks: dict[str, int | No
                 "identical_across_ranks": all(report["identical_across_ranks"][name] for report in reports),
                 "max_difference": max((report["max_difference"].get(name, 0.0) for report in reports), default=0.0),
                 "ratios": {
-                    baseline: asdict(time_ratio(seconds[name], seconds[baseline], loaded))
+                    baseline: asdict(time_ratio(seconds[name], seconds[baseline], foreign))
                     for baseline in baselines
                     if baseline != name
                 },
@@ -147,7 +159,7 @@ def tables(results: Sequence[dict[str, Any]]) -> Iterator[ReportTable]:
             (f"machine: {result['noise']['summary']}", *_warnings(result)),
         )
         yield ReportTable(
-            "Step time over that of a baseline, round by round",
+            "Step time over a baseline's, round by round",
             ("contender / baseline", "median", "95%", "min of a round", "min / min", "without loaded rounds"),
             tuple(
                 (f"{contender['label']} / {contenders[baseline]['label']}", *_ratio_cells(ratio))
@@ -191,7 +203,7 @@ def _warnings(result: dict[str, Any]) -> Iterator[str]:
     different = {each["label"]: each["max_difference"] for each in contenders.values() if each["max_difference"]}
     if different:
         listed = ", ".join(f"{label} {value:.1e}" for label, value in different.items())
-        yield f"largest difference of a parameter from {CONTENDERS[result['difference_from']]}: {listed}"
+        yield f"largest difference of a parameter from {METHODS[result['difference_from']]}: {listed}"
     if result["launches"] < 5:
         yield "memory placement shifts a launch by several percent: differences below 3% need --launches 5"
     if registry.uses_library(result["backend"], registry.HOROVOD_LIBRARY) and "ddp" in contenders:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,16 +17,26 @@ from dualdist.bench import allreduce as bench_allreduce
 from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
 from dualdist.bench import step as bench_step
-from dualdist.bench.compare.matrix import MatrixFacts, refusal_reason
-from dualdist.bench.jobs import MeasurementSettings, PlannedJob, RunConfig, parse_configs, parse_env, run_job
-from dualdist.bench.options import CONTENDERS, IMAGE_SIZE, MODELS, AllreduceOptions, StepOptions, sizes_up_to
+from dualdist.bench.jobs import (
+    IMAGE_SIZE,
+    METHODS,
+    MODELS,
+    AllreduceOptions,
+    MeasurementSettings,
+    PlannedJob,
+    RunConfig,
+    StepOptions,
+    parse_configs,
+    parse_env,
+    refusal_reasons,
+    run_job,
+)
+from dualdist.bench.ranks.cold_start import RAW_LIBRARIES
 from dualdist.bench.report import check_writable, failure_table, format_command, make_record, print_report, write_json
 from dualdist.bench.scale import LinkModel, ScaleOptions
-from dualdist.cli.compare_request import check_minimum, count_gpus
+from dualdist.cli.compare import INTERRUPTED, check_minimum, find_facts
 from dualdist.cli.help_formatter import add_help, add_list, set_completions
-from dualdist.doctor import installed_backends
 from dualdist.errors import LaunchError, UsageError
-from dualdist.launch.env_defaults import SLURM_JOB
 from dualdist.launch.execute import find_site
 from dualdist.launch.launchers import LAUNCHERS
 from dualdist.launch.processes import termination_raises
@@ -70,7 +79,6 @@ HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
 }
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
-INTERRUPTED = 130
 Done = list[tuple[PlannedJob, list[dict[str, Any]]]]
 Failed = list[tuple[PlannedJob, str]]  # with the error
 
@@ -83,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = step.add_argument
     add("--model", action="append", metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)")
     add("--full", action="store_true", help="all models, also ResNet-50 and a transformer of 126M parameters")
-    add("--contenders", metavar="A,B,...", help=f"of {', '.join(CONTENDERS)} (default: depends on the backend)")
+    add("--contenders", metavar="A,B,...", help=f"of {', '.join(METHODS)} (default: depends on the backend)")
     add("--steps", type=int, default=0, metavar="N", help="steps per sample (default: as many as fill --block-s)")
     add("--warmup", type=int, default=3, metavar="N", help="warm-up rounds of one step (default: 3)")
     add("--batch", type=int, default=0, metavar="N", help="batch size per rank (default: the model's)")
@@ -117,6 +125,7 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", add_help=False
     )
+    command.set_defaults(launcher=None, launches=1)
     add = command.add_argument
     if name == "scale":
         add("--ranks", default=RANKS, metavar="N,N,...", help=f"numbers of ranks to predict (default: {RANKS})")
@@ -126,16 +135,18 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
         add("-np", "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this host (default: 2)")
     add(
         "--backend",
-        default=None,
+        default="native" if name == "scale" else None,
         metavar="B[:T],...",
         help="one backend, optionally with its transport: horovod:mpi (default: native)"
         if name == "scale"
         else "backends to run in separate jobs, optionally with a transport: native,horovod:mpi (default: all usable)",
     )
     add("--transport", metavar="T", help="of the backends that are given without one")
-    add("--launcher", metavar="L", help=f"of {', '.join(LAUNCHERS)} (default: mpirun for MPI, else torchrun)")
+    if name != "startup":  # each raw library needs a specific launcher
+        add("--launcher", metavar="L", help=f"of {', '.join(LAUNCHERS)} (default: mpirun for MPI, else torchrun)")
     add("--rounds", type=int, default=rounds, metavar="N", help=f"samples of each contender (default: {rounds})")
-    add("--launches", type=int, default=1, metavar="N", help="how often to launch each job (default: 1)")
+    if name in ("step", "allreduce"):
+        add("--launches", type=int, default=1, metavar="N", help="how often to launch each job (default: 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU if torch sees one")
     add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS per rank (default: 1)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
@@ -169,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(record, args.json)
     if args.json != "-":
-        failures = [failure_table([(planned.title, error) for planned, error in failed])] if failed else []
+        failures = [failure_table("job", [(planned.title, error) for planned, error in failed])] if failed else []
         print_report(record, [*tables(results), *failures], sys.stdout)
     return code
 
@@ -187,7 +198,7 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
     shared = {name: getattr(args, name) for name in ("rounds", "steps", "block_s", "warmup", "batch", "image_size")}
     options = [StepOptions(name, contenders, **shared) for name in names]
     settings = _settings(args)
-    configs = _configs(args, settings, args.launcher)
+    configs = _configs(args, settings)
     jobs = bench_step.plan_jobs(
         configs, options, settings, find_site(), folder, launches=args.launches, with_memory=not args.no_memory
     )
@@ -197,34 +208,29 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
 def _allreduce(args: argparse.Namespace, folder: Path) -> Benchmark:
     options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
     settings = _settings(args)
-    configs = _configs(args, settings, args.launcher)
+    configs = _configs(args, settings, needs_raw=True)
     jobs = bench_allreduce.plan_jobs(configs, options, settings, find_site(), folder, launches=args.launches)
     return list(jobs), bench_allreduce.summarize, bench_allreduce.tables
 
 
 def _startup(args: argparse.Namespace, folder: Path) -> Benchmark:
-    if args.launches != 1:
-        raise UsageError("bench startup launches every job in each of its --rounds: it takes no --launches")
     settings = [_settings(args, ranks=ranks) for ranks in _parse_ranks(args.ranks)]
-    configs = _configs(args, settings[-1], None)
-    configs = bench_startup.with_raw_launchers(configs, has_launcher=args.launcher is not None)
+    configs = bench_startup.with_raw_launchers(_configs(args, settings[-1], needs_raw=True))
     jobs = bench_startup.plan_jobs(configs, settings, find_site(), folder, rounds=args.rounds)
     return list(jobs), bench_startup.summarize, bench_startup.tables
 
 
 def _scale(args: argparse.Namespace, folder: Path) -> Benchmark:
-    if args.launches != 1:
-        raise UsageError("bench scale takes no --launches: use --rounds")
     require_choice(args.model, MODELS, "model")
     if args.compute_ms is not None and not 0 < args.compute_ms < math.inf:
         raise UsageError(f"--compute-ms {args.compute_ms:g}: expected a time above 0")
     compute_s = None if args.compute_ms is None else args.compute_ms / 1e3
     ranks = _parse_ranks(args.ranks)
     options = ScaleOptions(ranks, args.measure_up_to, args.model, _link(args), compute_s, args.bytes)
-    configs = parse_configs(args.backend or "native", args.transport, args.launcher)
+    sweep, settings = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _settings(args, ranks=1)
+    configs = _configs(args, settings, needs_raw=True)
     if len(configs) != 1:
         raise UsageError(f"backends {args.backend!r}: bench scale fits one backend at a time")
-    sweep, settings = AllreduceOptions(_sizes(args), args.rounds, args.block_s), _settings(args, ranks=1)
     if len(sweep.sizes) < 2:
         raise UsageError("bench scale needs two sizes or more to separate latency from bandwidth")
     jobs = bench_scale.plan_jobs(configs[0], options, sweep, settings, find_site(), folder)
@@ -249,7 +255,7 @@ def _link(args: argparse.Namespace) -> LinkModel | None:
 
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     if args.sizes is None:
-        return sizes_up_to(args.max_bytes)
+        return bench_allreduce.sizes_up_to(args.max_bytes)
     try:
         return tuple(sorted({_size(word) for word in args.sizes.split(",")}))
     except argparse.ArgumentTypeError as error:
@@ -266,23 +272,31 @@ BUILDERS: dict[str, Callable[[argparse.Namespace, Path], Benchmark]] = {
 
 def _settings(args: argparse.Namespace, ranks: int | None = None) -> MeasurementSettings:
     ranks = args.ranks if ranks is None else ranks
-    wait_s = min(300.0, args.timeout)
-    return MeasurementSettings(ranks, args.threads, args.device, args.timeout, wait_s, parse_env(args.env))
+    return MeasurementSettings(ranks, args.threads, args.device, args.timeout, parse_env(args.env))
 
 
-def _configs(args: argparse.Namespace, settings: MeasurementSettings, launcher: str | None) -> list[RunConfig]:
-    """Return the configurations of --backend, by default all that can run here."""
+def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_raw: bool = False) -> list[RunConfig]:
+    """Return the configurations of --backend, by default all that can run here.
+
+    Benchmarks of the raw libraries too are for the backends over those that cold_start.py describes.
+    """
+    configs = parse_configs(args.backend or ",".join(registry.names()), args.transport, args.launcher)
+    without_raw = [each for each in configs if needs_raw and registry.get(each.backend).library not in RAW_LIBRARIES]
     if args.backend is not None:
-        return parse_configs(args.backend, args.transport, launcher)
-    site, configs = find_site(), parse_configs(",".join(registry.names()), args.transport, launcher)
-    gpus = 0 if args.device == "cpu" else count_gpus(site)
-    facts = MatrixFacts(gpus, args.device, installed_backends(), is_in_slurm=SLURM_JOB in os.environ)
-    reasons = {config: refusal_reason(config, settings, site, facts) for config in configs}
-    # The baseline of the backend mpi, raw mpi4py, is measured on CPU tensors only.
-    needs_mpi = [config for config in configs if gpus and registry.get(config.backend).needs_mpi]
-    usable = [config for config in configs if reasons[config] is None and config not in needs_mpi]
+        for each in without_raw:
+            raise UsageError(
+                f"backend {each.backend!r}: bench {args.benchmark} compares a backend with the raw library beneath it, "
+                f"one of {', '.join(RAW_LIBRARIES)}; for this one use bench step"
+            )
+        return configs
+    site = find_site()
+    facts = find_facts(args, site)
+    reasons = refusal_reasons(configs, settings, site, facts)
+    # Raw mpi4py is measured on CPU tensors only.
+    on_gpu = [each for each in configs if facts.gpus and registry.get(each.backend).needs_mpi]
+    usable = [each for each in configs if each not in (*reasons, *on_gpu, *without_raw)]
     if not usable:
-        raise UsageError(f"no backend can run here: {'; '.join(filter(None, reasons.values()))}")
+        raise UsageError(f"no backend can run here: {'; '.join(reasons.values())}")
     return usable
 
 

@@ -1,42 +1,63 @@
-"""`dualdist compare`: its options, its launches, and the report of which contender is the fastest."""
+"""`dualdist compare`: its options, the contenders and settings that follow from them, the launches, and the report."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dualdist
 from dualdist.backends import registry
-from dualdist.bench.compare.matrix import BASELINES, DEFAULT_BASELINES
-from dualdist.bench.options import IMAGE_SIZE, MODELS
-from dualdist.bench.report import error_summary, format_command, make_record, print_report, write_json
-from dualdist.cli.compare_request import (
-    check_arguments,
-    describe_conditions,
-    describe_settings,
-    make_settings,
-    make_work,
-    parse_budget,
-    select_cells,
+from dualdist.bench.jobs import (
+    BASELINES,
+    DEFAULT_BASELINES,
+    DUALDIST,
+    IMAGE_SIZE,
+    MODELS,
+    HostFacts,
+    MeasurementSettings,
+    TrainOptions,
+    expand_configs,
+    parse_env,
+    refusal_reasons,
+)
+from dualdist.bench.report import (
+    check_writable,
+    error_summary,
+    format_command,
+    make_record,
+    print_report,
+    write_json,
 )
 from dualdist.cli.help_formatter import set_completions
-from dualdist.errors import UsageError
+from dualdist.doctor import installed_backends
+from dualdist.errors import LaunchError, UsageError
+from dualdist.launch.control_channel import CONTROL_VARIABLE
+from dualdist.launch.env_defaults import FORWARDED_PREFIXES, SLURM_JOB, THREADS, threads_per_rank
 from dualdist.launch.execute import find_site
+from dualdist.launch.job import BACKEND_VARIABLE, TRANSPORT_VARIABLE, Site
 from dualdist.launch.launchers import LAUNCHERS
-from dualdist.launch.processes import termination_raises
+from dualdist.launch.processes import JOB_MARK, termination_raises
+from dualdist.rendezvous import backend_selection
+from dualdist.utils.machine import machine, usable_cores, versions
+from dualdist.utils.package_probe import probe_torch
+from dualdist.utils.preemption_protocol import NOTICE
+from dualdist.utils.redaction import redact_command
+from dualdist.utils.suggest import require_choice
 
 if TYPE_CHECKING:
     from dualdist.bench.compare.launches import Launch
     from dualdist.bench.compare.metrics import ComparisonResult
-    from dualdist.bench.compare.runner import LaunchSchedule
+    from dualdist.bench.compare.runner import Contender, LaunchSchedule, RefusedContender, UserScript
 
 ROUNDS, BUDGET = 9, "15m"
 WARMUP = 3
@@ -60,6 +81,11 @@ COMMON = {
 }
 INTERRUPTED = 130
 EXCLUDED: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, for the equivalence check only
+SCRIPT_STEPS = 30
+SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20)
+# Variables inherited by the ranks that change communication or computation.
+INHERITED = (*FORWARDED_PREFIXES, "OMPI_MCA_", "OPAL_", "PMIX_MCA_", "PRTE_MCA_", "MPICH_", "I_MPI_", "CUDA_")
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 REQUIRED, REQUIRED_FOR_OUTPUT = ("pydantic", "rich", "scipy"), ("jinja2", "matplotlib")
 
 
@@ -74,21 +100,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help=f"start no round that would exceed it, as 120s, 10m (default: {BUDGET})",
     )
-    add("--rounds", type=int, default=ROUNDS, metavar="N", help=f"launches of each cell, at most (default: {ROUNDS})")
-    cells = parser.add_argument_group("contenders: every combination").add_argument
-    cells("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
-    cells("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
-    cells("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
-    cells(
+    add(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        metavar="N",
+        help=f"launches of each, at most (default: {ROUNDS})",
+    )
+    which = parser.add_argument_group("contenders: every combination, and baselines").add_argument
+    which("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
+    which("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
+    which("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
+    which(
         "--baselines",
         metavar="A,B",
         help=f"of {', '.join(BASELINES)}, or '' for none (default: {','.join(DEFAULT_BASELINES)})",
     )
-    cells(
+    which(
         "--self-check",
         type=float,
         metavar="PERCENT",
-        help="also run the first contender again, and slowed by so much: does this machine show the difference?",
+        help="also run the first candidate again, and slowed by so much: does this machine show the difference?",
     )
     work = parser.add_argument_group("training").add_argument
     work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
@@ -114,7 +146,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the contenders in turn and report the fastest; return 1 if there is no valid comparison."""
+    """Launch the contenders in turn and report the fastest candidate; return 1 if there is no valid comparison."""
     check_arguments(args)
     for name in (*REQUIRED, *(REQUIRED_FOR_OUTPUT if args.output is not None else ())):
         if find_spec(name) is None:
@@ -123,37 +155,42 @@ def run(args: argparse.Namespace) -> int:
     from dualdist.bench.compare.runner import Comparison, LaunchSchedule
 
     site, settings = find_site(), make_settings(args)
-    cells, refused = select_cells(args, site, settings)
+    contenders, refused = select_contenders(args, site, settings)
     with _output_folder(args) as folder:
         comparison = Comparison(make_work(args), settings, site, folder)
-        done, budget_s = comparison.load_launches(cells), parse_budget(args.budget)
-        schedule = LaunchSchedule(cells, comparison.launch, done, rounds=args.rounds, budget_s=budget_s, seed=args.seed)
+        done, budget_s = comparison.load_launches(contenders), parse_budget(args.budget)
+        limits: Any = {"rounds": args.rounds, "budget_s": budget_s}
+        schedule = LaunchSchedule(contenders, comparison.launch, done, **limits, seed=args.seed)
         if args.dry_run:
             for each in refused:
-                print(f"dualdist compare: not {each.cell.label}: {error_summary(each.reason)}", file=sys.stderr)
+                print(f"dualdist compare: not {each.contender.label}: {error_summary(each.reason)}", file=sys.stderr)
             for number in range(args.rounds):
-                for cell in schedule.remaining_in(number):
-                    print(comparison.plan_job(cell, number).command_line)
+                for contender in schedule.remaining_in(number):
+                    print(comparison.plan_job(contender, number).command_line)
             return 0
-        labels = {cell.key: cell.label for cell in cells}
+        labels = {contender.key: contender.label for contender in contenders}
         launches, code = _launch_all(schedule, labels, done)
-        result = summarize(cells, refused, launches, schedule.ended)
+        result = summarize(contenders, refused, launches, schedule.ended)
         status = _report(args, result, launches, labels, folder)
         return code or status
 
 
 def _launch_all(schedule: LaunchSchedule, labels: dict[str, str], done: list[Launch]) -> tuple[list[Launch], int]:
     """Return all launches, also after an interrupt, and the exit status."""
-    from dualdist.bench.compare.runner import show_progress
+    from dualdist.bench.compare.runner import print_progress
 
     launches, label = list(done), "resumed" if done else "started"
+
+    def show() -> None:
+        print_progress(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
+
     try:
-        with termination_raises(), show_progress() as show:
-            show(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
+        with termination_raises():
+            show()
             for launch in schedule:
                 launches.append(launch)
-                label = f"round {launch.round + 1}, {labels[launch.cell]}{' FAILED' if launch.error else ''}"
-                show(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
+                label = f"round {launch.round + 1}, {labels[launch.contender]}{' FAILED' if launch.error else ''}"
+                show()
     except KeyboardInterrupt:
         return launches, INTERRUPTED
     except SystemExit as end:
@@ -193,14 +230,14 @@ def _report(
 
 
 def _save_choices(result: ComparisonResult, launches: list[Launch], timestamp: str) -> None:
-    """Save the fastest contenders to the user's configuration, and print them to standard error."""
-    from dualdist.bench.compare.launches import group_by_cell
+    """Save the fastest candidates to the user's configuration, and print them to standard error."""
+    from dualdist.bench.compare.launches import group_by_contender
     from dualdist.bench.compare.verdict import choices_to_save
     from dualdist.rendezvous import backend_selection
 
-    by_key, path = group_by_cell(launches), backend_selection.choices_path(os.environ)
-    contenders = {cell.label: by_key[cell.key] for cell in result.cells if cell.is_contender}
-    found = list(choices_to_save(contenders, timestamp))
+    by_key, path = group_by_contender(launches), backend_selection.choices_path(os.environ)
+    candidates = {each.label: by_key[each.key] for each in result.contenders if each.is_candidate}
+    found = list(choices_to_save(candidates, timestamp))
     choices = [each for each in found if isinstance(each, backend_selection.SavedChoice)]
     if choices:
         backend_selection.save_choices(path, choices)
@@ -231,3 +268,179 @@ def _output_folder(args: argparse.Namespace) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder / RUNNING, ignore_errors=True)
+
+
+def select_contenders(
+    args: argparse.Namespace, site: Site, settings: MeasurementSettings
+) -> tuple[list[Contender], list[RefusedContender]]:
+    """Return the contenders to run and those that cannot run here; raise UsageError if no candidate can."""
+    from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
+
+    facts = find_facts(args, site, is_script=args.script is not None)
+    if args.device == "cuda" and not facts.gpus:
+        raise UsageError("--device cuda, but torch sees no GPU here")
+    backends = _split(args.backends) or registry.names()
+    configs = expand_configs(_split(args.launchers), backends, _split(args.transports), os.environ)
+    reasons = refusal_reasons(configs, settings, site, facts)
+    refused = [RefusedContender(Contender(DUALDIST, config), reason) for config, reason in reasons.items()]
+    contenders = [Contender(DUALDIST, config) for config in configs if config not in reasons]
+    if not contenders:
+        lines = [f"{each.contender.label}: {error_summary(each.reason)}" for each in refused]
+        raise UsageError("\n  ".join(["no candidate can run here:", *lines]))
+    names = list(dict.fromkeys(DEFAULT_BASELINES if args.baselines is None else _split(args.baselines) or []))
+    for name in names:
+        require_choice(name, BASELINES, "baseline")
+    if args.script is not None:
+        if args.baselines is not None and set(names) - {"one"}:
+            raise UsageError(f"--baselines {args.baselines}: with a script only `one` can run, a single rank")
+        names = [name for name in names if name == "one"]
+    baselines = list(baseline_contenders(names, contenders, uses_gpus=facts.uses_gpus))
+    if args.self_check is not None:
+        first = contenders[0].config
+        slowdown = 1 + args.self_check / 100
+        contenders += [Contender(DUALDIST, first, copy=1), Contender(DUALDIST, first, slowdown, copy=2)]
+    contenders += [each for each in baselines if isinstance(each, Contender)]
+    refused += [each for each in baselines if isinstance(each, RefusedContender)]
+    return contenders, refused
+
+
+def find_facts(args: argparse.Namespace, site: Site, *, is_script: bool = False) -> HostFacts:
+    """Return the properties of this machine that decide which configurations can run."""
+    gpus = 0 if args.device == "cpu" else _count_gpus(site)
+    return HostFacts(gpus, args.device, installed_backends(), SLURM_JOB in os.environ, is_script)
+
+
+def _count_gpus(site: Site) -> int:
+    """Return how many GPUs torch sees, from a separate process: torch is slow to import, and may be broken."""
+    if versions().get("torch", "").endswith("+cpu"):
+        return 0
+    probe = probe_torch(os.environ)
+    if isinstance(probe, str):
+        raise LaunchError(f"torch cannot be imported by {site.python}: {probe}")
+    return probe.gpus
+
+
+def _split(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def make_work(args: argparse.Namespace) -> TrainOptions | UserScript:
+    """Return the model to train, or the user's script."""
+    settings = describe_settings(args)
+    if args.script is not None:
+        from dualdist.bench.compare.runner import UserScript
+        from dualdist.cli.run import program_words
+
+        argv = program_words([args.script, *args.arguments], is_module=False, as_horovod=args.as_horovod)
+        return UserScript(argv, args.warmup, settings["steps"])
+    names = ("model", "batch", "warmup", "steps", "image_size", "seed")
+    return TrainOptions(method=DUALDIST, sizes=SIZES, **{name: settings[name] for name in names})
+
+
+def parse_budget(text: str) -> float:
+    """Return the seconds of 120s, 2m, 1h or 90."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        found = float(number) * UNITS[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UsageError(f"--budget {text}: expected a time above 0, as 120s, 10m or 1h")
+    return found
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise UsageError for invalid arguments, before anything is launched."""
+    check_writable("--json", args.json, args.output)
+    check_writable("--csv", args.csv, args.output)
+    if args.save_choice:
+        backend_selection.load_choices(backend_selection.choices_path(os.environ))
+    parse_budget(args.budget)
+    require_choice(args.model, MODELS, "model")
+    check_minimum(args, {"rounds": 1, "batch": 0, "steps": 0, "warmup": 1, "image_size": 32, "ranks": 2})
+    if args.batch % args.ranks:
+        raise UsageError(f"--batch {args.batch}: expected a multiple of the {args.ranks} ranks")
+    if args.self_check is not None and not 0 < args.self_check <= 100:
+        raise UsageError(f"--self-check {args.self_check:g}: expected a percentage above 0, up to 100")
+    if args.script is None and (args.arguments or args.as_horovod):
+        raise UsageError("arguments after -- and --as-horovod are for a --script")
+    if args.script is not None and (args.batch or args.self_check is not None):
+        raise UsageError("--batch and --self-check are for models: a script chooses its batch and runs unmodified")
+
+
+def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
+    """Raise UsageError if an option is below its minimum."""
+    for option, minimum in minima.items():
+        if getattr(args, option) < minimum:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {minimum} or more")
+
+
+def make_settings(args: argparse.Namespace) -> MeasurementSettings:
+    """Return the settings of all launches."""
+    return MeasurementSettings(args.ranks, _threads(args), args.device, args.timeout, parse_env(args.env))
+
+
+def _threads(args: argparse.Namespace) -> int:
+    """Return --threads, else the number that `dualdist run` gives a rank here, for which a saved choice is valid."""
+    if args.threads is not None:
+        return int(args.threads)
+    own = os.environ.get(THREADS, "").partition(",")[0].strip()  # the first number is that of the outermost level
+    return int(own) if own.isdecimal() and int(own) else threads_per_rank(usable_cores(), args.ranks)
+
+
+def describe_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings with defaults filled in and secrets hidden."""
+    names = ["ranks", "device", "seed", "rounds", "budget", "warmup"]
+    found = {name: getattr(args, name) for name in names}
+    found |= {"threads": _threads(args), "env": redact_command(args.env)}
+    if args.script is not None:
+        arguments = redact_command(args.arguments)
+        return {**found, "script": args.script, "arguments": arguments, "steps": args.steps or SCRIPT_STEPS}
+    model = MODELS[args.model]
+    found |= {"model": args.model, "image_size": args.image_size}
+    return {**found, "batch": args.batch or model.batch * args.ranks, "steps": args.steps or model.steps}
+
+
+def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what must be equal in all launches of a comparison, also after it is resumed."""
+    conditions = describe_settings(args)
+    del conditions["rounds"], conditions["budget"]
+    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, *make_settings(args).variables()}
+    names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
+    conditions |= {
+        "env": _redact_with_hash(args.env),
+        "inherited": _redact_with_hash([f"{name}={os.environ[name]}" for name in names]),
+        "as_horovod": args.as_horovod,
+        "self_check": args.self_check,
+        "dualdist": _package_digest(),
+    }
+    if args.script is not None:
+        conditions |= {
+            "arguments": _redact_with_hash(args.arguments),
+            "script": str(Path(args.script).resolve()),
+            "script_sha256": _script_digest(args.script),
+        }
+    return {**conditions, "machine": asdict(machine()), "versions": versions()}
+
+
+def _redact_with_hash(words: Sequence[str]) -> list[str]:
+    """Hide the values of secrets, with a hash that shows if they changed."""
+    return [
+        shown if shown == word else f"{shown} (SHA-256 {hashlib.sha256(word.encode()).hexdigest()[:16]})"
+        for word, shown in zip(words, redact_command(words), strict=True)
+    ]
+
+
+def _script_digest(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"--script {name}: cannot be read ({error.strerror})") from error
+
+
+def _package_digest() -> str:
+    """Return a digest of all Python files of dualdist, whose version stays the same during development."""
+    found, folder = hashlib.sha256(), Path(dualdist.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()

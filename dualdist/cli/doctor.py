@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
-from dualdist.bench.compare.matrix import MatrixFacts, expand_configs, split_runnable
-from dualdist.bench.jobs import MeasurementSettings, RunConfig
+from dualdist.bench.jobs import HostFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli.help_formatter import set_completions
 from dualdist.doctor.checks import Level
 from dualdist.doctor.diagnosis import (
@@ -249,13 +248,15 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
     from dualdist.launch.processes import termination_raises
 
     site, ranks = find_site(), args.ranks or DEFAULT_RANKS
-    facts = MatrixFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
-    cells, refused = split_runnable(_configs(args), MeasurementSettings(ranks), site, facts)
+    facts = HostFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
+    configs = _configs(args)
+    refused = refusal_reasons(configs, MeasurementSettings(ranks), site, facts)
+    usable = [config for config in configs if config not in refused]
     with termination_raises():
-        results = smoke_test.run_cells(cells, ranks, site, _log)
+        results = smoke_test.run_cells(usable, ranks, site, _log)
     report = {
         "tested": [asdict(result) for result in results],
-        "skipped": [{**asdict(each.cell.config), "reason": each.reason} for each in refused],
+        "skipped": [{**asdict(config), "reason": reason} for config, reason in refused.items()],
     }
     return diagnosis.with_findings(smoke_test.find(results)), report
 

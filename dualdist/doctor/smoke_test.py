@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualdist.bench.compare.matrix import Cell
-from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, program_command
+from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, RunConfig, program_command
 from dualdist.doctor.checks import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.execute import run_command
@@ -68,13 +67,13 @@ class SmokeTestResult:
     problem: str = ""
 
 
-def run_cells(cells: Sequence[Cell], ranks: int, site: Site, log: Callable[[str], None]) -> list[SmokeTestResult]:
+def run_cells(cells: Sequence[RunConfig], ranks: int, site: Site, log: Callable[[str], None]) -> list[SmokeTestResult]:
     """Run the cells one after another."""
     results = []
     for number, cell in enumerate(cells, 1):
         with tempfile.TemporaryDirectory(prefix="dualdist-doctor-", ignore_cleanup_errors=True) as folder:
             result = _run_cell(cell, ranks, site, Path(folder))
-        log(f"[{number}/{len(cells)}] {cell.label}: {'failed' if result.problem else 'works'}, {result.seconds:.1f} s")
+        log(f"[{number}/{len(cells)}] {cell}: {'failed' if result.problem else 'works'}, {result.seconds:.1f} s")
         results.append(result)
     return results
 
@@ -98,11 +97,11 @@ def summarize_failure(output: str) -> str:
     return (exceptions or lines or [""])[-1]
 
 
-def _run_cell(cell: Cell, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
-    config, start = cell.config, time.monotonic()
+def _run_cell(config: RunConfig, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
+    start = time.monotonic()
     program = (*PROGRAM, *((SPAWN_OPTION, str(ranks)) if config.launcher == SPAWN else ()))
     command = program_command(config, (*program, str(folder), f"{INIT_TIMEOUT_S:g}"), MeasurementSettings(ranks), site)
-    job = PlannedJob(cell.label, command, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
+    job = PlannedJob(str(config), command, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
     try:
         result = run_command(command, timeout_s=JOB_TIMEOUT_S, what=job.title)
         if result.code:

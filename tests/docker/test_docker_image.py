@@ -70,7 +70,7 @@ def test_compare_says_who_trained_what(image: Image, work: Path) -> None:
     told = json.loads((work / "report" / "comparison.json").read_text())["results"]
     assert told["verdict"]["kind"] == "too few", str(outcome)
     assert (told["equivalence"]["launches"], told["equivalence"]["mismatches"]) == (3, {})
-    assert {cell["label"] for cell in told["cells"]} == {
+    assert {contender["label"] for contender in told["contenders"]} == {
         "native over shm (torchrun)",
         "native over gloo (torchrun)",
         "horovod over gloo (torchrun)",

@@ -72,7 +72,7 @@ class Compared:
         self.outcome, self.folder = outcome, folder
         self.kept: dict[str, Any] = json.loads((folder / "kept.json").read_text())
         self.result: dict[str, Any] = self.kept["results"]
-        self.cells = {cell["label"]: cell for cell in self.result["cells"]}
+        self.contenders = {contender["label"]: contender for contender in self.result["contenders"]}
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ DDP, RAW = "DDP over gloo (torchrun)", "raw Horovod over gloo (torchrun)"
 
 
 def test_contenders_and_baselines_are_launched_and_the_others_listed_with_the_reason(compared: Compared) -> None:
-    assert set(compared.cells) == {OWN, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
+    assert set(compared.contenders) == {OWN, AGAIN, SLOWED, DDP, RAW, "no communication", "one rank"}
     (refused,) = compared.result["refused"]
-    assert refused["cell"]["config"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
+    assert refused["contender"]["config"] == {"backend": "horovod", "transport": "nccl", "launcher": "torchrun"}
     assert "nccl needs GPU tensors" in refused["reason"]
     assert compared.result["ended"] == "complete"
 
@@ -104,7 +104,7 @@ def test_contenders_and_baselines_are_launched_and_the_others_listed_with_the_re
 def test_all_trained_the_same_model_bit_identically(compared: Compared) -> None:
     same = compared.result["equivalence"]
     assert (same["criterion"], same["mismatches"], same["steps"], same["launches"]) == ("bit-identical", {}, 10, 5)
-    training = [job for job in compared.kept["jobs"] if job["cell"].split("-")[0] not in ("none", "one")]
+    training = [job for job in compared.kept["jobs"] if job["contender"].split("-")[0] not in ("none", "one")]
     assert len({rank["digest"] for job in training for rank in job["ranks"]}) == 1
     assert len({tuple(rank["losses"]) for job in training for rank in job["ranks"] if rank["rank"] == 0}) == 1
     losses = training[0]["ranks"][0]["losses"]
@@ -112,41 +112,41 @@ def test_all_trained_the_same_model_bit_identically(compared: Compared) -> None:
 
 
 def test_every_metric_is_measured(compared: Compared) -> None:
-    for label, cell in compared.cells.items():
+    for label, contender in compared.contenders.items():
         ranks = 1 if label == "one rank" else 2
-        assert cell["launches"] == 1
-        assert cell["samples_per_s"]["value"] == pytest.approx(4 * ranks / cell["step_s"]["value"])
-        assert len(cell["samples_per_s_by_rank"]) == ranks
-        assert 0 < cell["init_s"] < cell["startup_s"] < 60
-        assert 100 << 20 < cell["peak_bytes"] < 2 << 30
-        assert cell["device_peak_bytes"] is None
-        assert cell["cpu_s"] > 0
-        assert (cell["scaling_efficiency"] is None) == (label == "one rank")
-        assert (cell["exposed_s"] is None) == (label in ("one rank", "no communication"))
-    own = compared.cells[OWN]
+        assert contender["launches"] == 1
+        assert contender["samples_per_s"]["value"] == pytest.approx(4 * ranks / contender["step_s"]["value"])
+        assert len(contender["samples_per_s_by_rank"]) == ranks
+        assert 0 < contender["init_s"] < contender["startup_s"] < 60
+        assert 100 << 20 < contender["peak_bytes"] < 2 << 30
+        assert contender["device_peak_bytes"] is None
+        assert contender["cpu_s"] > 0
+        assert (contender["scaling_efficiency"] is None) == (label == "one rank")
+        assert (contender["exposed_s"] is None) == (label in ("one rank", "no communication"))
+    own = compared.contenders[OWN]
     assert [point["nbytes"] for point in own["bandwidth"]] == [8, 4096, 65536, 1 << 20, 8 << 20]
     assert 0 < own["latency_s"] < 0.1
     assert own["bus_gb_s"] > 0
     # Two ranks over Gloo send each other every gradient once, 416,000 floats, of which the last ones may not have been
     # confirmed yet; without communication nothing travels.
     for label in (OWN, AGAIN, SLOWED, DDP, RAW):
-        assert 0.95 * 4 * 416000 < compared.cells[label]["tcp_bytes"] < 1.1 * 4 * 416000
-    assert compared.cells["no communication"]["tcp_bytes"] < 1000
+        assert 0.95 * 4 * 416000 < compared.contenders[label]["tcp_bytes"] < 1.1 * 4 * 416000
+    assert compared.contenders["no communication"]["tcp_bytes"] < 1000
 
 
 def test_a_self_check_launches_a_copy_and_a_slowed_contender(compared: Compared) -> None:
     assert compared.result["verdict"] == {
         "kind": "alone",
-        "sentence": f"{OWN} is the only contender that ran here",
+        "sentence": f"{OWN} is the only candidate that ran here",
         "winner": OWN,
         "runner_up": None,
         "ratio": None,
     }
     assert compared.result["pairwise"] == {}
-    own, slowed = compared.cells[OWN], compared.cells[SLOWED]
+    own, slowed = compared.contenders[OWN], compared.contenders[SLOWED]
     # Its steps take twice as long, and it works all the while; a loaded machine may hide one of the two.
     assert slowed["step_s"]["value"] > 1.3 * own["step_s"]["value"] or slowed["cpu_s"] > 1.2 * own["cpu_s"]
-    assert f"{OWN} is its only contender" in compared.outcome.stderr
+    assert f"{OWN} is its only candidate" in compared.outcome.stderr
     assert not (compared.folder / "config" / "dualdist").exists()
 
 
@@ -175,7 +175,7 @@ def test_the_page_needs_no_other_file(compared: Compared) -> None:
     assert len(links) == 5  # four pictures, and the data
     assert all(link.startswith("data:") for link in links)
     assert compared.result["verdict"]["sentence"] in page
-    for label in (*compared.cells, "nccl needs GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
+    for label in (*compared.contenders, "nccl needs GPU tensors", compared.kept["machine"]["processor"], "torch 2"):
         assert label in page
     assert all(shlex.split(job["command"])[-1] in page for job in compared.kept["jobs"])
     for name in ("steps", "bandwidth", "scaling", "losses"):
@@ -188,7 +188,7 @@ def test_csv_has_one_line_per_launch(compared: Compared) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 7
     for row in rows:
-        assert float(row["samples_per_s"]) == pytest.approx(compared.cells[row["label"]]["samples_per_s"]["value"])
+        assert float(row["samples_per_s"]) == pytest.approx(compared.contenders[row["label"]]["samples_per_s"]["value"])
         assert row["error"] == ""
 
 
@@ -236,7 +236,7 @@ def test_a_script_is_timed_and_ended_after_its_steps(launch: Launch, script: Pat
         for rank in job["ranks"]:
             assert len(rank["ends"]) == len(rank["losses"]) == 15
             assert rank["losses"][0] > 0
-    assert {cell["samples_per_s"] for cell in kept["results"]["cells"]} == {None}  # its batch is unknown
+    assert {contender["samples_per_s"] for contender in kept["results"]["contenders"]} == {None}  # its batch is unknown
 
 
 def test_scripts_that_train_different_models_are_not_comparable(launch: Launch, script: Path, openmpi: OpenMPI) -> None:
@@ -320,7 +320,7 @@ def test_dry_run_prints_every_launch_in_order_and_runs_nothing(launch: Launch) -
     lines = [shlex.split(line) for line in outcome.stdout.splitlines()]
     assert len(lines) == 9
     assert all(line[0] == "env" and "dualdist.bench.ranks.worker" in line for line in lines)
-    assert all(f"--folder={launch.directory}/out/running/" in " ".join(line) for line in lines)
+    assert all(f"{launch.directory}/out/running/" in " ".join(line) for line in lines)
     assert outcome.stderr.startswith("dualdist compare: not native over gloo (python): plain python starts one rank")
     assert not (launch.directory / "out").exists()
 

@@ -46,12 +46,12 @@ def rank(number: int, step_s: float, **changes: object) -> RankRecord:
     return RankRecord.model_validate(found | changes)
 
 
-def launch(cell: str, number: int, step_s: float, **changes: object) -> Launch:
+def launch(contender: str, number: int, step_s: float, **changes: object) -> Launch:
     """A launch of two ranks in the given round."""
     ranks = [rank(0, step_s, **changes), rank(1, step_s / 2, **changes)]
-    return Launch(cell=cell, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks)
+    return Launch(contender=contender, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks)
 
 
-def launches(cell: str, steps_s: Sequence[float]) -> list[Launch]:
+def launches(contender: str, steps_s: Sequence[float]) -> list[Launch]:
     """One launch per round."""
-    return [launch(cell, number, step_s) for number, step_s in enumerate(steps_s)]
+    return [launch(contender, number, step_s) for number, step_s in enumerate(steps_s)]

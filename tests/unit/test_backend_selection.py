@@ -122,7 +122,7 @@ def test_every_launcher_that_started_several_has_its_fastest_saved() -> None:
     assert (torchrun.conditions, torchrun.backend, torchrun.transport) == (HERE, "native", "shm")
     assert torchrun.why == "1.50x faster than b"
     assert (mpirun.conditions.launcher, mpirun.conditions.mpi, mpirun.backend) == ("mpirun", True, "mpi")
-    assert "e is its only contender" in str(srun)
+    assert "e is its only candidate" in str(srun)
 
 
 @pytest.mark.smoke("abc-6", "ab-6")
@@ -145,7 +145,7 @@ def test_no_difference_saves_nothing() -> None:
     assert isinstance(next(choices_to_save(few, "today")), str)
 
 
-def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None:
+def test_more_candidates_need_more_runs_and_the_sentence_says_how_many() -> None:
     assert [min_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
 
     def told(names: str, runs: int) -> SavedChoice | str:
@@ -154,9 +154,9 @@ def test_more_contenders_need_more_runs_and_the_sentence_says_how_many() -> None
         )
         return found
 
-    assert str(told("abc", 6)).endswith(": 3 contenders need 7 launches of each")
+    assert str(told("abc", 6)).endswith(": 3 candidates need 7 launches of each")
     assert isinstance(told("abc", 7), SavedChoice)
-    assert str(told("abcd", 7)).endswith(": 4 contenders need 8 launches of each")
+    assert str(told("abcd", 7)).endswith(": 4 candidates need 8 launches of each")
 
 
 def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:

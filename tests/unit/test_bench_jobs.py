@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import json
 import math
 import sys
 from collections import Counter
@@ -18,15 +19,18 @@ import torch
 from dualdist.bench import scale, startup
 from dualdist.bench.jobs import (
     FOREIGN,
+    METHODS,
+    MODELS,
+    AllreduceOptions,
     MeasurementSettings,
     PlannedJob,
     RunConfig,
+    StepOptions,
     parse_configs,
+    program_command,
     run_job,
     worker_command,
 )
-from dualdist.bench.options import CONTENDERS, MODELS, StepOptions
-from dualdist.bench.ranks.contenders import step_case
 from dualdist.bench.ranks.measurements import (
     RankTimings,
     Sync,
@@ -36,6 +40,7 @@ from dualdist.bench.ranks.measurements import (
     repeats_to_fill,
     round_order,
 )
+from dualdist.bench.ranks.training import step_case
 from dualdist.bench.report import (
     ReportTable,
     check_writable,
@@ -47,7 +52,7 @@ from dualdist.bench.report import (
 )
 from dualdist.bench.scale import LinkModel, ScaleOptions
 from dualdist.bench.startup import with_raw_launchers
-from dualdist.bench.step import check_contenders
+from dualdist.bench.step import choose_methods
 from dualdist.cli.bench import _parse_ranks, _size
 from dualdist.errors import LaunchError, UsageError
 from dualdist.launch.job import Command, Site
@@ -69,13 +74,11 @@ def test_every_contender_is_first_and_last_equally_often(count: int) -> None:
 
 def test_every_contender_is_timed_in_every_round_after_a_warm_up() -> None:
     calls: list[str] = []
-    turns = [
-        TimedCall(name, lambda n=name: calls.append(f"warm-up {n}"), lambda n=name: calls.append(n)) for name in "ab"
-    ]
+    turns = [TimedCall(name, lambda n=name: calls.append(n), warmup=2) for name in "ab"]
     barriers: list[int] = []
     timings = interleave(turns, 3, 2, Sync(lambda: barriers.append(len(calls)), lambda: None), node_rank=0)
-    assert calls == ["warm-up a", *"aaa", "warm-up b", *"bbb", "warm-up b", *"bbb", "warm-up a", *"aaa"]
-    assert barriers == [1, 5, 9, 13]  # after each warm-up
+    assert calls == [*"aaaaa", *"bbbbb", *"bbbbb", *"aaaaa"]
+    assert barriers == [2, 7, 12, 17]  # after each warm-up
     assert {name: len(rounds) for name, rounds in timings.seconds.items()} == {"a": 2, "b": 2}
     assert len(timings.rounds) == 2
 
@@ -122,23 +125,26 @@ def test_invalid_backends_transports_and_launchers_are_refused(
 
 
 def test_the_worker_command_has_launcher_and_variables_of_its_configuration() -> None:
-    built = worker_command(
-        RunConfig("horovod", "gloo", "torchrun"), ["step"], MeasurementSettings(2, env={"A": "b"}), SITE
-    )
+    options, report = StepOptions("mlp", ("none",)), Path("/r.json")
+    settings = MeasurementSettings(2, device="cpu", timeout_s=60, env={"A": "b"})
+    built = worker_command(RunConfig("horovod", "gloo", "torchrun"), "step", options, report, settings, SITE)
     assert built.env == {
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "A": "b",
         "DUALDIST_BACKEND": "horovod",
         "DUALDIST_TRANSPORT": "gloo",
     }
-    assert built.argv[-5:] == ("-m", "dualdist.bench.ranks.worker", "step", "--device=auto", "--timeout-s=300")
+    assert built.argv[-5:-1] == ("-m", "dualdist.bench.ranks.worker", "step", "/r.json")
+    found = StepOptions(**json.loads(built.argv[-1]))
+    assert (found.model, found.device, found.timeout_s) == ("mlp", "cpu", 60)
     site = replace(SITE, tools={"srun": "/v/srun"})
-    built = worker_command(RunConfig("native", None, "srun"), ["step"], MeasurementSettings(2, threads=4), site)
+    built = program_command(RunConfig("native", None, "srun"), ("x.py",), MeasurementSettings(2, threads=4), site)
     assert "--cpus-per-task=4" in built.argv
     assert built.env["OMP_NUM_THREADS"] == "4"
-    built = worker_command(RunConfig("native", None, "spawn"), ["step"], MeasurementSettings(3, device="cpu"), SITE)
+    config = RunConfig("native", None, "spawn")
+    built = worker_command(config, "allreduce", AllreduceOptions((8,)), report, MeasurementSettings(3), SITE)
     assert built.argv[:4] == ("/v/python", "-m", "dualdist.bench.ranks.worker", "--spawn=3")
-    assert built.env["CUDA_VISIBLE_DEVICES"] == "", "--device cpu hides the GPUs"
 
 
 @pytest.mark.parametrize("prefix", ["", "[1,1]<stderr>:"])
@@ -190,19 +196,20 @@ def test_a_file_may_be_in_a_folder_that_will_be_created(tmp_path: Path) -> None:
             check_writable("--json", f"{tmp_path}/new/x.json", folder)
 
 
-def test_raw_horovod_needs_the_horovod_backend() -> None:
-    check_contenders(["hvd"], RunConfig("horovod", None, "torchrun"))
+def test_methods_suit_the_backend_and_raw_horovod_needs_horovod() -> None:
+    horovod, native = (RunConfig(name, None, "torchrun") for name in ("horovod", "native"))
+    assert choose_methods(["hvd"], horovod) == ("hvd",)
+    assert "hvd" in choose_methods((), horovod)
+    assert "hvd" not in choose_methods((), native)
     with pytest.raises(UsageError, match="--backend horovod"):
-        check_contenders(["hvd"], RunConfig("native", None, "torchrun"))
+        choose_methods(["hvd"], native)
     with pytest.raises(UsageError, match="expected different ones of none, ddp"):
-        check_contenders(["ddp", "ddp"], RunConfig("native", None, "torchrun"))
+        choose_methods(["ddp", "ddp"], native)
 
 
 def test_startup_uses_the_launcher_of_the_raw_library() -> None:
-    found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None, None), has_launcher=False)
+    found = with_raw_launchers(parse_configs("native,horovod,horovod:mpi", None, None))
     assert [config.launcher for config in found] == ["torchrun", "horovodrun", "mpirun"]
-    with pytest.raises(UsageError, match="takes no --launcher"):
-        with_raw_launchers(found, has_launcher=True)
 
 
 def started(kind: str, number: int) -> tuple[PlannedJob, list[dict[str, Any]]]:
@@ -230,7 +237,7 @@ def test_a_case_builds_equal_models_of_the_stated_size_and_a_different_batch_per
     name: str, tensors: int, millions: float
 ) -> None:
     assert {name for name, model in MODELS.items() if not model.full} == {"mlp", "transformer", "resnet18"}
-    options = StepOptions(name, tuple(CONTENDERS), batch=2, image_size=32)
+    options = StepOptions(name, tuple(METHODS), batch=2, image_size=32)
     case, others = (step_case(options, torch.device("cpu"), rank) for rank in (0, 1))
     torch.manual_seed(77)
     before = torch.random.get_rng_state()

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from dualdist.bench.allreduce import algorithm_bandwidth, bus_bandwidth
-from dualdist.bench.options import sizes_up_to
+from dualdist.bench.allreduce import algorithm_bandwidth, bus_bandwidth, sizes_up_to
 from dualdist.bench.scale import ALGORITHMS, LinkModel, fit_link, predict_allreduce, predict_step
 from dualdist.bench.statistics import (
     LOADED_CORES,
@@ -54,7 +53,7 @@ def test_five_percent_are_detected_below_a_load_that_varies_twofold(slower: floa
 
 
 def test_a_ratio_has_minimum_ratio_of_minima_and_median_of_quiet_rounds() -> None:
-    found = time_ratio([[2.0, 9.0, 4.0]], [[2.0, 3.0, 1.0]], [[False, True, False]])
+    found = time_ratio([[2.0, 9.0, 4.0]], [[2.0, 3.0, 1.0]], [[0.0, 2 * LOADED_CORES, None]])
     assert (found.median.value, found.min_ratio, found.ratio_of_minima, found.quiet_median) == (3.0, 1.0, 2.0, 2.5)
     assert (found.rounds, found.loaded_rounds, found.launches) == (3, 1, 1)
     assert time_ratio([[1.0]], [[1.0]], [[True]]).quiet_median is None

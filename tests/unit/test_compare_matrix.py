@@ -1,4 +1,4 @@
-"""Cells of a comparison: combinations, baselines, and the reasons why some cannot run here."""
+"""Contenders of a comparison: combinations, baselines, and the reasons why some cannot run here."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from dataclasses import replace
 import pytest
 
 from dualdist.backends.registry import Availability
-from dualdist.bench.compare.matrix import (
-    Cell,
-    MatrixFacts,
-    RefusedCell,
-    baseline_cells,
-    expand_configs,
-    refusal_reason,
-    split_runnable,
-)
-from dualdist.bench.jobs import MeasurementSettings, RunConfig
+from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
+from dualdist.bench.jobs import HostFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli import compare
-from dualdist.cli.compare_request import select_cells
+from dualdist.cli.compare import select_contenders
 from dualdist.errors import UsageError
 from dualdist.launch.job import Site
 
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 HERE = Availability(True, "1", "")
 HOROVOD = replace(HERE, gloo=True, mpi=True, nccl=None)
-FACTS = MatrixFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
+FACTS = HostFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
 GPUS = replace(FACTS, gpus=2)
 
 
@@ -39,20 +31,20 @@ def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
     assert {each.launcher for each in expand_configs(None, ["native"], None, {"SLURM_JOB_ID": "7"})} == {"srun"}
 
 
-def test_every_requested_combination_is_a_cell_or_refused_with_a_reason() -> None:
+def test_every_requested_combination_runs_or_refused_with_a_reason() -> None:
     configs = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    cells, refused = split_runnable(configs, MeasurementSettings(2), SITE, FACTS)
+    refused = refusal_reasons(configs, MeasurementSettings(2), SITE, FACTS)
     assert len(configs) == 8
-    assert [cell.config for cell in cells] == [
+    assert [config for config in configs if config not in refused] == [
         RunConfig("native", "shm", "torchrun"),
         RunConfig("native", "shm", "mpirun"),
         RunConfig("mpi", "mpi", "mpirun"),
     ]
     assert len(refused) == 5
-    assert all(each.reason for each in refused)
+    assert all(refused.values())
 
 
-def with_backend(name: str, found: Availability) -> MatrixFacts:
+def with_backend(name: str, found: Availability) -> HostFacts:
     return replace(FACTS, backends={**FACTS.backends, name: found})
 
 
@@ -84,38 +76,41 @@ IN_SLURM = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
         ("torchrun horovod nccl", GPUS, SITE, "install-horovod --gpu"),
     ],
 )  # fmt: skip
-def test_a_cell_runs_or_is_refused_with_the_reason(
-    words: str, facts: MatrixFacts, site: Site, expected: str | None
+def test_a_configuration_runs_or_is_refused_with_the_reason(
+    words: str, facts: HostFacts, site: Site, expected: str | None
 ) -> None:
     launcher, backend, transport = words.split()
-    found = refusal_reason(RunConfig(backend, transport, launcher), MeasurementSettings(2), site, facts)
-    assert found is None if expected is None else expected in str(found)
+    found = refusal_reasons([RunConfig(backend, transport, launcher)], MeasurementSettings(2), site, facts)
+    assert not found if expected is None else expected in str(found)
 
 
-def test_raw_horovod_runs_as_a_horovod_cell_or_is_refused() -> None:
-    cells = [Cell("dualdist", RunConfig("horovod", "mpi", "mpirun"))]
-    found = list(baseline_cells(["ddp", "hvd", "none", "one"], cells, FACTS))
-    assert [each.label for each in found if isinstance(each, Cell)] == [
+def test_raw_horovod_runs_as_a_horovod_candidate_or_is_refused() -> None:
+    contenders = [Contender("dualdist", RunConfig("horovod", "mpi", "mpirun"))]
+    found = list(baseline_contenders(["ddp", "hvd", "none", "one"], contenders, uses_gpus=False))
+    assert [each.label for each in found if isinstance(each, Contender)] == [
         "DDP over gloo (torchrun)",
         "raw Horovod over mpi (mpirun)",
         "no communication",
         "one rank",
     ]
-    (alone,) = baseline_cells(["hvd"], [], FACTS)
-    assert isinstance(alone, RefusedCell)
+    (alone,) = baseline_contenders(["hvd"], [], uses_gpus=False)
+    assert isinstance(alone, RefusedContender)
 
 
-def selected(*words: str) -> list[Cell]:
+def selected(*words: str) -> list[Contender]:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
     args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
-    return select_cells(args, SITE, MeasurementSettings(2))[0]
+    return select_contenders(args, SITE, MeasurementSettings(2))[0]
 
 
 def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() -> None:
-    kinds = [cell.kind for cell in selected("--transports", "gloo", "--baselines", "ddp,one,ddp")]
+    kinds = [contender.method for contender in selected("--transports", "gloo", "--baselines", "ddp,one,ddp")]
     assert kinds == ["dualdist", "ddp", "one"]
-    assert [cell.kind for cell in selected("--transports", "gloo", "--script", "x.py")] == ["dualdist", "one"]
+    assert [contender.method for contender in selected("--transports", "gloo", "--script", "x.py")] == [
+        "dualdist",
+        "one",
+    ]
     for script in ((), ("--script", "x.py")):
         with pytest.raises(UsageError, match="baseline 'hvt': expected one of ddp"):
             selected("--baselines", "hvt", *script)
@@ -123,11 +118,11 @@ def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() ->
         selected("--baselines", "one,ddp", "--script", "x.py")
 
 
-def test_without_a_runnable_contender_the_error_lists_the_reasons() -> None:
+def test_without_a_runnable_candidate_the_error_lists_the_reasons() -> None:
     with pytest.raises(UsageError) as caught:
         selected("--transports", "nccl,mpi")
     head, *reasons = str(caught.value).splitlines()
-    assert head == "no contender can run here:"
+    assert head == "no candidate can run here:"
     assert [line.split(":")[0].strip() for line in reasons] == [
         "native over nccl (torchrun)",
         "native over mpi (mpirun)",
@@ -151,17 +146,17 @@ def test_unknown_names_are_refused(
         expand_configs(launchers, backends, transports, {})
 
 
-def test_labels_and_keys_distinguish_cells() -> None:
+def test_labels_and_keys_distinguish_contenders() -> None:
     config = RunConfig("native", "shm", "torchrun")
-    cells = [
-        Cell("dualdist", config),
-        Cell("dualdist", config, copy=1),
-        Cell("dualdist", config, slowdown=1.05, copy=2),
+    contenders = [
+        Contender("dualdist", config),
+        Contender("dualdist", config, copy=1),
+        Contender("dualdist", config, slowdown=1.05, copy=2),
     ]
-    assert [cell.label for cell in cells] == [
+    assert [contender.label for contender in contenders] == [
         "native over shm (torchrun)",
         "native over shm (torchrun, again)",
         "native over shm (torchrun, slowed by 5%)",
     ]
-    assert len({cell.key for cell in cells}) == 3
-    assert [cell.is_contender for cell in cells] == [True, False, False]
+    assert len({contender.key for contender in contenders}) == 3
+    assert [contender.is_candidate for contender in contenders] == [True, False, False]

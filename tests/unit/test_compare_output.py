@@ -13,17 +13,16 @@ import pytest
 from comparisons import launch
 
 from dualdist.bench.compare.launches import CONDITIONS, Launch, check_folder, claim_folder, read_launch, write_launch
-from dualdist.bench.compare.matrix import DUALDIST, Cell
 from dualdist.bench.compare.metrics import summarize
 from dualdist.bench.compare.output import tables, write_csv
-from dualdist.bench.compare.runner import format_duration
-from dualdist.bench.jobs import RunConfig
+from dualdist.bench.compare.runner import Contender, format_duration
+from dualdist.bench.jobs import DUALDIST, RunConfig
 from dualdist.bench.report import error_summary
 from dualdist.cli import compare
-from dualdist.cli.compare_request import describe_conditions, describe_settings, make_settings, parse_budget
+from dualdist.cli.compare import describe_conditions, describe_settings, make_settings, parse_budget
 from dualdist.errors import UsageError
 
-CELL = Cell(DUALDIST, RunConfig("native", "shm", "torchrun"))
+CONTENDER = Contender(DUALDIST, RunConfig("native", "shm", "torchrun"))
 
 
 @pytest.mark.parametrize(("text", "expected"), [("120s", 120), ("2m", 120), ("1.5h", 5400), ("90", 90)])
@@ -48,7 +47,9 @@ def test_the_summary_of_an_output_is_its_error() -> None:
 
 
 def test_tables_omit_columns_without_values() -> None:
-    speed, cost = tables(summarize([CELL], [], [launch(CELL.key, number, 0.1) for number in range(3)], "complete"))
+    speed, cost = tables(
+        summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1) for number in range(3)], "complete")
+    )
     assert "samples/s" in speed.columns
     assert "range of values" in speed.notes[0]
     assert "TCP MiB/step" in cost.columns
@@ -57,19 +58,19 @@ def test_tables_omit_columns_without_values() -> None:
 
 
 def test_csv_includes_failed_launches(tmp_path: Path) -> None:
-    failed = Launch(cell="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
-    write_csv(tmp_path / "a.csv", [launch(CELL.key, 0, 0.1), failed], {CELL.key: CELL.label})
+    failed = Launch(contender="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
+    write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed], {CONTENDER.key: CONTENDER.label})
     with (tmp_path / "a.csv").open() as file:
         good, bad = csv.DictReader(file)
-    assert (good["label"], float(good["step_s"]), good["error"]) == (CELL.label, pytest.approx(0.1), "")
-    assert (bad["cell"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
+    assert (good["label"], float(good["step_s"]), good["error"]) == (CONTENDER.label, pytest.approx(0.1), "")
+    assert (bad["contender"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
 
 
 def test_a_launch_round_trips_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "launches" / "one.json"
-    write_launch(launch(CELL.key, 0, 0.1), path)
-    assert read_launch(path) == launch(CELL.key, 0, 0.1)
-    lost = launch(CELL.key, 0, 0.1, losses=[math.nan, math.inf, -math.inf, None], sample=[math.nan])
+    write_launch(launch(CONTENDER.key, 0, 0.1), path)
+    assert read_launch(path) == launch(CONTENDER.key, 0, 0.1)
+    lost = launch(CONTENDER.key, 0, 0.1, losses=[math.nan, math.inf, -math.inf, None], sample=[math.nan])
     write_launch(lost, path)
     assert str(read_launch(path)) == str(lost)
     path.write_text("{}")
@@ -136,7 +137,7 @@ def test_conditions_hold_gpus_and_inherited_communication_variables(monkeypatch:
 def test_ranks_have_as_many_threads_as_with_dualdist_run(
     monkeypatch: pytest.MonkeyPatch, own: str, words: tuple[str, ...], threads: int
 ) -> None:
-    monkeypatch.setattr("dualdist.cli.compare_request.usable_cores", lambda: 8)
+    monkeypatch.setattr("dualdist.cli.compare.usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", own)
     args = parsed(*words)
     assert (make_settings(args).threads, describe_settings(args)["threads"]) == (threads, threads)

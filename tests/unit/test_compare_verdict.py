@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from comparisons import launch, launches, rank
 
-from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, group_by_cell
-from dualdist.bench.compare.matrix import DUALDIST, Cell
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, group_by_contender
 from dualdist.bench.compare.metrics import summarize
-from dualdist.bench.compare.runner import LaunchSchedule, draw_order, record_error
+from dualdist.bench.compare.runner import Contender, LaunchSchedule, draw_order, record_error
 from dualdist.bench.compare.verdict import Verdict, check_equivalence, compare_with_winner, judge, rank_by_speed
-from dualdist.bench.jobs import RunConfig
+from dualdist.bench.jobs import DUALDIST, RunConfig
 from dualdist.bench.statistics import MIN_LAUNCHES, median_interval, ratio_interval
 
 TRIALS = 200
@@ -75,7 +74,7 @@ def test_the_sentence_has_ratio_interval_and_number_of_launches() -> None:
     same = judged(a=[1.0, 1.01, 0.99] * 3, b=[1.0, 0.99, 1.01] * 3)
     assert same.sentence.startswith("no significant difference between ")
     alone = judged(a=[1.0] * 9)
-    assert alone.sentence == "a is the only contender that ran here"
+    assert alone.sentence == "a is the only candidate that ran here"
     few = judged(a=[1.0] * 5, b=[9.0] * 5)
     assert (few.kind, "5 launches are too few" in few.sentence) == ("too few", True)
     assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
@@ -149,8 +148,8 @@ def test_ranks_of_one_launch_must_end_with_the_same_parameters() -> None:
 LOSSES = json.loads(Path(__file__).with_name("recorded_losses.json").read_text())
 
 
-def on_four(cell: str, losses: list[float], **changes: object) -> Launch:
-    two = launch(cell, 0, 1.0, losses=losses, digest=cell, **changes)
+def on_four(contender: str, losses: list[float], **changes: object) -> Launch:
+    two = launch(contender, 0, 1.0, losses=losses, digest=contender, **changes)
     return two.model_copy(update={"ranks": two.ranks * 2})
 
 
@@ -184,8 +183,8 @@ def test_scripts_have_a_tolerance_of_a_thousandth() -> None:
 def test_a_contender_that_steps_too_little_is_detected_even_if_training_moves_little(share: float) -> None:
     start, moved = [1.0, 2.0, 2.0], 1e-4  # small against the parameters
 
-    def ending(cell: str, share: float) -> Launch:
-        return launch(cell, 0, 1.0, device="H200", digest=cell, start=start, sample=[1.0, 2.0, 2.0 + share * moved])
+    def ending(name: str, share: float) -> Launch:
+        return launch(name, 0, 1.0, device="H200", digest=name, start=start, sample=[1.0, 2.0, 2.0 + share * moved])
 
     assert check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", 1.1)]}).is_valid
     assert list(check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", share)]}).mismatches) == ["b"]
@@ -240,15 +239,16 @@ def test_recorded_launches_show_5_percent_and_no_difference_for_a_copy(rounds: i
 
 
 CONFIG = RunConfig("native", "shm", "torchrun")
-CELLS = [Cell(DUALDIST, replace(CONFIG, launcher=name)) for name in ("torchrun", "mpirun", "srun")]
+CONTENDERS = [Contender(DUALDIST, replace(CONFIG, launcher=name)) for name in ("torchrun", "mpirun", "srun")]
 
 
 def test_metrics_follow_from_the_records_of_ranks() -> None:
-    cell, one, none = Cell(DUALDIST, CONFIG), Cell("one", RunConfig("auto", None, "python")), Cell("none", CONFIG)
-    found = [launch(cell.key, number, 0.2) for number in range(6)]
+    contender, none = Contender(DUALDIST, CONFIG), Contender("none", CONFIG)
+    one = Contender("one", RunConfig("auto", None, "python"))
+    found = [launch(contender.key, number, 0.2) for number in range(6)]
     found += [launch(none.key, number, 0.15) for number in range(6)]
     found += [launch(one.key, number, 0.1) for number in range(6)]
-    figures = {each.kind: each for each in summarize([cell, one, none], [], found, "complete").cells}
+    figures = {each.method: each for each in summarize([contender, one, none], [], found, "complete").contenders}
     ours = figures[DUALDIST]
     assert ours.step_s.value == pytest.approx(0.2)  # the slowest rank's
     assert ours.samples_per_s is not None
@@ -261,19 +261,20 @@ def test_metrics_follow_from_the_records_of_ranks() -> None:
     assert (ours.startup_s, ours.init_s) == (4.0, 2.0)
     assert (ours.peak_bytes, ours.tcp_bytes, ours.cpu_s) == (100 << 20, 1000.0, 1.0)
     scripts = [each.model_copy(update={"batch": None}) for each in found]
-    assert {each.scaling_efficiency for each in summarize([cell, one], [], scripts, "complete").cells} == {None}
+    result = summarize([contender, one], [], scripts, "complete")
+    assert {each.scaling_efficiency for each in result.contenders} == {None}
 
 
 def test_a_launch_without_allreduce_timings_counts_without_bandwidth() -> None:
-    cell = Cell(DUALDIST, CONFIG)
+    contender = Contender(DUALDIST, CONFIG)
     timed = {"sizes": [{"bytes": 8, "seconds": {"dualdist_": [2.0], "raw_": [1.0]}}]}
     swept, not_swept = (
-        launch(cell.key, number, 1.0).model_copy(update={"allreduce": allreduce})
+        launch(contender.key, number, 1.0).model_copy(update={"allreduce": allreduce})
         for number, allreduce in enumerate([timed, {"unmeasured": "raw mpi4py is measured on CPU tensors only"}])
     )
-    (found,) = summarize([cell], [], [not_swept, swept], "complete").cells
+    (found,) = summarize([contender], [], [not_swept, swept], "complete").contenders
     assert (found.launches, [point.seconds for point in found.bandwidth]) == (2, [2.0])
-    (found,) = summarize([cell], [], [not_swept], "complete").cells
+    (found,) = summarize([contender], [], [not_swept], "complete").contenders
     assert (found.launches, found.bandwidth, found.latency_s) == (1, [], None)
 
 
@@ -289,48 +290,54 @@ def test_foreign_load_under_srun_is_the_maximum_over_nodes_of_the_ranks_readings
     assert foreign_cores_beside(ranks(0, 0, **seen | {"machine_s": None})) is None
 
 
-def test_every_cell_without_launches_is_listed_with_a_reason() -> None:
-    cells = CELLS
-    failed = Launch(cell=cells[1].key, round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
-    run = [launch(cells[0].key, 0, 1.0), launch(cells[1].key, 0, 1.0), failed]
-    found = summarize(cells, [], run, "the budget of 9 s was used up")
-    assert [cell.launches for cell in found.cells] == [1, 1]
-    alone = Launch(cell=cells[1].key, round=0, began=0, seconds=1, command="c", error="exit code 1\nno such device")
-    found_alone = summarize(cells[:2], [], [run[0], alone], "complete")
+def failed_launch(contender: str, number: int, error: str) -> Launch:
+    return Launch(contender=contender, round=number, began=0, seconds=1, command="c", error=error)
+
+
+def test_every_contender_without_launches_is_listed_with_a_reason() -> None:
+    contenders = CONTENDERS
+    failed = failed_launch(contenders[1].key, 1, "exit code 1\nOSError: gone")
+    run = [launch(contenders[0].key, 0, 1.0), launch(contenders[1].key, 0, 1.0), failed]
+    found = summarize(contenders, [], run, "the budget of 9 s was used up")
+    assert [contender.launches for contender in found.contenders] == [1, 1]
+    alone = failed_launch(contenders[1].key, 0, "exit code 1\nno such device")
+    found_alone = summarize(contenders[:2], [], [run[0], alone], "complete")
     assert [each.reason for each in found_alone.refused] == ["exit code 1\nno such device"]
     assert found_alone.verdict.kind == "alone"
-    verdict = summarize(cells[:2], [], run[:1], "the budget of 60 s was used up").verdict
+    verdict = summarize(contenders[:2], [], run[:1], "the budget of 60 s was used up").verdict
     assert verdict.kind == "too few"
-    assert verdict.sentence.startswith("no verdict: only native over shm (torchrun) of 2 contenders was launched")
-    assert {each.cell.config.launcher: each.reason for each in found.refused} == {
+    assert verdict.sentence.startswith("no verdict: only native over shm (torchrun) of 2 candidates was launched")
+    assert {each.contender.config.launcher: each.reason for each in found.refused} == {
         "mpirun": "it failed in round 2 and was not launched again: OSError: gone",
         "srun": "it was never launched: the budget of 9 s was used up",
     }
 
 
 def test_records_of_a_different_backend_or_without_steps_are_errors() -> None:
-    cell = Cell(DUALDIST, CONFIG)
-    assert record_error(cell, launch(cell.key, 0, 1.0).ranks) is None
-    error = record_error(Cell(DUALDIST, RunConfig("horovod", "gloo", "torchrun")), launch(cell.key, 0, 1.0).ranks)
+    contender = Contender(DUALDIST, CONFIG)
+    assert record_error(contender, launch(contender.key, 0, 1.0).ranks) is None
+    other = Contender(DUALDIST, RunConfig("horovod", "gloo", "torchrun"))
+    error = record_error(other, launch(contender.key, 0, 1.0).ranks)
     assert error is not None
     assert error.startswith(
         "it ran on native over shm, not on horovod over gloo: does the script name a backend itself?"
     )
-    assert "it took 2 steps" in str(record_error(cell, launch(cell.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
+    assert "it took 2 steps" in str(record_error(contender, launch(contender.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
 
 
 def test_the_order_of_each_round_is_random_by_seed() -> None:
-    orders = {tuple(draw_order(CELLS, number, 0)) for number in range(20)}
+    orders = {tuple(draw_order(CONTENDERS, number, 0)) for number in range(20)}
     assert len(orders) > 3
-    assert all(sorted(map(str, order)) == sorted(map(str, CELLS)) for order in orders)
-    assert draw_order(CELLS, 3, 7) == draw_order(CELLS, 3, 7)
+    assert all(sorted(map(str, order)) == sorted(map(str, CONTENDERS)) for order in orders)
+    assert draw_order(CONTENDERS, 3, 7) == draw_order(CONTENDERS, 3, 7)
 
 
-def test_the_first_round_starts_with_the_contenders() -> None:
-    cells = [Cell(kind, RunConfig("native", "gloo", "torchrun")) for kind in ("ddp", "none", "one")] + CELLS
+def test_the_first_round_starts_with_the_candidates() -> None:
+    config = RunConfig("native", "gloo", "torchrun")
+    contenders = [*(Contender(method, config) for method in ("ddp", "none", "one")), *CONTENDERS]
     for seed in range(20):
-        assert {cell.kind for cell in draw_order(cells, 0, seed)[: len(CELLS)]} == {DUALDIST}
-    assert {draw_order(cells, 1, seed)[0].kind for seed in range(20)} > {DUALDIST}
+        assert {contender.method for contender in draw_order(contenders, 0, seed)[: len(CONTENDERS)]} == {DUALDIST}
+    assert {draw_order(contenders, 1, seed)[0].method for seed in range(20)} > {DUALDIST}
 
 
 class Clock:
@@ -339,13 +346,13 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self.now, self.seconds, self.log = 0.0, seconds, list[tuple[str, int]]()
 
-    def launch(self, cell: Cell, number: int) -> Launch:
+    def launch(self, contender: Contender, number: int) -> Launch:
         self.now += self.seconds
-        self.log.append((cell.key, number))
-        return launch(cell.key, number, 0.1).model_copy(update={"seconds": self.seconds})
+        self.log.append((contender.key, number))
+        return launch(contender.key, number, 0.1).model_copy(update={"seconds": self.seconds})
 
     def schedule(self, rounds: int, done: Sequence[Launch] = ()) -> LaunchSchedule:
-        return LaunchSchedule(CELLS, self.launch, done, rounds=rounds, budget_s=100.0, clock=lambda: self.now)
+        return LaunchSchedule(CONTENDERS, self.launch, done, rounds=rounds, budget_s=100.0, clock=lambda: self.now)
 
 
 def test_no_round_starts_that_would_exceed_the_budget() -> None:
@@ -377,28 +384,33 @@ def test_an_interrupted_run_is_resumed() -> None:
     assert again.remaining_s() == 5.0
     rest = list(again)
     assert again.ended == "complete"
-    assert sorted(first.log + second.log) == sorted((cell.key, number) for cell in CELLS for number in range(3))
-    assert {key: len(found) for key, found in group_by_cell(done + rest).items()} == {cell.key: 3 for cell in CELLS}
+    assert sorted(first.log + second.log) == sorted((each.key, number) for each in CONTENDERS for number in range(3))
+    assert {key: len(each) for key, each in group_by_contender(done + rest).items()} == {
+        each.key: 3 for each in CONTENDERS
+    }
 
 
 def test_earlier_rounds_are_not_completed_after_a_resume() -> None:
     clock = Clock(1.0)
     done = [
-        launch(cell.key, number, 0.1) for cell in CELLS[:2] for number in range(4) if (cell, number) != (CELLS[1], 3)
+        launch(each.key, number, 0.1)
+        for each in CONTENDERS[:2]
+        for number in range(4)
+        if (each, number) != (CONTENDERS[1], 3)
     ]
     rounds = clock.schedule(6, done)
     assert len(rounds.remaining) == 8
     assert len(list(rounds)) == 8
-    late = {number for key, number in clock.log if key == CELLS[2].key}
+    late = {number for key, number in clock.log if key == CONTENDERS[2].key}
     assert late == {3, 4, 5}
-    assert (CELLS[1].key, 3) in clock.log
+    assert (CONTENDERS[1].key, 3) in clock.log
 
 
-def test_a_cell_that_failed_is_not_launched_again() -> None:
+def test_a_contender_that_failed_is_not_launched_again() -> None:
     clock = Clock(1.0)
 
-    def failing(cell: Cell, number: int) -> Launch:
-        found = clock.launch(cell, number)
-        return found.model_copy(update={"error": "no"}) if cell == CELLS[1] else found
+    def failing(contender: Contender, number: int) -> Launch:
+        found = clock.launch(contender, number)
+        return found.model_copy(update={"error": "no"}) if contender == CONTENDERS[1] else found
 
-    assert len(list(LaunchSchedule(CELLS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7
+    assert len(list(LaunchSchedule(CONTENDERS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7

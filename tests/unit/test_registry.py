@@ -75,6 +75,16 @@ def test_a_backend_of_another_package_is_accepted_wherever_a_name_is(capsys: pyt
         registry.get("socket")
 
 
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("benchmark", ["allreduce", "startup", "scale"])
+def test_a_benchmark_of_raw_libraries_refuses_a_backend_over_another_one(
+    benchmark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"backend 'sockets': bench {benchmark} compares a backend with the raw library beneath it, one of" in line
+
+
 def test_a_program_registers_a_backend() -> None:
     spec = registry.register("mine", lambda context: pytest.fail("not started"), ("tcp",), needs_mpi=True)
     assert registry.get("mine") is spec

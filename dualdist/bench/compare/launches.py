@@ -69,11 +69,11 @@ class RankRecord(BaseModel):
 
 
 class Launch(BaseModel):
-    """One launch of a cell; `seconds` is the job's duration. A failed launch has an `error` and no ranks."""
+    """One launch of a contender; `seconds` is the job's duration. A failed launch has an `error` and no ranks."""
 
     model_config = CONFIG
 
-    cell: str
+    contender: str  # its key
     round: int
     began: float
     seconds: float
@@ -161,12 +161,12 @@ def foreign_cores_beside(ranks: Sequence[RankRecord]) -> float | None:
     return max_foreign_cores(uses) if len(uses) == len(ranks) else None
 
 
-def group_by_cell(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
-    """Group the successful launches by cell, in the order of rounds."""
+def group_by_contender(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]:
+    """Group the successful launches by contender, in the order of rounds."""
     found: dict[str, list[Launch]] = {}
     for launch in sorted(launches, key=lambda each: each.round):
         if launch.error is None:
-            found.setdefault(launch.cell, []).append(launch)
+            found.setdefault(launch.contender, []).append(launch)
     return found
 
 

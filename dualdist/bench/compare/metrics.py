@@ -1,15 +1,15 @@
-"""Metrics of a comparison: what the launches of each cell measured, and the result with its verdict."""
+"""Metrics of a comparison: what the launches of each contender measured, and the result with its verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from dualdist.bench.allreduce import bus_bandwidth
-from dualdist.bench.compare.launches import Launch, group_by_cell
-from dualdist.bench.compare.matrix import NOT_AVERAGED, Cell, RefusedCell
+from dualdist.bench.compare.launches import Launch, group_by_contender
+from dualdist.bench.compare.runner import NOT_AVERAGED, Contender, RefusedContender
 from dualdist.bench.compare.verdict import (
     Equivalence,
     Verdict,
@@ -38,13 +38,13 @@ class BandwidthPoint:
 
 
 @dataclass(frozen=True)
-class CellMetrics:
-    """Metrics of one cell; None for what was not measured or is unknown here."""
+class ContenderMetrics:
+    """Metrics of one contender; None for what was not measured or is unknown here."""
 
     key: str
     label: str
-    kind: str
-    is_contender: bool
+    method: str
+    is_candidate: bool
     launcher: str
     backend: str
     transport: str
@@ -74,36 +74,37 @@ class ComparisonResult:
     verdict: Verdict
     pairwise: Mapping[str, str]  # a sentence on the winner and each other contender
     equivalence: Equivalence
-    cells: list[CellMetrics]
-    refused: list[RefusedCell]  # cannot run here, were not launched, or failed, maybe in a later round
+    contenders: list[ContenderMetrics]
+    refused: list[RefusedContender]  # cannot run here, were not launched, or failed, maybe in a later round
     ended: str
     noise: str
     launches: int
 
 
 def summarize(
-    cells: Sequence[Cell], refused: Sequence[RefusedCell], launches: Sequence[Launch], ended: str
+    contenders: Sequence[Contender], refused: Sequence[RefusedContender], launches: Sequence[Launch], ended: str
 ) -> ComparisonResult:
     """Evaluate the launches of a comparison."""
-    found = group_by_cell(launches)
-    failed = {launch.cell: launch for launch in launches if launch.error is not None}
-    missing = [RefusedCell(cell, why) for cell in cells if (why := _missing(cell, found, failed, ended)) is not None]
-    measured = [cell for cell in cells if cell.key in found]
-    training = {cell.label: found[cell.key] for cell in measured if cell.kind not in NOT_AVERAGED}
+    found = group_by_contender(launches)
+    failed = {launch.contender: launch for launch in launches if launch.error is not None}
+    reasons = ((each, _missing(each.key, found, failed, ended)) for each in contenders)
+    missing = [RefusedContender(each, reason) for each, reason in reasons if reason is not None]
+    measured = [each for each in contenders if each.key in found]
+    training = {each.label: found[each.key] for each in measured if each.method not in NOT_AVERAGED}
     equivalence = check_equivalence(training)
-    able = [cell for cell in cells if cell.key in found or cell.key not in failed]
-    contending = {cell.label: found.get(cell.key, []) for cell in able if cell.is_contender}
-    verdict = judge(contending, equivalence)
-    order = rank_by_speed({cell.label: found[cell.key] for cell in measured})
-    fastest = verdict.winner or next((label for label in order if label in contending), "")
+    able = [each for each in contenders if each.key in found or each.key not in failed]
+    candidates = {each.label: found.get(each.key, []) for each in able if each.is_candidate}
+    verdict = judge(candidates, equivalence)
+    order = rank_by_speed({each.label: found[each.key] for each in measured})
+    fastest = verdict.winner or next((label for label in order if label in candidates), "")
     others = {label: training[label] for label in order if label in training}
     return ComparisonResult(
         verdict=verdict,
         pairwise=compare_with_winner(verdict.winner, others) if verdict.winner in others else {},
         equivalence=equivalence,
-        cells=[
-            _metrics(cell, found, contending.get(fastest, []))
-            for cell in sorted(measured, key=lambda each: (each.kind in NOT_AVERAGED, order.index(each.label)))
+        contenders=[
+            _metrics(each, found, candidates.get(fastest, []))
+            for each in sorted(measured, key=lambda each: (each.method in NOT_AVERAGED, order.index(each.label)))
         ],
         refused=[*refused, *missing],
         ended=ended,
@@ -112,27 +113,27 @@ def summarize(
     )
 
 
-def _missing(cell: Cell, found: Mapping[str, list[Launch]], failed: Mapping[str, Launch], ended: str) -> str | None:
-    """Return why a cell has no launch, or no more of them; None if it never failed."""
-    if cell.key not in failed:
-        return None if cell.key in found else f"it was never launched: {ended}"
-    last = failed[cell.key]
-    if cell.key not in found:
-        return last.error
-    return f"it failed in round {last.round + 1} and was not launched again: {error_summary(last.error or '')}"
+def _missing(key: str, found: Mapping[str, list[Launch]], failed: Mapping[str, Launch], ended: str) -> str | None:
+    """Return why a contender has no launch, or no more of them; None if it never failed."""
+    if key not in failed:
+        return None if key in found else f"it was never launched: {ended}"
+    if key not in found:
+        return failed[key].error
+    error = error_summary(failed[key].error or "")
+    return f"it failed in round {failed[key].round + 1} and was not launched again: {error}"
 
 
-def _metrics(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> CellMetrics:
-    own = found[cell.key]
+def _metrics(contender: Contender, found: Mapping[str, list[Launch]], fastest: Sequence[Launch]) -> ContenderMetrics:
+    own = found[contender.key]
     first, batch = own[0].first, own[0].batch
     without_communication, one_rank = (_of_kind(found, kind) for kind in NOT_AVERAGED)
-    is_averaged = cell.kind not in NOT_AVERAGED
+    is_averaged = contender.method not in NOT_AVERAGED
     bandwidth = _bandwidth(own)
-    return CellMetrics(
-        key=cell.key,
-        label=cell.label,
-        kind=cell.kind,
-        is_contender=cell.is_contender,
+    return ContenderMetrics(
+        key=contender.key,
+        label=contender.label,
+        method=contender.method,
+        is_candidate=contender.is_candidate,
         launcher=first.launcher,
         backend=first.backend,
         transport=first.transport,
@@ -142,17 +143,17 @@ def _metrics(cell: Cell, found: Mapping[str, list[Launch]], fastest: Sequence[La
         samples_per_s=median_interval([batch / each.step_s for each in own]) if batch else None,
         samples_per_s_by_rank=_samples_per_s_by_rank(own, batch) if batch else None,
         ratio_to_fastest=step_ratio(own, fastest) if is_averaged else None,
-        scaling_efficiency=step_ratio(one_rank, own) if cell.kind != "one" and batch else None,
+        scaling_efficiency=step_ratio(one_rank, own) if contender.method != "one" and batch else None,
         exposed_s=_exposed(own, without_communication) if is_averaged else None,
         latency_s=next((point.seconds for point in bandwidth if point.nbytes == LATENCY_BYTES), None),
         bus_gb_s=bandwidth[-1].bus_gb_s if bandwidth else None,
         bandwidth=bandwidth,
         startup_s=median(each.startup_s for each in own),
         init_s=median(each.init_s for each in own),
-        peak_bytes=_median_known(own, lambda each: each.peak_bytes),
-        device_peak_bytes=_median_known(own, lambda each: each.device_peak_bytes),
-        tcp_bytes=_median_known(own, lambda each: each.tcp_bytes),
-        cpu_s=_median_known(own, lambda each: each.cpu_s),
+        peak_bytes=_median_known(own, "peak_bytes"),
+        device_peak_bytes=_median_known(own, "device_peak_bytes"),
+        tcp_bytes=_median_known(own, "tcp_bytes"),
+        cpu_s=_median_known(own, "cpu_s"),
     )
 
 
@@ -160,8 +161,8 @@ def _of_kind(found: Mapping[str, list[Launch]], kind: str) -> Sequence[Launch]:
     return next((each for key, each in found.items() if key.startswith(f"{kind}-")), [])
 
 
-def _median_known(launches: Sequence[Launch], metric: Callable[[Launch], Any]) -> Any:
-    known = [value for each in launches if (value := metric(each)) is not None]
+def _median_known(launches: Sequence[Launch], name: str) -> Any:
+    known = [value for each in launches if (value := getattr(each, name)) is not None]
     return median(known) if known else None
 
 

@@ -1,15 +1,18 @@
-"""Output of a comparison: tables, CSV, and a folder with an HTML page, its plots and the raw data."""
+"""Output of a comparison: tables, CSV, plots, and a folder with an HTML page of all of them and the raw data."""
 
 from __future__ import annotations
 
 import csv
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.compare.launches import Launch, group_by_cell
-from dualdist.bench.compare.metrics import CellMetrics, ComparisonResult
+from dualdist.bench.compare.launches import Launch, group_by_contender
+from dualdist.bench.compare.metrics import ComparisonResult, ContenderMetrics
+from dualdist.bench.compare.runner import NOT_AVERAGED
 from dualdist.bench.report import (
     ReportTable,
     dump_json,
@@ -33,7 +36,7 @@ COST = (
     *("host MiB", "GPU MiB", "TCP MiB/step", "CPU ms/step"),
 )
 SPEED_NOTE = (
-    "step: of the slowest rank, the median of its launch; / fastest: step time over that of the fastest contender, "
+    "step: of the slowest rank, the median of its launch; / fastest: step time over that of the fastest candidate, "
     "launches of the same round"
 )
 COST_NOTE = (
@@ -43,41 +46,41 @@ COST_NOTE = (
     "shared memory does not use; CPU: sum over ranks"
 )
 CSV_COLUMNS = (
-    *("cell", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s", "startup_s"),
-    *("init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "cpu_s_per_step", "foreign_cores"),
-    *("first_loss", "last_loss", "digest", "error"),
+    *("contender", "label", "launcher", "backend", "transport", "round", "began", "step_s", "samples_per_s"),
+    *("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "tcp_bytes_per_step", "cpu_s_per_step"),
+    *("foreign_cores", "first_loss", "last_loss", "digest", "error"),
 )
 
 
 def tables(result: ComparisonResult) -> Iterator[ReportTable]:
-    """Yield the tables of speed, of cost, and of cells that were not measured."""
-    if result.cells:
-        yield _speed_table(result.cells)
-        yield _cost_table(result.cells)
+    """Yield the tables of speed, of cost, and of contenders that were not measured."""
+    if result.contenders:
+        yield _speed_table(result.contenders)
+        yield _cost_table(result.contenders)
     if result.refused:
-        yield failure_table([(each.cell.label, each.reason) for each in result.refused])
+        yield failure_table("contender", [(each.contender.label, each.reason) for each in result.refused])
 
 
-def _speed_table(cells: Sequence[CellMetrics]) -> ReportTable:
-    is_script = all(cell.samples_per_s is None for cell in cells)
-    too_few = min(cell.launches for cell in cells) < MIN_LAUNCHES
+def _speed_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
+    is_script = all(each.samples_per_s is None for each in contenders)
+    too_few = min(each.launches for each in contenders) < MIN_LAUNCHES
     note = (
         f"; with fewer than {MIN_LAUNCHES} launches the range of values instead of the 95% interval" if too_few else ""
     )
     columns = SPEED_OF_SCRIPT if is_script else SPEED
-    return ReportTable("Speed", columns, tuple(_speed(cell, is_script) for cell in cells), (SPEED_NOTE + note,))
+    return ReportTable("Speed", columns, tuple(_speed(each, is_script) for each in contenders), (SPEED_NOTE + note,))
 
 
-def _speed(cell: CellMetrics, is_script: bool) -> tuple[str, ...]:
-    ratio, rate = cell.ratio_to_fastest, cell.samples_per_s or cell.step_s.inverse()
-    by_rank = cell.samples_per_s_by_rank
+def _speed(contender: ContenderMetrics, is_script: bool) -> tuple[str, ...]:
+    ratio, rate = contender.ratio_to_fastest, contender.samples_per_s or contender.step_s.inverse()
+    by_rank = contender.samples_per_s_by_rank
     return (
-        cell.label,
-        str(cell.launches),
+        contender.label,
+        str(contender.launches),
         _number(rate.value),
         f"{_number(rate.low)} to {_number(rate.high)}",
         *(() if is_script else ("-" if by_rank is None else _range(by_rank),)),
-        format_ms(cell.step_s.value),
+        format_ms(contender.step_s.value),
         "-" if ratio is None else f"{ratio.value:.3f}",
         "-" if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}",
     )
@@ -93,42 +96,44 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _cost_table(cells: Sequence[CellMetrics]) -> ReportTable:
-    """Return the table without columns that are unknown for all cells."""
-    rows = [_cost(cell) for cell in cells]
+def _cost_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
+    """Return the table without columns that are unknown for all contenders."""
+    rows = [_cost(each) for each in contenders]
     known = [column for column in range(len(COST)) if any(row[column] != "-" for row in rows)]
     columns, *shown = (tuple(row[column] for column in known) for row in (COST, *rows))
     return ReportTable("Cost", columns, tuple(shown), (COST_NOTE,))
 
 
-def _cost(cell: CellMetrics) -> tuple[str, ...]:
-    exposed, efficiency = cell.exposed_s, cell.scaling_efficiency
+def _cost(contender: ContenderMetrics) -> tuple[str, ...]:
+    exposed, efficiency = contender.exposed_s, contender.scaling_efficiency
     return (
-        cell.label,
+        contender.label,
         "-" if exposed is None else format_ms(exposed.value),
         "-" if efficiency is None else f"{efficiency.value:.0%}",
-        "-" if cell.latency_s is None else f"{cell.latency_s * 1e6:.0f}",
-        "-" if cell.bus_gb_s is None else f"{cell.bus_gb_s:.3g}",
-        f"{cell.startup_s:.1f}",
-        *("-" if peak is None else f"{peak / 2**20:.0f}" for peak in (cell.peak_bytes, cell.device_peak_bytes)),
-        "-" if cell.tcp_bytes is None else f"{cell.tcp_bytes / 2**20:.2f}",
-        "-" if cell.cpu_s is None else f"{cell.cpu_s * 1e3:.1f}",
+        "-" if contender.latency_s is None else f"{contender.latency_s * 1e6:.0f}",
+        "-" if contender.bus_gb_s is None else f"{contender.bus_gb_s:.3g}",
+        f"{contender.startup_s:.1f}",
+        *(
+            "-" if peak is None else f"{peak / 2**20:.0f}"
+            for peak in (contender.peak_bytes, contender.device_peak_bytes)
+        ),
+        "-" if contender.tcp_bytes is None else f"{contender.tcp_bytes / 2**20:.2f}",
+        "-" if contender.cpu_s is None else f"{contender.cpu_s * 1e3:.1f}",
     )
 
 
-def bandwidth_table(cells: Sequence[CellMetrics]) -> ReportTable:
-    """Return the allreduce table by contender and size."""
+def _bandwidth_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
     rows = tuple(
         (
-            cell.label,
+            contender.label,
             format_size(point.nbytes),
             format_us(point.seconds),
             format_us(point.raw_seconds),
             f"{point.bus_gb_s:.3g}",
             f"{point.raw_bus_gb_s:.3g}",
         )
-        for cell in cells
-        for point in cell.bandwidth
+        for contender in contenders
+        for point in contender.bandwidth
     )
     return ReportTable("Allreduce", ("contender", "size", "us", "us, raw library", "bus GB/s", "raw library"), rows)
 
@@ -136,23 +141,26 @@ def bandwidth_table(cells: Sequence[CellMetrics]) -> ReportTable:
 def write_csv(path: Path, launches: Sequence[Launch], labels: Mapping[str, str]) -> None:
     """Write one line per launch, failed ones included."""
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(CSV_COLUMNS)
-        writer.writerows(_csv_row(launch, labels.get(launch.cell, launch.cell)) for launch in launches)
+        writer = csv.DictWriter(file, CSV_COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(_csv_row(launch, labels.get(launch.contender, launch.contender)) for launch in launches)
 
 
-def _csv_row(launch: Launch, label: str) -> Iterator[object]:
-    yield from (launch.cell, label)
-    error = error_summary(launch.error or "")
+def _csv_row(launch: Launch, label: str) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(launch, name) for name in ("contender", "round", "began")}
+    row |= {"label": label, "error": error_summary(launch.error or "")}
     if not launch.ranks:
-        yield from ("", "", "", launch.round, launch.began, *[""] * (len(CSV_COLUMNS) - 8), error)
-        return
-    first, losses = launch.first, launch.losses
-    yield from (first.launcher, first.backend, first.transport, launch.round, launch.began)
-    yield launch.step_s if launch.steps else ""
-    yield "" if launch.batch is None or not launch.steps else launch.batch / launch.step_s
-    yield from (launch.startup_s, launch.init_s, launch.peak_bytes, launch.device_peak_bytes)
-    yield from (launch.tcp_bytes, launch.cpu_s, launch.foreign_cores, losses[0], losses[-1], first.digest, error)
+        return row
+    first = launch.first
+    row |= {name: getattr(first, name) for name in ("launcher", "backend", "transport", "digest")}
+    names = ("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "foreign_cores")
+    row |= {name: getattr(launch, name) for name in names}
+    row |= {"tcp_bytes_per_step": launch.tcp_bytes, "cpu_s_per_step": launch.cpu_s}
+    row |= {"first_loss": launch.losses[0], "last_loss": launch.losses[-1]}
+    if launch.steps:
+        row |= {"step_s": launch.step_s}
+        row |= {"samples_per_s": launch.batch / launch.step_s} if launch.batch is not None else {}
+    return row
 
 
 def write_folder(
@@ -163,20 +171,18 @@ def write_folder(
     labels: Mapping[str, str],
 ) -> Path:
     """Write page, plots, CSV and JSON to the folder; return the path of the page."""
-    from dualdist.bench.compare.plots import draw_plots
-
-    plots = draw_plots(result, group_by_cell(launches))
+    plots = draw_plots(result, group_by_contender(launches))
     for name, png in plots.items():
         (folder / f"{name}.png").write_bytes(png)
     data = dump_json(record).encode()
     (folder / DATA).write_bytes(data)
     write_csv(folder / TABLE, launches, labels)
     page = folder / PAGE
-    page.write_text(render_page(result, record, launches, labels, plots, data))
+    page.write_text(_render_page(result, record, launches, labels, plots, data))
     return page
 
 
-def render_page(
+def _render_page(
     result: ComparisonResult,
     record: Mapping[str, Any],
     launches: Sequence[Launch],
@@ -203,25 +209,25 @@ def render_page(
         timestamp=record["timestamp"],
         settings=", ".join(f"{name} {value}" for name, value in settings.items()),
         tables=list(tables(result)),
-        bandwidth=bandwidth_table(result.cells),
-        classes={cell.label: _css_class(cell, result) for cell in result.cells},
+        bandwidth=_bandwidth_table(result.contenders),
+        classes={each.label: _css_class(each, result) for each in result.contenders},
         plots={name: b64encode(png).decode() for name, png in plots.items()},
         setup=setup,
         launches=[_page_row(launch, labels) for launch in launches],
-        commands={labels.get(launch.cell, launch.cell): launch.command for launch in launches},
+        commands={labels.get(launch.contender, launch.contender): launch.command for launch in launches},
         data=b64encode(data).decode(),
         data_size=format_size(len(data)),
     )
 
 
-def _css_class(cell: CellMetrics, result: ComparisonResult) -> str:
-    if result.verdict.kind == "faster" and cell.label == result.verdict.winner:
+def _css_class(contender: ContenderMetrics, result: ComparisonResult) -> str:
+    if result.verdict.kind == "faster" and contender.label == result.verdict.winner:
         return "winner"
-    return "" if cell.is_contender else "baseline"
+    return "" if contender.is_candidate else "baseline"
 
 
 def _page_row(launch: Launch, labels: Mapping[str, str]) -> tuple[str, ...]:
-    label, number = labels.get(launch.cell, launch.cell), str(launch.round + 1)
+    label, number = labels.get(launch.contender, launch.contender), str(launch.round + 1)
     if launch.error is not None or not launch.steps:
         return (label, number, *["-"] * 5, error_summary(launch.error or ""))
     return (
@@ -234,3 +240,147 @@ def _page_row(launch: Launch, labels: Mapping[str, str]) -> tuple[str, ...]:
         launch.first.digest[:12],
         "",
     )
+
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000", "#B8A800", "#6A3D9A")
+WIDTH, DPI = 9.0, 144
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": "#E5E5E5",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+# Slower steps are left out and counted: a single outlier would compress the rest.
+SHOWN_QUANTILE = 0.99
+WIDEST, THINNEST = 7.0, 1.2  # lines of losses, in points
+
+Launches = Mapping[str, Sequence[Launch]]  # by the key of a contender
+Colours = Mapping[str, str]
+
+
+def draw_plots(result: ComparisonResult, launches: Launches) -> dict[str, bytes]:
+    """Return PNGs by name, without plots that have no data."""
+    every = result.contenders
+    colours = dict(zip(sorted(each.key for each in every), cycle(COLOURS), strict=False))
+    swept = [each for each in every if each.bandwidth]
+    one = next((each.samples_per_s for each in every if each.method == "one"), None)
+    scaled = [each for each in every if each.method != "one" and each.samples_per_s is not None]
+    losses = [(each, launches[each.key][0].losses) for each in every if each.method not in NOT_AVERAGED]
+    losses = [(each, values) for each, values in losses if values and None not in values]
+    drawn = {}
+    if every:
+        drawn["steps"] = _render(1.4 + 0.42 * len(every), _draw_steps, every, launches, colours)
+    if swept:
+        drawn["bandwidth"] = _render(4.6, _draw_bandwidth, swept, colours)
+    if one is not None and scaled:
+        drawn["scaling"] = _render(1.4 + 0.42 * len(scaled), _draw_scaling, scaled, one.value, colours)
+    if losses:
+        drawn["losses"] = _render(3.8, _draw_losses, losses, colours)
+    return drawn
+
+
+def _render(height: float, draw: Callable[..., None], *data: Any) -> bytes:
+    """Return the PNG of one plot, without a display or pyplot's global state."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+        draw(figure.subplots(), *data)
+        file = BytesIO()
+        figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _label_rows(axes: Any, contenders: Sequence[ContenderMetrics]) -> list[int]:
+    """Label a row for each contender, the first on top; return their positions."""
+    positions = list(range(len(contenders), 0, -1))
+    axes.set_yticks(positions, [each.label for each in contenders])
+    axes.grid(axis="y", visible=False)
+    return positions
+
+
+def _draw_steps(axes: Any, contenders: Sequence[ContenderMetrics], launches: Launches, colours: Colours) -> None:
+    """Draw a box for the steps of each contender and a dot for the median of each launch; the fastest on top."""
+    import numpy
+
+    times = [[1e3 * step for launch in launches[each.key] for step in launch.steps] for each in contenders]
+    most = max(float(numpy.quantile(each, SHOWN_QUANTILE)) for each in times)
+    for contender, steps, position in zip(contenders, times, _label_rows(axes, contenders), strict=True):
+        line: Any = {"color": colours[contender.key]}
+        box = {"facecolor": colours[contender.key], "edgecolor": colours[contender.key], "alpha": 0.35}
+        style: Any = {"boxprops": box, "medianprops": {**line, "linewidth": 2}, "whiskerprops": line, "capprops": line}
+        row: Any = {"positions": [position], "orientation": "horizontal", "widths": 0.55, "patch_artist": True}
+        axes.boxplot([steps], whis=(5, 95), showfliers=False, **row, **style)
+        medians = [1e3 * launch.step_s for launch in launches[contender.key]]
+        edge: Any = {"markeredgecolor": "white", "markeredgewidth": 0.5}
+        axes.plot(medians, [position] * len(medians), "o", **line, markersize=5, alpha=0.9, zorder=3, **edge)
+    _label_rows(axes, contenders)  # boxplot has replaced the labels
+    axes.set_xlim(0, most * 1.03)
+    hidden = sum(step > most for each in times for step in each)
+    left_out = f"; {hidden} slower step{'s' * (hidden > 1)} left out" if hidden else ""
+    axes.set_xlabel(
+        f"step time of the slowest rank, ms{left_out}\n"
+        "box: quartiles of all steps; whiskers: 5% to 95%; dots: median of each launch"
+    )
+    axes.set_title("Step times")
+
+
+def _draw_bandwidth(axes: Any, contenders: Sequence[ContenderMetrics], colours: Colours) -> None:
+    """Draw bus bandwidth by size: dualdist solid, the raw library dashed."""
+    for contender in contenders:
+        sizes, colour = [point.nbytes for point in contender.bandwidth], colours[contender.key]
+        ours, raw = zip(*((point.bus_gb_s, point.raw_bus_gb_s) for point in contender.bandwidth), strict=True)
+        axes.plot(sizes, ours, "o-", color=colour, label=contender.label, markersize=4)
+        axes.plot(sizes, raw, "--", color=colour, linewidth=1, alpha=0.8)
+    axes.plot([], [], "--", color="#555555", linewidth=1, label="raw library")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = [point.nbytes for point in contenders[0].bandwidth]
+    axes.set_xticks(sizes, [format_size(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the allreduce")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.set_title("Allreduce")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_scaling(axes: Any, contenders: Sequence[ContenderMetrics], one_rank: float, colours: Colours) -> None:
+    """Draw samples per second, with those of one rank and of linear scaling."""
+    rates = [each.samples_per_s for each in contenders if each.samples_per_s is not None]
+    ranks = len(contenders[0].samples_per_s_by_rank or ())
+    for contender, rate, position in zip(contenders, rates, _label_rows(axes, contenders), strict=True):
+        axes.barh(position, rate.value, height=0.6, color=colours[contender.key], alpha=0.75)
+        axes.plot([rate.low, rate.high], [position, position], color="#222222", linewidth=1.5)
+        share = "" if contender.scaling_efficiency is None else f"{contender.scaling_efficiency.value:.0%}"
+        where, box = (max(rate.high, rate.value), position), {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(share, where, xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, bbox=box)
+    top = len(contenders) + 0.55
+    for value, text in ((one_rank, "one rank"), (ranks * one_rank, f"{ranks} x one rank")):
+        axes.axvline(value, color="#222222", linestyle=":", linewidth=1.2)
+        axes.annotate(text, (value, top), ha="center", va="bottom", fontsize=8, annotation_clip=False)
+    axes.set_xlim(0, 1.12 * max(ranks * one_rank, *(rate.high for rate in rates)))
+    axes.set_ylim(0.4, top)
+    line = "; black line: 95% interval" if any(rate.low < rate.high for rate in rates) else ""
+    axes.set_xlabel(f"samples per second on {ranks} ranks\n%: scaling efficiency against one rank{line}")
+    axes.set_title("Scaling", pad=18)
+
+
+def _draw_losses(axes: Any, losses: Sequence[tuple[ContenderMetrics, Sequence[Any]]], colours: Colours) -> None:
+    """Draw the loss of every step, wider lines below, so that equal losses stay visible on top of each other."""
+    narrower = (WIDEST - THINNEST) / max(len(losses) - 1, 1)
+    for number, (contender, values) in enumerate(losses):
+        style: Any = {"color": colours[contender.key], "linewidth": WIDEST - narrower * number}
+        axes.plot(range(1, len(values) + 1), values, label=contender.label, solid_capstyle="round", **style)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlim(left=1)
+    axes.set_xlabel("step, warm-up included")
+    axes.set_ylabel("loss, mean over ranks")
+    axes.set_title("Losses, drawn on top of each other")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

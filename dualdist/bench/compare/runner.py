@@ -1,4 +1,4 @@
-"""Run a comparison: the job of each cell, its launch, and the order of launches within a time budget."""
+"""Run a comparison: contenders, the job and launch of each, and the order of launches within a time budget."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from dualdist.backends import registry
 from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch, write_launch
-from dualdist.bench.compare.matrix import DUALDIST, Cell
-from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, program_command, run_job, worker_command
-from dualdist.bench.options import TrainOptions, to_arguments
+from dualdist.bench.jobs import (
+    BASELINES,
+    DUALDIST,
+    FOREIGN,
+    MeasurementSettings,
+    PlannedJob,
+    RunConfig,
+    TrainOptions,
+    program_command,
+    run_job,
+    worker_command,
+)
 from dualdist.errors import LaunchError
 from dualdist.launch.job import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
@@ -24,6 +33,72 @@ LAUNCHES = "launches"  # folder of one file per launch
 RUNNING = "running"  # folder in which the ranks of a launch leave their records
 NO_STEPS = "no rank stepped a wrapped optimizer; does the script call dd.wrap_optimizer?\n"
 FIRST_GUESS_S = 8.0  # duration of a launch before one has been measured
+NOT_AVERAGED = ("none", "one")  # no averaging over ranks: their losses and parameters differ from the others'
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method, DUALDIST or one of BASELINES, on a configuration, launched as a job of its own.
+
+    `slowdown` stretches its steps; `copy` distinguishes the repetitions of --self-check.
+    """
+
+    method: str
+    config: RunConfig
+    slowdown: float = 1.0
+    copy: int = 0
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.method != DUALDIST
+
+    @property
+    def is_candidate(self) -> bool:
+        """Return True if it may win: neither a baseline nor a self-check."""
+        return not self.is_baseline and not self.copy
+
+    @property
+    def label(self) -> str:
+        """Return the name used in tables and sentences."""
+        if self.method in NOT_AVERAGED:
+            return BASELINES[self.method]
+        again = ", again" if self.copy else ""
+        remark = f", slowed by {100 * (self.slowdown - 1):.3g}%" if self.slowdown > 1 else again
+        return replace(self.config, backend=BASELINES.get(self.method, self.config.backend)).describe(remark)
+
+    @property
+    def key(self) -> str:
+        """Return the name used in file names."""
+        config = self.config
+        words = [self.method, config.backend, config.transport or "own", config.launcher]
+        return "-".join([*words, *([f"copy{self.copy}"] if self.copy else [])])
+
+
+@dataclass(frozen=True)
+class RefusedContender:
+    """A contender that cannot run here, and the reason."""
+
+    contender: Contender
+    reason: str
+
+
+def baseline_contenders(
+    names: Sequence[str], candidates: Sequence[Contender], *, uses_gpus: bool
+) -> Iterator[Contender | RefusedContender]:
+    """Yield the baselines for these candidates; `names` are keys of BASELINES."""
+    for name in names:
+        if name == "one":
+            yield Contender(name, RunConfig("auto", None, "python"))
+        elif name == "hvd":
+            configs = (each.config for each in candidates)
+            found = [config for config in configs if registry.uses_library(config.backend, registry.HOROVOD_LIBRARY)]
+            if found:
+                yield Contender(name, found[0])
+            else:
+                contender = Contender(name, RunConfig("horovod", None, "torchrun"))
+                yield RefusedContender(contender, "it needs a candidate of the backend horovod that can run")
+        else:
+            yield Contender(name, RunConfig("native", None if uses_gpus else "gloo", "torchrun"))
 
 
 @dataclass(frozen=True)
@@ -44,54 +119,49 @@ class Comparison:
     site: Site
     folder: Path
 
-    def ranks(self, cell: Cell) -> int:
-        return 1 if cell.kind == "one" else self.settings.ranks
+    def ranks(self, contender: Contender) -> int:
+        return 1 if contender.method == "one" else self.settings.ranks
 
-    def plan_job(self, cell: Cell, number: int) -> PlannedJob:
-        """Return the job of a cell in a round."""
-        ranks, own = self.ranks(cell), self.folder / RUNNING / f"{number}-{cell.key}"
+    def plan_job(self, contender: Contender, number: int) -> PlannedJob:
+        """Return the job of a contender in a round."""
+        ranks, own = self.ranks(contender), self.folder / RUNNING / f"{number}-{contender.key}"
         settings = replace(self.settings, ranks=ranks)
         reports = [own / f"rank-{rank}.json" for rank in range(ranks)]
         if isinstance(self.work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
             settings = replace(settings, env={**record, **settings.env})
-            command = program_command(cell.config, self.work.argv, settings, self.site)
+            command = program_command(contender.config, self.work.argv, settings, self.site)
         else:
-            command = worker_command(cell.config, self._train_arguments(cell, self.work, own), settings, self.site)
-            if self._times_allreduces(cell, self.work):
-                reports.append(own / "allreduce.json")
-        return PlannedJob(f"round {number + 1}, {cell.label}", command, tuple(reports), {"cell": cell, "folder": own})
+            report, options = own / "allreduce.json", self._train_options(contender, self.work)
+            command = worker_command(contender.config, "train", options, report, settings, self.site)
+            reports += [report] if options.sizes else []
+        tags = {"contender": contender, "folder": own}
+        return PlannedJob(f"round {number + 1}, {contender.label}", command, tuple(reports), tags)
 
-    def _batch(self, cell: Cell) -> int | None:
-        """Return the global batch size; a single rank trains with one rank's share."""
-        return None if isinstance(self.work, UserScript) else self.work.batch * self.ranks(cell) // self.settings.ranks
-
-    def _train_arguments(self, cell: Cell, options: TrainOptions, own: Path) -> list[str]:
-        options = replace(
-            options,
-            contender=DUALDIST if cell.kind == "one" else cell.kind,
-            batch=self._batch(cell) or 0,
-            slowdown=cell.slowdown,
-            sizes=options.sizes if self._times_allreduces(cell, options) else (),
+    def _train_options(self, contender: Contender, work: TrainOptions) -> TrainOptions:
+        """Return the options of one contender; allreduces are timed by candidates only."""
+        return replace(
+            work,
+            method=DUALDIST if contender.method == "one" else contender.method,
+            batch=work.batch * self.ranks(contender) // self.settings.ranks,
+            slowdown=contender.slowdown,
+            sizes=work.sizes if contender.is_candidate else (),
         )
-        return ["train", *to_arguments(options), f"--folder={own}", f"--report={own / 'allreduce.json'}"]
 
-    def _times_allreduces(self, cell: Cell, options: TrainOptions) -> bool:
-        return bool(options.sizes) and cell.is_contender and self.ranks(cell) > 1
-
-    def launch(self, cell: Cell, number: int) -> Launch:
-        """Run the job of a cell in a round and write its file; a failed launch holds the error."""
-        planned, began, start = self.plan_job(cell, number), time.time(), time.monotonic()
+    def launch(self, contender: Contender, number: int) -> Launch:
+        """Run the job of a contender in a round and write its file; a failed launch holds the error."""
+        planned, began, start = self.plan_job(contender, number), time.time(), time.monotonic()
         shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # of an interrupted launch
+        batch = None if isinstance(self.work, UserScript) else self._train_options(contender, self.work).batch
         result = Launch(
-            cell=cell.key, round=number, began=began, seconds=0, command=planned.command_line, batch=self._batch(cell)
+            contender=contender.key, round=number, began=began, seconds=0, command=planned.command_line, batch=batch
         )
         try:
             reports = run_job(planned, self.settings.timeout_s)
-            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(cell)]]
+            ranks = [RankRecord.model_validate(report) for report in reports[: self.ranks(contender)]]
             allreduce = reports[-1] if len(reports) > len(ranks) else None
-            foreign = foreign_cores_beside(ranks) if cell.config.launcher == "srun" else reports[0][FOREIGN]
-            error = record_error(cell, ranks)
+            foreign = foreign_cores_beside(ranks) if contender.config.launcher == "srun" else reports[0][FOREIGN]
+            error = record_error(contender, ranks)
             update = {"ranks": ranks, "allreduce": allreduce, "error": error, "foreign_cores": foreign}
             result = result.model_copy(update=update)
         except LaunchError as error:
@@ -100,19 +170,19 @@ class Comparison:
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
         result = result.model_copy(update={"seconds": time.monotonic() - start})
-        write_launch(result, self.folder / LAUNCHES / f"{number:03}-{cell.key}.json")
+        write_launch(result, self.folder / LAUNCHES / f"{number:03}-{contender.key}.json")
         return result
 
-    def load_launches(self, cells: Sequence[Cell]) -> list[Launch]:
+    def load_launches(self, contenders: Sequence[Contender]) -> list[Launch]:
         """Read the launches of an interrupted run; failed ones are repeated."""
-        keys = {cell.key for cell in cells}
+        keys = {contender.key for contender in contenders}
         launches = map(read_launch, sorted((self.folder / LAUNCHES).glob("*.json")))
-        return [launch for launch in launches if launch.cell in keys and launch.error is None]
+        return [launch for launch in launches if launch.contender in keys and launch.error is None]
 
 
-def record_error(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
-    """Return why these records are not valid for the cell, None if they are."""
-    first, config = ranks[0], cell.config
+def record_error(contender: Contender, ranks: Sequence[RankRecord]) -> str | None:
+    """Return why these records are not valid for the contender, None if they are."""
+    first, config = ranks[0], contender.config
     if config.backend not in ("auto", first.backend) or config.transport not in (None, first.transport):
         actual, expected = f"{first.backend} over {first.transport}", f"{config.backend} over {config.transport}"
         return f"it ran on {actual}, not on {expected}: does the script name a backend itself? Let it call dd.init()"
@@ -121,13 +191,13 @@ def record_error(cell: Cell, ranks: Sequence[RankRecord]) -> str | None:
     return None
 
 
-def draw_order(cells: Sequence[Cell], number: int, seed: int) -> list[Cell]:
-    """Return the cells in the random order of a round; the first round starts with the contenders.
+def draw_order(contenders: Sequence[Contender], number: int, seed: int) -> list[Contender]:
+    """Return the contenders in the random order of a round; the first round ends with the baselines.
 
-    A budget that ends within the first round is thus spent on the cells that the verdict is about.
+    A budget that ends within the first round is thus spent on what the verdict is about.
     """
-    drawn = random.Random(f"{seed}/{number}").sample(list(cells), len(cells))
-    return sorted(drawn, key=lambda cell: cell.is_baseline) if number == 0 else drawn
+    drawn = random.Random(f"{seed}/{number}").sample(list(contenders), len(contenders))
+    return sorted(drawn, key=lambda contender: contender.is_baseline) if number == 0 else drawn
 
 
 class LaunchSchedule:
@@ -139,8 +209,8 @@ class LaunchSchedule:
 
     def __init__(
         self,
-        cells: Sequence[Cell],
-        launch: Callable[[Cell, int], Launch],
+        contenders: Sequence[Contender],
+        launch: Callable[[Contender, int], Launch],
         done: Sequence[Launch] = (),
         *,
         rounds: int,
@@ -150,13 +220,13 @@ class LaunchSchedule:
     ) -> None:
         self.ended = "interrupted"
         self.failed: set[str] = set()
-        self._cells = list(cells)
+        self._contenders = list(contenders)
         self._launch = launch
-        self._done = {(each.cell, each.round) for each in done}
+        self._done = {(each.contender, each.round) for each in done}
         self._first_round = max((each.round for each in done), default=0)
         self._seconds: dict[str, list[float]] = {}
         for each in done:
-            self._seconds.setdefault(each.cell, []).append(each.seconds)
+            self._seconds.setdefault(each.contender, []).append(each.seconds)
         self._rounds = rounds
         self._budget_s = budget_s
         self._seed = seed
@@ -170,21 +240,21 @@ class LaunchSchedule:
             if not is_first and remaining and self.elapsed_s + self._estimate(remaining) > self._budget_s:
                 self.ended = self._budget_used("")
                 return
-            for cell in remaining:
+            for contender in remaining:
                 if is_first and self.elapsed_s > self._budget_s:
                     self.ended = self._budget_used(" in the first round")
                     return
-                result = self._launch(cell, number)
-                self._seconds.setdefault(cell.key, []).append(result.seconds)
-                self._done.add((cell.key, number))
+                result = self._launch(contender, number)
+                self._seconds.setdefault(contender.key, []).append(result.seconds)
+                self._done.add((contender.key, number))
                 if result.error is not None:
-                    self.failed.add(cell.key)
+                    self.failed.add(contender.key)
                 yield result
             is_first = is_first and not remaining
         self.ended = "complete"
 
     def _budget_used(self, where: str) -> str:
-        round_s = self._estimate([cell for cell in self._cells if cell.key not in self.failed])
+        round_s = self._estimate([contender for contender in self._contenders if contender.key not in self.failed])
         more = ", more than the budget" if round_s > self._budget_s else ""
         return f"the budget of {self._budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
 
@@ -192,48 +262,31 @@ class LaunchSchedule:
     def elapsed_s(self) -> float:
         return self._clock() - self._start
 
-    def remaining_in(self, number: int) -> list[Cell]:
-        """Return the cells to launch in a round; cells that failed are not launched again."""
+    def remaining_in(self, number: int) -> list[Contender]:
+        """Return the contenders to launch in a round; contenders that failed are not launched again."""
         if number < self._first_round:
             return []
-        cells = draw_order(self._cells, number, self._seed)
-        return [cell for cell in cells if (cell.key, number) not in self._done and cell.key not in self.failed]
+        drawn = draw_order(self._contenders, number, self._seed)
+        return [each for each in drawn if (each.key, number) not in self._done and each.key not in self.failed]
 
     @property
-    def remaining(self) -> list[Cell]:
-        """Return all launches that are left without regard to the budget; a cell once per round."""
-        return [cell for number in range(self._rounds) for cell in self.remaining_in(number)]
+    def remaining(self) -> list[Contender]:
+        """Return all launches that are left without regard to the budget; a contender once per round."""
+        return [contender for number in range(self._rounds) for contender in self.remaining_in(number)]
 
     def remaining_s(self) -> float:
         """Estimate how long the rest takes."""
         return max(0.0, min(self._estimate(self.remaining), self._budget_s - self.elapsed_s))
 
-    def _estimate(self, cells: Sequence[Cell]) -> float:
+    def _estimate(self, contenders: Sequence[Contender]) -> float:
         known = [seconds for each in self._seconds.values() for seconds in each]
         guess = median(known) if known else FIRST_GUESS_S
-        return sum(median(self._seconds.get(cell.key, [guess])) for cell in cells)
+        return sum(median(self._seconds.get(contender.key, [guess])) for contender in contenders)
 
 
-OnLaunch = Callable[[str, int, int, float], None]  # label, launches done, launches in total, seconds left
-
-
-@contextmanager
-def show_progress() -> Iterator[OnLaunch]:
-    """Show a progress bar on a terminal, else print a line per launch."""
-    if not sys.stderr.isatty():
-        yield lambda label, done, total, left_s: print(
-            f"[{done}/{total}] {label} (about {format_duration(left_s)} left)", file=sys.stderr, flush=True
-        )
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda label, done, total, left_s: bar.update(
-            task, completed=done, total=total, description=f"about {format_duration(left_s)} left; {label}"
-        )
+def print_progress(label: str, done: int, total: int, left_s: float) -> None:
+    """Print how many launches are done, of how many, and the time left."""
+    print(f"[{done}/{total}] {label} (about {format_duration(left_s)} left)", file=sys.stderr, flush=True)
 
 
 def format_duration(seconds: float) -> str:

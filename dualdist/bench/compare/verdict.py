@@ -1,4 +1,4 @@
-"""Verdict of a comparison: did all contenders train the same model, and which one is the fastest."""
+"""Verdict of a comparison: did all contenders train the same model, and which candidate is the fastest."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ Kind = Literal["faster", "no difference", "too few", "alone", "invalid", "nothin
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on the contenders; `ratio` is the runner-up's step time over the winner's."""
+    """Verdict on the candidates; `ratio` is the runner-up's step time over the winner's."""
 
     kind: Kind
     sentence: str
@@ -192,17 +192,17 @@ def step_ratio(over: Sequence[Launch], under: Sequence[Launch], *, comparisons: 
 
 
 def judge(launches: Launches, equivalence: Equivalence) -> Verdict:
-    """Return the verdict; contenders that were not launched yet have an empty list."""
+    """Return the verdict; candidates that were not launched yet have an empty list."""
     if not equivalence.is_valid:
         return Verdict("invalid", f"INVALID: the contenders did not train the same model: {equivalence}")
     order = rank_by_speed(launches)
     if not order:
         return Verdict("nothing", "nothing was measured")
     if len(order) == 1 and len(launches) > 1:
-        sentence = f"no verdict: only {order[0]} of {len(launches)} contenders was launched; increase --budget"
+        sentence = f"no verdict: only {order[0]} of {len(launches)} candidates was launched; increase --budget"
         return Verdict("too few", sentence, order[0])
     if len(order) == 1:
-        return Verdict("alone", f"{order[0]} is the only contender that ran here", order[0])
+        return Verdict("alone", f"{order[0]} is the only candidate that ran here", order[0])
     winner, runner_up = order[:2]
     ratio = step_ratio(launches[runner_up], launches[winner])
     if ratio is None:
@@ -219,7 +219,8 @@ def _describe(one: str, other: str, ratio: MedianInterval) -> tuple[Kind, str]:
     if not ratio.has_enough_launches:
         return "too few", (
             f"{launches} {'is' if ratio.launches == 1 else 'are'} too few to compare {one} with {other} "
-            f"(ratio {value}, observed {low} to {high}): a verdict needs {MIN_LAUNCHES} of each; increase --budget"
+            f"(ratio {value}, observed {low} to {high}): a verdict needs {MIN_LAUNCHES} of each; "
+            "increase --budget and --rounds"
         )
     interval = f"95% interval {low} to {high}, {launches} each"
     if ratio.excludes(1.0) and ratio.value > 1:
@@ -238,15 +239,15 @@ def compare_with_winner(winner: str, launches: Launches) -> dict[str, str]:
     return found
 
 
-def choices_to_save(contenders: Launches, timestamp: str) -> Iterator[SavedChoice | str]:
-    """Yield the fastest contender of every launcher that ran two or more, or a sentence why there is none.
+def choices_to_save(candidates: Launches, timestamp: str) -> Iterator[SavedChoice | str]:
+    """Yield the fastest candidate of every launcher that ran two or more, or a sentence why there is none.
 
-    Contenders of different launchers are no choice, as backend="auto" cannot change the launcher. At least one other
-    contender must be slower with 95% confidence; any pair may come first, hence the number of comparisons.
+    Candidates of different launchers are no choice, as backend="auto" cannot change the launcher. At least one other
+    candidate must be slower with 95% confidence; any pair may come first, hence the number of comparisons.
     """
-    for conditions, found in _by_conditions(contenders).items():
+    for conditions, found in _by_conditions(candidates).items():
         if len(found) < 2:
-            yield f"nothing saved for {conditions}: {next(iter(found))} is its only contender"
+            yield f"nothing saved for {conditions}: {next(iter(found))} is its only candidate"
             continue
         first, *others = rank_by_speed(found)
         pairs = len(found) * (len(found) - 1) // 2
@@ -259,12 +260,12 @@ def choices_to_save(contenders: Launches, timestamp: str) -> Iterator[SavedChoic
         elif any(each and each.has_enough_launches for each in ratios.values()):
             yield f"nothing saved for {conditions}: no significant difference"
         else:
-            yield f"nothing saved for {conditions}: {len(found)} contenders need {min_launches(pairs)} launches of each"
+            yield f"nothing saved for {conditions}: {len(found)} candidates need {min_launches(pairs)} launches of each"
 
 
-def _by_conditions(contenders: Launches) -> dict[ChoiceConditions, Launches]:
+def _by_conditions(candidates: Launches) -> dict[ChoiceConditions, Launches]:
     groups: dict[ChoiceConditions, dict[str, Sequence[Launch]]] = {}
-    for label, found in contenders.items():
+    for label, found in candidates.items():
         first = found[0].first
         here = ChoiceConditions.here(first.device, first.launcher, first.ranks, threads=first.threads, mpi=first.mpi)
         groups.setdefault(here, {})[label] = found

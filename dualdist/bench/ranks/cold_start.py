@@ -1,6 +1,6 @@
-"""Program that times a cold start: python cold_start.py raw|dualdist BACKEND SIZE FOLDER DEVICE.
+"""Program that times a cold start, and the raw libraries: python cold_start.py dualdist|LIBRARY SIZE FOLDER DEVICE.
 
-It is started by its path, so that nothing is imported before its clock starts, and "raw" does not need dualdist.
+It is started by its path, so that nothing is imported before its clock starts, and a raw library runs without dualdist.
 
 Every rank writes FOLDER/RANK.json: the seconds of `torch` (its import), `import` (of the library without torch),
 `init`, `first` and `second` (allreduces of 8 bytes), and the process's `peak_bytes` and `private_bytes` of memory and
@@ -19,41 +19,49 @@ import json  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, NamedTuple  # noqa: E402
 
 TIMEOUT_S = 120.0
 POLL_S = 0.002
 
-Started = tuple[int, Callable[[], object], Callable[[], object]]  # rank, allreduce, shutdown
+
+class Library(NamedTuple):
+    """A library that has been imported; its allreduces sum."""
+
+    start: Callable[[Any, str], tuple[int, Any]]  # connects the ranks; returns this rank and two zeros on its device
+    allreduce_: Callable[[Any], object]  # in place
+    allreduce: Callable[[Any], Any]
+    stop: Callable[[], object]
+    is_cpu_only: bool = False
 
 
 def main() -> None:
-    kind, backend, size, folder, device = sys.argv[1:]
+    name, size, folder, device = sys.argv[1:]
     sys.path.pop(0)  # this folder
     marks = {"start": START}
-    if kind == "dualdist":  # does not import torch; the raw libraries need it first
+    if name == "dualdist":  # does not import torch; the raw libraries need it first
         library = _import_dualdist()
         marks["import"] = time.perf_counter()
     import torch
 
     marks["torch"] = time.perf_counter()
-    if kind == "raw":
-        library = RAW[backend]()
+    if name != "dualdist":
+        library = RAW_LIBRARIES[name]()
         marks["import"] = time.perf_counter()
     _wait_for_ranks(Path(folder), int(size))
     marks["wait"] = time.perf_counter()
-    rank, allreduce, shutdown = library(torch, device)
+    rank, value = library.start(torch, device)
     marks["init"] = time.perf_counter()
-    for name in ("first", "second"):
-        allreduce()
-        marks[name] = time.perf_counter()
+    for phase in ("first", "second"):
+        library.allreduce_(value)
+        marks[phase] = time.perf_counter()
     points = list(marks)
     seconds = {name: marks[name] - marks[before] for before, name in itertools.pairwise(points)}
     del seconds["wait"]
     draft = Path(folder, f"{rank}.draft")
     draft.write_text(json.dumps({"rank": rank, "seconds": seconds, **_resources()}))
     draft.replace(Path(folder, f"{rank}.json"))
-    shutdown()
+    library.stop()
 
 
 def _wait_for_ranks(folder: Path, size: int) -> None:
@@ -93,60 +101,77 @@ def _resources() -> dict[str, int | None]:
     }
 
 
-def _import_dualdist() -> Callable[[Any, str], Started]:
+def _import_dualdist() -> Library:
     import dualdist as dd
 
-    def start(torch: Any, device: str) -> Started:
+    def start(torch: Any, device: str) -> tuple[int, Any]:
         dd.init()
-        value = torch.zeros(2, device=dd.device())
-        return dd.rank(), lambda: dd.allreduce_(value, "sum", name="value"), dd.shutdown
+        return dd.rank(), torch.zeros(2, device=dd.device())
 
-    return start
+    return Library(start, lambda value: dd.allreduce_(value, "sum", name="value"), dd.allreduce, dd.shutdown)
 
 
-def _import_torch() -> Callable[[Any, str], Started]:
+def _import_torch() -> Library:
     import torch.distributed as dist
 
-    def start(torch: Any, device: str) -> Started:
+    def start(torch: Any, device: str) -> tuple[int, Any]:
         cuda = device != "cpu" and torch.cuda.is_available()
         if cuda:
             import os
 
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        value = torch.zeros(2, device="cuda" if cuda else "cpu")
-        return dist.get_rank(), lambda: dist.all_reduce(value), dist.destroy_process_group
+        return dist.get_rank(), torch.zeros(2, device="cuda" if cuda else "cpu")
 
-    return start
+    def allreduce(tensor: Any) -> Any:
+        result = tensor.clone()
+        dist.all_reduce(result)
+        return result
+
+    return Library(start, dist.all_reduce, allreduce, dist.destroy_process_group)
 
 
-def _import_horovod() -> Callable[[Any, str], Started]:
+def _import_horovod() -> Library:
     import horovod.torch as hvd
 
-    def start(torch: Any, device: str) -> Started:
+    def start(torch: Any, device: str) -> tuple[int, Any]:
         hvd.init()
-        value = torch.zeros(2)
-        return hvd.rank(), lambda: hvd.allreduce_(value, name="value", op=hvd.Sum), hvd.shutdown
+        return hvd.rank(), torch.zeros(2)
 
-    return start
+    def allreduce_(tensor: Any) -> None:
+        hvd.allreduce_(tensor, name=f"raw.in_place.{tensor.numel()}", op=hvd.Sum)
+
+    def allreduce(tensor: Any) -> Any:
+        return hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
+
+    return Library(start, allreduce_, allreduce, hvd.shutdown)
 
 
-def _import_mpi() -> Callable[[Any, str], Started]:
+def _import_mpi() -> Library:
     import mpi4py
 
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
-    def start(torch: Any, device: str) -> Started:
+    world = MPI.COMM_WORLD
+
+    def start(torch: Any, device: str) -> tuple[int, Any]:
         MPI.Init_thread()
-        value = torch.zeros(2).numpy()
-        world = MPI.COMM_WORLD
-        return world.Get_rank(), lambda: world.Allreduce(MPI.IN_PLACE, value, MPI.SUM), MPI.Finalize
+        return world.Get_rank(), torch.zeros(2)
 
-    return start
+    def allreduce_(tensor: Any) -> None:
+        world.Allreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM)
+
+    def allreduce(tensor: Any) -> Any:
+        result = tensor.new_empty(tensor.shape)
+        world.Allreduce(tensor.numpy(), result.numpy(), MPI.SUM)
+        return result
+
+    return Library(start, allreduce_, allreduce, MPI.Finalize, is_cpu_only=True)
 
 
-RAW = {"native": _import_torch, "horovod": _import_horovod, "mpi": _import_mpi}
+# By BackendSpec.library: the libraries beneath backends, used as a program without dualdist uses them.
+RAW_LIBRARIES = {"torch.distributed": _import_torch, "horovod.torch": _import_horovod, "mpi4py": _import_mpi}
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from torch import nn
 import dualdist as dd
 from dualdist import session
 from dualdist.backends import registry
-from dualdist.bench.options import COMMUNICATING, TORCH_CONTENDERS, AllreduceOptions, StepOptions, TrainOptions
-from dualdist.bench.ranks import contenders
-from dualdist.bench.ranks.contenders import Contender, TrainingCase, make_case, make_contender, step_case
+from dualdist.bench.jobs import DUALDIST, TORCH_METHODS, AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.ranks import training
+from dualdist.bench.ranks.cold_start import RAW_LIBRARIES, Library
+from dualdist.bench.ranks.training import Trainer, TrainingCase, make_case, make_trainer, step_case, torch_group
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.collectives.drift import digest
 from dualdist.diagnostics.recording import Recorder, RecordingPlan, describe_run
@@ -32,7 +34,7 @@ from dualdist.utils.machine import CpuUse, peak_kib, read_cpu, reset_peak, resid
 MIN_STEPS, MAX_STEPS = 3, 50
 # DDP rebuilds its buckets after the first step, and allocators reach their peak in the second.
 MEMORY_STEPS = 5
-NEEDS_SESSION = ("dualdist", "hvd")  # raw Horovod needs its engine started, under any launcher
+NEEDS_SESSION = (DUALDIST, "hvd")  # raw Horovod needs its engine started, under any launcher
 MAX_REPEATS = 1000
 WARMUP_CALLS = 2
 ELEMENT_BYTES = 4  # float32
@@ -42,11 +44,11 @@ ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S = 3, 0.002  # in each launch of a comparison
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call to time; `warm_up` runs untimed before each sample, to refill caches and wake connections."""
+    """A call to time; before each sample it runs `warmup` times, to refill caches and wake connections."""
 
     name: str
-    warm_up: Callable[[], object]
     call: Callable[[], object]
+    warmup: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def interleave(calls: Sequence[TimedCall], repeats: int, rounds: int, sync: Sync
 
 def time_call(timed: TimedCall, repeats: int, sync: Sync) -> tuple[float, float]:
     """Return seconds and CPU seconds of this process per call, over `repeats` calls."""
-    timed.warm_up()
+    for _ in range(timed.warmup):
+        timed.call()
     sync.synchronize()
     sync.barrier()
     cpu, start = time.process_time(), time.perf_counter()
@@ -118,21 +121,17 @@ def merge_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
 
 
 def _session_sync(device: torch.device) -> Sync:
-    return Sync(dd.barrier, torch.cuda.synchronize if device.type == "cuda" else _no_op)
-
-
-def _no_op() -> None: ...
+    return Sync(dd.barrier, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
 
 
 def measure_steps(options: StepOptions) -> dict[str, Any]:
     """Time a training step of every contender in an open session; every rank calls this and gets the result."""
     device = dd.device()
-    needs_torch = any(name in TORCH_CONTENDERS for name in options.contenders)
-    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
-    try:
+    needs_torch = any(name in TORCH_METHODS for name in options.contenders)
+    with torch_group(device, options.timeout_s, is_needed=needs_torch):
         case = step_case(options, device, dd.rank())
-        contending = [make_contender(name, case, device) for name in options.contenders]
-        calls = [TimedCall(each.name, partial(each.step, case), partial(each.step, case)) for each in contending]
+        trainers = [make_trainer(name, case, device) for name in options.contenders]
+        calls = [TimedCall(each.method, partial(each.step, case)) for each in trainers]
         sync = _session_sync(device)
         for _ in range(options.warmup):
             for call in calls:
@@ -142,31 +141,29 @@ def measure_steps(options: StepOptions) -> dict[str, Any]:
             middle = median(time_call(call, 1, sync)[0] for call in calls)
             steps = dd.broadcast_object(repeats_to_fill(options.block_s, middle, MIN_STEPS, MAX_STEPS))
         timings = interleave(calls, steps, options.rounds, sync, dd.node_rank())
-        parameters = list(contending[0].model.parameters())
+        parameters = list(trainers[0].model.parameters())
         return {
             **merge_ranks(dd.allgather_object(timings)),
             "steps": steps,
             "parameters": sum(parameter.numel() for parameter in parameters),
             "tensors": len(parameters),
             "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            **_compare_parameters(contending),
+            **_compare_parameters(trainers),
         }
-    finally:
-        destroy()
 
 
-def _compare_parameters(contending: list[Contender]) -> dict[str, Any]:
+def _compare_parameters(trainers: list[Trainer]) -> dict[str, Any]:
     """Compare final parameters between ranks, and with those of the first contender that communicates.
 
     All of them took the same number of steps from the same parameters.
     """
-    digests = dd.allgather_object({each.name: digest(each.model.parameters()) for each in contending})
+    digests = dd.allgather_object({each.method: digest(each.model.parameters()) for each in trainers})
     same = {name: len({found[name] for found in digests}) == 1 for name in digests[0]}
-    reduced = [each for each in contending if each.name in COMMUNICATING]
+    reduced = [each for each in trainers if each.method != "none"]
     return {
         "identical_across_ranks": same,
-        "difference_from": reduced[0].name if reduced else None,
-        "max_difference": {each.name: _max_difference(each.model, reduced[0].model) for each in reduced},
+        "difference_from": reduced[0].method if reduced else None,
+        "max_difference": {each.method: _max_difference(each.model, reduced[0].model) for each in reduced},
     }
 
 
@@ -175,67 +172,66 @@ def _max_difference(first: nn.Module, second: nn.Module) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
-def measure_memory(name: str, backend: str, options: StepOptions, topology: Topology, store: Path) -> dict[str, Any]:
+def measure_memory(backend: str, options: StepOptions, topology: Topology, store: Path) -> dict[str, Any]:
     """Measure the memory that one contender adds to a process with all imports done; opens its session if needed.
 
     On CPUs: peak resident size (VmHWM, with touched shared memory) minus the size before setup, so connections, model,
     optimizer state and activations count. On CUDA: the peak of torch's allocator, without NCCL's buffers.
     """
+    (method,) = options.contenders
     cuda = torch.cuda.is_available() and options.device != "cpu"
     step_case(options, torch.device("cpu"), topology.rank)  # imports what the model needs
-    if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and name in NEEDS_SESSION:
-        contenders.load_horovod()
+    if registry.uses_library(backend, registry.HOROVOD_LIBRARY) and method in NEEDS_SESSION:
+        training.load_horovod()
     could_reset = reset_peak()
     before = resident_kib()
-    destroy: Callable[[], None] = _no_op
     device = torch.device("cuda", topology.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if name in NEEDS_SESSION:
-        dd.init(timeout_s=options.timeout_s)
-        destroy, device = dd.shutdown, dd.device()
-    elif name in TORCH_CONTENDERS:
-        if cuda:
-            torch.cuda.set_device(device)
-        destroy = contenders.init_torch_by_file(store, topology.rank, topology.size, device, options.timeout_s)
-    try:
+    with ExitStack() as stack:
+        if method in NEEDS_SESSION:
+            dd.init(timeout_s=options.timeout_s)
+            stack.callback(dd.shutdown)
+            device = dd.device()
+        elif method in TORCH_METHODS:
+            if cuda:
+                torch.cuda.set_device(device)
+            rank, size = topology.rank, topology.size
+            stack.enter_context(training.torch_group_by_file(store, rank, size, device, options.timeout_s))
         case = step_case(options, device, topology.rank)
-        contender = make_contender(name, case, device)
+        trainer = make_trainer(method, case, device)
         for _ in range(MEMORY_STEPS):
-            contender.step(case)
+            trainer.step(case)
         if cuda:
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() if cuda else ((peak_kib() or 0) - (before or 0)) * 1024
-    finally:
-        destroy()
     known = cuda or (before is not None and could_reset)
-    return {"contender": name, "peak_bytes": peak if known else None, "rank": topology.rank}
+    return {"contender": method, "peak_bytes": peak if known else None, "rank": topology.rank}
 
 
 def measure_allreduces(options: AllreduceOptions) -> dict[str, Any]:
     """Time allreduces of every size in an open session; every rank calls this and gets the result."""
     device = dd.device()
-    needs_torch = dd.backend() in ("native", "single")
-    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
-    try:
-        raw = contenders.raw_allreduce(dd.backend())
+    library = registry.get(dd.backend()).library
+    if library not in RAW_LIBRARIES:
+        raise UnsupportedError(f"no raw library is known beneath the backend {dd.backend()!r}, to compare it with")
+    raw = RAW_LIBRARIES[library]()
+    if raw.is_cpu_only and device.type != "cpu":
+        raise UnsupportedError(f"raw {library} is measured on CPU tensors only: add --device cpu")
+    with torch_group(device, options.timeout_s, is_needed=library == "torch.distributed"):
         sizes = [_measure_size(nbytes, raw, options, device) for nbytes in options.sizes]
-    finally:
-        destroy()
-    return {"library": raw.library, "sizes": sizes}
+    return {"library": library, "sizes": sizes}
 
 
-def _measure_size(
-    nbytes: int, raw: contenders.RawAllreduce, options: AllreduceOptions, device: torch.device
-) -> dict[str, Any]:
+def _measure_size(nbytes: int, raw: Library, options: AllreduceOptions, device: torch.device) -> dict[str, Any]:
     tensor = torch.zeros(max(1, nbytes // ELEMENT_BYTES), device=device)
     name = f"bench.{tensor.numel()}"
     by_name: dict[str, Callable[[], object]] = {
-        "raw_": lambda: raw.in_place(tensor),
+        "raw_": lambda: raw.allreduce_(tensor),
         "dualdist_": lambda: dd.allreduce_(tensor, "sum", name=name),
-        "raw": lambda: raw.out_of_place(tensor),
+        "raw": lambda: raw.allreduce(tensor),
         "dualdist": lambda: dd.allreduce(tensor, "sum", name=f"{name}.new"),
     }
     _check_sums(by_name, tensor)
-    calls = [TimedCall(each, partial(_repeat, call, WARMUP_CALLS), call) for each, call in by_name.items()]
+    calls = [TimedCall(each, call, WARMUP_CALLS) for each, call in by_name.items()]
     sync = _session_sync(device)
     fastest = min(time_call(call, 2, sync)[0] for call in calls)
     repeats = dd.broadcast_object(repeats_to_fill(options.block_s, fastest, 1, MAX_REPEATS))
@@ -254,42 +250,33 @@ def _check_sums(calls: dict[str, Callable[[], object]], tensor: torch.Tensor) ->
     tensor.zero_()
 
 
-def _repeat(call: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        call()
-
-
-def train(options: TrainOptions, folder: Path, start_time: float) -> dict[str, Any]:
+def train(options: TrainOptions, folder: Path, start_time: float) -> dict[str, Any] | None:
     """Train one contender in an open session; every rank writes its record to the folder.
 
     Returns:
-        Timings of allreduces of `options.sizes`, or why they cannot be measured.
+        Timings of allreduces of `options.sizes`, or why they cannot be measured; None without sizes.
     """
     device = dd.device()
     run = describe_run(session.current().topology, dd.backend(), dd.transport(), device)
     plan = RecordingPlan(folder / f"rank-{dd.rank()}.json", options.warmup, options.steps)
     recorder = Recorder(plan, {"rank": dd.rank(), **run}, device, start_time)
-    needs_torch = options.contender in TORCH_CONTENDERS
-    destroy = contenders.init_torch(device, options.timeout_s) if needs_torch else _no_op
-    try:
+    with torch_group(device, options.timeout_s, is_needed=options.method in TORCH_METHODS):
         cases = _batches(options, device)
-        contender = make_contender(options.contender, cases[0], device)
-        recorder.start(contender.model.parameters())
+        trainer = make_trainer(options.method, cases[0], device)
+        recorder.start(trainer.model.parameters())
         number = 0
         while not recorder.is_complete:
             start = time.perf_counter()
-            loss = contender.step(cases[number % BATCHES])
+            loss = trainer.step(cases[number % BATCHES])
             if options.slowdown > 1:
                 end = start + options.slowdown * (time.perf_counter() - start)
                 while time.perf_counter() < end:
                     pass
             recorder.step(loss)
             number += 1
-        recorder.write(contender.model.parameters())
-    finally:
-        destroy()
+        recorder.write(trainer.model.parameters())
     if not options.sizes:
-        return {}
+        return None
     sweep = AllreduceOptions(options.sizes, ALLREDUCE_ROUNDS, ALLREDUCE_BLOCK_S, options.device, options.timeout_s)
     try:
         return measure_allreduces(sweep)

@@ -1,13 +1,11 @@
-"""Contenders of a benchmark: models, the optimizers that reduce their gradients, and the raw libraries' allreduces.
-
-The raw libraries are used as a program without dualdist uses them.
-"""
+"""Training of a benchmark: models, and the methods that reduce their gradients, with and without dualdist."""
 
 from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dualdist as dd
-from dualdist.bench.options import StepOptions, TrainOptions
-from dualdist.errors import UnsupportedError
+from dualdist.bench.jobs import DUALDIST, StepOptions, TrainOptions
 
 CLASSES = 10
 MLP_LAYERS, MLP_WIDTH = 100, 64
@@ -129,34 +126,34 @@ MAKERS: dict[str, Maker] = {
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A model, and `step`, which trains it on a batch and returns the loss."""
+class Trainer:
+    """A model that is trained by a method, and `step`, which trains it on a batch and returns the loss."""
 
-    name: str
+    method: str
     model: nn.Module
     step: Callable[[TrainingCase], torch.Tensor]
 
 
-def make_contender(name: str, case: TrainingCase, device: torch.device) -> Contender:
-    """Build a contender; all start with the same parameters and use the same optimizer class."""
+def make_trainer(method: str, case: TrainingCase, device: torch.device) -> Trainer:
+    """Build a trainer; all start with the same parameters and use the same optimizer class."""
     module = case.build()
-    model = _ddp(module, device, **DDP_FLAGS[name]) if name in DDP_FLAGS else module
+    model = _ddp(module, device, **DDP_FLAGS[method]) if method in DDP_FLAGS else module
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    if name == "dualdist":
+    if method == DUALDIST:
         dd.wrap_optimizer(optimizer, module.named_parameters())
-    elif name == "hvd":
+    elif method == "hvd":
         optimizer = load_horovod().DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
 
     def step(case: TrainingCase) -> torch.Tensor:
         optimizer.zero_grad()
         loss = case.loss(model)
         loss.backward()
-        if name == "naive":
+        if method == "naive":
             _average_gradients(module)
         optimizer.step()
         return loss.detach()
 
-    return Contender(name, module, step)
+    return Trainer(method, module, step)
 
 
 def _ddp(model: nn.Module, device: torch.device, **flags: bool) -> nn.Module:
@@ -182,14 +179,12 @@ def load_horovod() -> Any:
     return horovod.import_horovod()
 
 
-def init_torch(device: torch.device, timeout_s: float) -> Callable[[], None]:
-    """Initialize torch's default process group within a dualdist session, unless the session has done so.
-
-    Returns:
-        A function that destroys the process group if it was created here.
-    """
-    if dist.is_initialized():
-        return lambda: None
+@contextmanager
+def torch_group(device: torch.device, timeout_s: float, *, is_needed: bool) -> Iterator[None]:
+    """Provide torch's default process group within a session, unless the session has created it."""
+    if not is_needed or dist.is_initialized():
+        yield
+        return
     rank, size, timeout = dd.rank(), dd.size(), timedelta(seconds=timeout_s)
     if rank == 0:
         host = "127.0.0.1" if dd.num_nodes() == 1 else socket.getfqdn()
@@ -199,75 +194,24 @@ def init_torch(device: torch.device, timeout_s: float) -> Callable[[], None]:
         address: Any = dd.broadcast_object(None)
         host, port = address
         store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-    return _init_torch(store, rank, size, device, timeout)
+    with _open_torch_group(store, rank, size, device, timeout):
+        yield
 
 
-def init_torch_by_file(path: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> Callable[[], None]:
-    """Initialize torch's default process group without a session, through a file that does not exist yet."""
-    return _init_torch(dist.FileStore(str(path), size), rank, size, device, timedelta(seconds=timeout_s))
+def torch_group_by_file(
+    path: Path, rank: int, size: int, device: torch.device, timeout_s: float
+) -> AbstractContextManager[None]:
+    """Provide torch's default process group without a session, through a file that does not exist yet."""
+    return _open_torch_group(dist.FileStore(str(path), size), rank, size, device, timedelta(seconds=timeout_s))
 
 
-def _init_torch(
+@contextmanager
+def _open_torch_group(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
-) -> Callable[[], None]:
+) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return dist.destroy_process_group
-
-
-@dataclass(frozen=True)
-class RawAllreduce:
-    """A library's blocking allreduce (sum), in place and into a new tensor."""
-
-    library: str
-    in_place: Callable[[torch.Tensor], object]
-    out_of_place: Callable[[torch.Tensor], torch.Tensor]
-
-
-def raw_allreduce(backend: str) -> RawAllreduce:
-    """Return the allreduce of the library that a dualdist backend uses; needs an open session."""
-    return {"horovod": _horovod_allreduce, "mpi": _mpi_allreduce}.get(backend, _torch_allreduce)()
-
-
-def _torch_allreduce() -> RawAllreduce:
-    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
-        result = tensor.clone()
-        dist.all_reduce(result)
-        return result
-
-    return RawAllreduce("torch.distributed", dist.all_reduce, out_of_place)
-
-
-def _horovod_allreduce() -> RawAllreduce:
-    hvd = load_horovod()
-
-    def in_place(tensor: torch.Tensor) -> None:
-        hvd.allreduce_(tensor, name=f"raw.in_place.{tensor.numel()}", op=hvd.Sum)
-
-    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = hvd.allreduce(tensor, name=f"raw.{tensor.numel()}", op=hvd.Sum)
-        return result
-
-    return RawAllreduce("horovod", in_place, out_of_place)
-
-
-def _mpi_allreduce() -> RawAllreduce:
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-
-    def in_place(tensor: torch.Tensor) -> None:
-        world.Allreduce(MPI.IN_PLACE, _array(tensor), MPI.SUM)
-
-    def out_of_place(tensor: torch.Tensor) -> torch.Tensor:
-        result = torch.empty_like(tensor)
-        world.Allreduce(_array(tensor), _array(result), MPI.SUM)
-        return result
-
-    return RawAllreduce("mpi4py", in_place, out_of_place)
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    if tensor.is_cuda:
-        raise UnsupportedError("raw mpi4py is measured on CPU tensors only: add --device cpu")
-    return tensor.numpy()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
