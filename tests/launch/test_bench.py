@@ -227,7 +227,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
 
 
-@pytest.mark.smoke("words2-'hvd' is raw Horovod", "words8-there is no folder /nowhere", "words14-give both, or neither")
+@pytest.mark.smoke("words2-'hvd' is raw Horovod", "words8-there is no folder /nowhere", "words13-give both, or neither")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
