@@ -107,7 +107,7 @@ def selected(*words: str) -> list[Contender]:
 def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() -> None:
     kinds = [contender.method for contender in selected("--transports", "gloo", "--baselines", "ddp,one,ddp")]
     assert kinds == ["dualdist", "ddp", "one"]
-    assert [contender.method for contender in selected("--transports", "gloo", "--script", "x.py")] == [
+    assert [each.method for each in selected("--transports", "gloo", "--script", "x.py")] == [
         "dualdist",
         "one",
     ]
