@@ -6,7 +6,7 @@ Errors name the variables that are missing or wrong. Fields without a variable a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dualdist.errors import TopologyError
@@ -114,11 +114,11 @@ def read_values(environ: Mapping[str, str], variables: LauncherVariables) -> Env
     assert rank is not None
     assert size is not None
     found = EnvValues(rank, size, **values)
-    check_bounds(found, variables)
+    _check_bounds(found, variables)
     return found
 
 
-def check_bounds(values: EnvValues, variables: LauncherVariables) -> None:
+def _check_bounds(values: EnvValues, variables: LauncherVariables) -> None:
     """Raise TopologyError, naming the variables, if the values are impossible."""
     if values.size < 1:
         raise TopologyError(
@@ -198,6 +198,7 @@ def read_topology(
         launcher: its name for the user.
         note: follows the names of the variables in Topology.source.
         address: the variables that may give rank 0's address; without a `rendezvous` several ranks need it.
+        rendezvous: used if there is no such address.
     """
     require_all(environ, variables, needed)
     values = read_values(environ, variables)
@@ -209,28 +210,6 @@ def read_topology(
             f"{' and '.join(missing)} not set, but {format_present(environ, (variables.size, *names))}: the ranks need "
             f"rank 0's address; set both {' and '.join(names)}, or {RENDEZVOUS}=file:///a/shared/folder/name"
         )
-    return infer_topology(
-        values,
-        variables,
-        launcher=launcher,
-        source=", ".join(find_present(environ, variables.given())) + note,
-        main=main,
-        rendezvous=rendezvous,
-        mpi=mpi,
-    )
-
-
-def infer_topology(
-    values: EnvValues,
-    variables: LauncherVariables | None = None,
-    *,
-    launcher: str,
-    source: str,
-    main: MainAddress | None = None,
-    rendezvous: Rendezvous = "none",
-    mpi: bool = False,
-) -> Topology:
-    """Return the Topology of `values`, read from `variables`; `rendezvous` is used if there is no main address."""
     local_rank, local_size = _infer_local(values, one_host=main is not None and main.is_loopback)
     node_rank, num_nodes = _infer_node(values, local_rank, local_size)
     inferred = frozenset(field for field in FIELDS if getattr(values, field) is None)
@@ -240,6 +219,7 @@ def infer_topology(
         rendezvous = "agent" if main.has_agent else "address"
     if values.num_nodes == 1 or values.local_size == values.size:  # one node: these fields follow
         inferred -= {"local_size", "node_rank", "num_nodes"}
+    given = [(field, name) for field, name in variables.by_field().items() if name and get_value(environ, name)]
     return Topology(
         rank=values.rank,
         size=values.size,
@@ -248,24 +228,14 @@ def infer_topology(
         node_rank=node_rank,
         num_nodes=num_nodes,
         launcher=launcher,
-        source=source,
+        source=", ".join(name.partition("[")[0] for _, name in given) + note,  # the same on every node
         address=main.address if main else None,
         port=main.port if main else None,
         rendezvous=rendezvous,
         mpi=mpi,
         inferred=inferred,
-        origins=tuple(_origins(values, variables, main)),
+        origins=(*given, *zip(("address", "port"), main.variables if main else (), strict=False)),
     )
-
-
-def _origins(
-    values: EnvValues, variables: LauncherVariables | None, main: MainAddress | None
-) -> Iterator[tuple[str, str]]:
-    for field, name in variables.by_field().items() if variables is not None else ():
-        if name is not None and getattr(values, field) is not None:
-            yield field, name
-    if main is not None:
-        yield from zip(("address", "port"), main.variables, strict=True)
 
 
 def _infer_local(values: EnvValues, *, one_host: bool) -> tuple[int, int]:
@@ -276,7 +246,7 @@ def _infer_local(values: EnvValues, *, one_host: bool) -> tuple[int, int]:
     if local_size is None:
         least = 1 if values.local_rank is None else values.local_rank + 1
         if values.num_nodes is not None:
-            local_size = max(least, _ceil_div(values.size, values.num_nodes))
+            local_size = max(least, -(-values.size // values.num_nodes))
         else:
             local_size = values.size if values.local_rank == values.rank else least
     local_rank = values.rank % local_size if values.local_rank is None else values.local_rank
@@ -286,14 +256,10 @@ def _infer_local(values: EnvValues, *, one_host: bool) -> tuple[int, int]:
 def _infer_node(values: EnvValues, local_rank: int, local_size: int) -> tuple[int, int]:
     """Return node rank and number of nodes: as given, or as with ranks placed by slot, else by node, else possible."""
     least = 1 if values.node_rank is None else values.node_rank + 1
-    num_nodes = max(least, _ceil_div(values.size, local_size)) if values.num_nodes is None else values.num_nodes
+    num_nodes = max(least, -(-values.size // local_size)) if values.num_nodes is None else values.num_nodes
     if values.node_rank is not None:
         return values.node_rank, num_nodes
     by_slot = values.rank % local_size == local_rank
     by_node = values.rank // num_nodes == local_rank
     node_rank = values.rank % num_nodes if by_node and not by_slot else values.rank // local_size
     return min(node_rank, num_nodes - 1), num_nodes
-
-
-def _ceil_div(total: int, part: int) -> int:
-    return -(-total // part)

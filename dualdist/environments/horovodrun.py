@@ -44,11 +44,5 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
     get_integer(environ, STORE_PORT)
     read_values(environ, CROSS)
     variables = ELASTIC_VARIABLES if environ.get(ELASTIC) == "1" else VARIABLES
-    return read_topology(
-        environ,
-        variables,
-        launcher="horovodrun",
-        note=" (horovodrun)",
-        address=None,
-        rendezvous="horovod",
-    )
+    note = " (horovodrun)"
+    return read_topology(environ, variables, launcher="horovodrun", note=note, address=None, rendezvous="horovod")

@@ -27,14 +27,13 @@ OPENMPI = LauncherVariables(
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 HYDRA = LauncherVariables(
     launcher="MPICH or Intel MPI",
     command="mpirun -np N python script.py",
     rank="PMI_RANK",
     size="PMI_SIZE",
-    local_rank=HYDRA_LOCAL[0],
-    local_size=HYDRA_LOCAL[1],
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
 )
 MVAPICH = LauncherVariables(
     launcher="MVAPICH2",
@@ -89,7 +88,7 @@ def detect_openmpi(environ: Mapping[str, str]) -> Topology | None:
 
 def detect_hydra(environ: Mapping[str, str]) -> Topology | None:
     """Read Hydra's variables. PMI_RANK without a local rank is from srun --mpi=pmi2, Flux or PALS."""
-    return _read_mpirun(environ, HYDRA) if find_present(environ, HYDRA_LOCAL) else None
+    return _read_mpirun(environ, HYDRA) if find_present(environ, HYDRA.given()[2:]) else None
 
 
 def detect_mvapich(environ: Mapping[str, str]) -> Topology | None:

@@ -10,13 +10,11 @@ from dualdist.environments.env_values import (
     OVERRIDE,
     SHOWN,
     LauncherVariables,
-    check_bounds,
     find_present,
     format_present,
     get_integer,
-    get_main_address,
     get_value,
-    infer_topology,
+    read_topology,
     read_values,
     require_all,
 )
@@ -56,17 +54,14 @@ def detect(environ: Mapping[str, str]) -> Topology | None:
         _refuse_half_a_step(environ)
         return None
     require_all(environ, VARIABLES, (*find_present(environ, STEP_IDS)[:1], *NEEDED))
-    values = read_values(environ, VARIABLES)
-    assert values.node_rank is not None
-    values = replace(values, local_size=_tasks_on_node(environ, values.node_rank))
-    variables = replace(VARIABLES, local_size=f"{TASKS_PER_NODE}[{values.node_rank}]")
-    check_bounds(values, variables)
-    return infer_topology(
-        values,
-        variables,
+    node = read_values(environ, VARIABLES).node_rank
+    assert node is not None
+    tasks = f"{TASKS_PER_NODE}[{node}]"
+    return read_topology(
+        {**environ, tasks: str(_tasks_on_node(environ, node))},
+        replace(VARIABLES, local_size=tasks),
         launcher="srun",
-        source=f"{', '.join(NEEDED)} (srun)",
-        main=get_main_address(environ),
+        note=" (srun)",
         rendezvous="slurm",
         mpi=started_with_pmix(environ) or get_value(environ, CRAY) is not None,
     )

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from dualdist.environments.env_values import (
     MASTER,
-    EnvValues,
     LauncherVariables,
     find_present,
     get_value,
-    infer_topology,
     read_topology,
 )
 from dualdist.topology import Topology
@@ -78,4 +76,4 @@ def detect_override(environ: Mapping[str, str]) -> Topology | None:
 
 def detect_single(environ: Mapping[str, str]) -> Topology:
     """Return rank 0 of 1."""
-    return infer_topology(EnvValues(rank=0, size=1, local_rank=0), launcher="none", source="no launcher's variables")
+    return Topology(0, 1, 0, 1, 0, 1, launcher="none", source="no launcher's variables")

@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from dualdist.errors import LaunchError
 from dualdist.launch import processes
@@ -32,11 +30,10 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class CommandResult:
-    """A command's exit code, its stdout and stderr together ("" if not captured), and how long it ran."""
+    """A command's exit code, and its stdout and stderr together."""
 
     code: int
     output: str
-    seconds: float
 
 
 def find_site() -> Site:
@@ -59,21 +56,25 @@ def parse_mpi_version(text: str) -> Mpi:
     return "mpich" if any(name in text for name in MPICH_AND_DERIVATIVES) else "unknown"
 
 
-def run_command(command: Command, *, timeout_s: float | None, what: str, capture: bool = True) -> CommandResult:
+def run_command(command: Command, *, timeout_s: float | None, what: str) -> CommandResult:
     """Run a command to its end, and return when it and all processes that it started have ended.
 
     Ctrl-C and SIGTERM end them, too.
 
     Args:
         what: names the job in errors.
-        capture: return the output instead of passing it on.
 
     Raises:
         LaunchError: the command cannot be started, times out, or leaves processes behind.
     """
     mark, mark_variables = processes.new_job_mark(os.environ)
-    started = time.monotonic()
-    with tempfile.TemporaryFile() if capture else contextlib.nullcontext() as output, termination_raises():
+    line = shlex.join(redact_command(command.argv))
+    with tempfile.TemporaryFile() as output, termination_raises():
+
+        def read_output() -> str:
+            output.seek(0)
+            return output.read().decode(errors="replace")
+
         process = None
         try:
             with signals_deferred():
@@ -82,32 +83,22 @@ def run_command(command: Command, *, timeout_s: float | None, what: str, capture
                     env={**command.environment(os.environ), **mark_variables},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=subprocess.STDOUT if capture else None,
+                    stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             code = process.wait(timeout_s)
         except OSError as error:
-            line = shlex.join(redact_command(command.argv))
             raise LaunchError(f"{what} could not be started ({error}): {line}") from error
         except subprocess.TimeoutExpired as error:
             alive = processes.describe_processes(processes.find_marked(mark))
             _end(process, mark)
-            raise LaunchError(
-                f"{what} was not done after {timeout_s:g} s and was ended; {alive}\n"
-                f"command: {shlex.join(redact_command(command.argv))}\n{_read(output)}"
-            ) from error
+            timeout = f"{what} was not done after {timeout_s:g} s and was ended; {alive}"
+            raise LaunchError(f"{timeout}\ncommand: {line}\n{read_output()}") from error
         finally:
             left = _end(process, mark)
         if left and code == 0:
-            raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{_read(output)}")
-        return CommandResult(code, _read(output), time.monotonic() - started)
-
-
-def _read(output: IO[bytes] | None) -> str:
-    if output is None:
-        return ""
-    output.seek(0)
-    return output.read().decode(errors="replace")
+            raise LaunchError(f"{what} ended, but left processes behind, which were ended; {left}\n{read_output()}")
+        return CommandResult(code, read_output())
 
 
 def _end(process: subprocess.Popen[bytes] | None, mark: str) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from dualdist.utils.preemption_protocol import SIGNALS
 from dualdist.utils.redaction import redact_command
 
 # Inherited by every process of a job: launchers put ranks into sessions and process groups of their own.
@@ -140,14 +139,7 @@ def termination_raises() -> Iterator[None]:
     def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with _handled([number for number in TERMINATION_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], raise_exit):
-        yield
-
-
-@contextlib.contextmanager
-def stop_signals_caught(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Let signals that tell a job to stop call on_signal(number) instead of ending the block."""
-    with _handled(list(SIGNALS), lambda number, frame: on_signal(number)):
+    with signals_handled(_not_ignored(TERMINATION_SIGNALS), raise_exit):
         yield
 
 
@@ -155,9 +147,10 @@ def stop_signals_caught(on_signal: Callable[[int], None]) -> Iterator[None]:
 def signals_deferred() -> Iterator[None]:
     """Defer signals that end the program to the end of the block, when the process that it starts can be ended, too."""
     received: list[int] = []
-    numbers = [number for number in (signal.SIGINT, *TERMINATION_SIGNALS) if signal.getsignal(number) != signal.SIG_IGN]
     try:
-        with _handled(numbers, lambda number, frame: received.append(number)):
+        with signals_handled(
+            _not_ignored((signal.SIGINT, *TERMINATION_SIGNALS)), lambda number, frame: received.append(number)
+        ):
             yield
     finally:
         if received:
@@ -165,14 +158,8 @@ def signals_deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore signals that end the program, which is cleaning up."""
-    with _handled([*TERMINATION_SIGNALS, *SIGNALS, signal.SIGINT], signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handled(numbers: list[signal.Signals], handler: signal._HANDLER) -> Iterator[None]:
+def signals_handled(numbers: Iterable[signal.Signals], handler: signal._HANDLER) -> Iterator[None]:
+    """Handle signals so in the block; main thread only, elsewhere nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -182,3 +169,7 @@ def _handled(numbers: list[signal.Signals], handler: signal._HANDLER) -> Iterato
     finally:
         for number, previous in before:
             signal.signal(number, previous)
+
+
+def _not_ignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]

@@ -10,7 +10,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,7 +49,7 @@ def spawn(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = (), backend: 
     Raises:
         LaunchError: a rank failed; the message has its rank and traceback. The other ranks are ended.
     """
-    return _spawn(fn, nprocs, args, backend, {}, nullcontext)
+    return spawn_without_main(fn, nprocs, args, backend=backend, imports_main=True)
 
 
 def spawn_without_main(
@@ -59,24 +59,13 @@ def spawn_without_main(
     *,
     backend: str | None = None,
     env: Mapping[str, str] | None = None,
+    imports_main: bool = False,
 ) -> list[T]:
     """Do as spawn(), but do not import the caller's main module on the ranks: it needs no guard."""
-    return _spawn(fn, nprocs, args, backend, env or {}, _without_main)
-
-
-def _spawn(
-    fn: Callable[..., T],
-    nprocs: int,
-    args: Sequence[Any],
-    backend: str | None,
-    env: Mapping[str, str],
-    start_in: Callable[[], AbstractContextManager[None]],
-) -> list[T]:
     tracebacks.install_hooks(os.environ)
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: expected the number of ranks, 1 or more")
-    if backend is not None:
-        env = {**env, BACKEND_VARIABLE: backend}
+    env = {**(env or {}), **({} if backend is None else {BACKEND_VARIABLE: backend})}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="dualdist-") as folder:
         rendezvous = (Path(folder) / "rank0").as_uri()
@@ -86,7 +75,7 @@ def _spawn(
                 receiver, sender = context.Pipe(duplex=False)
                 variables = {**env, **topology_variables(rank, nprocs, rank, nprocs), "DUALDIST_RENDEZVOUS": rendezvous}
                 process: BaseProcess = context.Process(target=_run, args=(fn, tuple(args), variables, sender))
-                with start_in():
+                with nullcontext() if imports_main else _without_main():
                     process.start()
                 sender.close()
                 ranks.append((process, receiver))
@@ -133,12 +122,16 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
             try:
                 succeeded, value = receiver.recv()
             except EOFError:
-                failures.append(_lost(rank, ranks[rank][0]))
+                process = ranks[rank][0]
+                process.join(GRACE_S)
+                ended = f"exit code {process.exitcode}; a negative one is a signal"
+                failures.append(LaunchError(f"rank {rank} ended without a result ({ended})"))
                 continue
             if succeeded:
                 results[rank] = value
             else:
-                failures.append(_failed(rank, *value))
+                failures.append(LaunchError(f"rank {rank} failed:\n{value[0]}"))
+                failures[-1].exception = value[1]
         if failures and not (ready and all(is_consequence(str(failure)) for failure in failures)):
             break
     if failures:
@@ -146,18 +139,6 @@ def _results(ranks: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
     for process, _ in ranks:
         process.join()
     return [results[rank] for rank in range(len(ranks))]
-
-
-def _lost(rank: int, process: BaseProcess) -> LaunchError:
-    process.join(GRACE_S)
-    code = process.exitcode
-    return LaunchError(f"rank {rank} ended without a result (exit code {code}; a negative one is a signal)")
-
-
-def _failed(rank: int, text: str, exception: bytes | None) -> LaunchError:
-    failure = LaunchError(f"rank {rank} failed:\n{text}")
-    failure.exception = exception
-    return failure
 
 
 def _end(process: BaseProcess) -> None:

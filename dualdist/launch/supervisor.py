@@ -20,9 +20,9 @@ from dualdist.launch import control_channel, processes
 from dualdist.launch.control_channel import RankEnded, RankFailing, RankHello
 from dualdist.launch.failure import RankEnd, exit_code, first_failure, has_stopped_on_notice
 from dualdist.launch.job import Command
-from dualdist.launch.processes import signals_ignored, stop_signals_caught
+from dualdist.launch.processes import TERMINATION_SIGNALS, signals_handled
 from dualdist.launch.relay import OutputRelay
-from dualdist.utils.preemption_protocol import NOTICE, REQUEUE
+from dualdist.utils.preemption_protocol import NOTICE, REQUEUE, SIGNALS
 from dualdist.utils.redaction import redact_command
 
 # Seconds for the other ranks to end after a failure.
@@ -119,7 +119,7 @@ class Supervisor:
         self._selector.register(self.listener.server, selectors.EVENT_READ, self._accept)
         error = ""
         try:
-            with stop_signals_caught(self._received.append):
+            with signals_handled(SIGNALS, lambda number, frame: self._received.append(number)):
                 for command in self.commands:
                     self._start(command)
                 error = self._watch(began, timeout_s)
@@ -213,7 +213,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End all launchers, and all ranks by closing their connections; kill what is left on this host."""
-        with signals_ignored():
+        with signals_handled([*TERMINATION_SIGNALS, *SIGNALS, signal.SIGINT], signal.SIG_IGN):
             for process in self._processes:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
