@@ -323,7 +323,7 @@ def load(
         lambda backend: broadcast_all(backend, tensors, ROOT, f"op.{name}"),
     )
     content = header.content(tensors)
-    _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random") if random else None)
+    _load_all_or_nothing(group, device, name, content, parts, content[METADATA].get("random", []) if random else None)
     _set_reduction_orders(content[METADATA].get("orders"), parts)
     saver.skip(newer)
     if header.refused and group.rank == ROOT:  # last, as warnings may be errors

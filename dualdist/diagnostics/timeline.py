@@ -62,10 +62,9 @@ class _OpenForwards(threading.local):
 class EventListener:
     """Collects spans of this rank from start() to stop(), from several threads."""
 
-    def __init__(self, now: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self) -> None:
         self.spans: list[TraceSpan] = []
         self.is_full = False
-        self._now = now
         self._open: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._forwards = _OpenForwards()
         self._undo: list[Callable[[], None]] = []
@@ -74,7 +73,7 @@ class EventListener:
 
     def start(self) -> None:
         """Record every forward and backward of this process."""
-        self._last_step_ns = self._now()
+        self._last_step_ns = time.monotonic_ns()
         before = modules.register_module_forward_pre_hook(self._before_forward)
         after = modules.register_module_forward_hook(self._after_forward, always_call=True)
         self._undo = [before.remove, after.remove, self._wrap_backward()]
@@ -84,7 +83,7 @@ class EventListener:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        ended = self._now()
+        ended = time.monotonic_ns()
         for key, (start_ns, *_) in list(self._open.items()):
             self._keep(TraceSpan(COMMUNICATION, " ".join(key[2:]), start_ns, ended, {"unfinished": True}))
         self._open.clear()
@@ -97,10 +96,10 @@ class EventListener:
             caller = sys._getframe(1)
             active = set(_callers(caller))
             began[:] = [each for each in began if each[0] in active]  # drops steps that raised
-            began.append((caller, self._now()))
+            began.append((caller, time.monotonic_ns()))
 
         def after_step(*_: Any) -> None:
-            start_ns, end_ns = began.pop()[1], self._now()
+            start_ns, end_ns = began.pop()[1], time.monotonic_ns()
             if began or not self._undo:  # step() of a base class runs the hooks too
                 return
             name = type(optimizer).__name__
@@ -123,7 +122,7 @@ class EventListener:
         """For Group.observer."""
         if request is None:
             return
-        key, now = (group, "operation", request.kind, request.name), self._now()
+        key, now = (group, "operation", request.kind, request.name), time.monotonic_ns()
         if event == "entered":
             self._open[key] = (now,)
         elif event == "agreed":
@@ -137,7 +136,7 @@ class EventListener:
 
     def transfer(self, group: int, event: str, kind: str, name: str, nbytes: int) -> None:
         """For Monitor.observer: reductions of gradients, from start until this rank finds them done."""
-        key, now = (group, "gradients", kind, name), self._now()
+        key, now = (group, "gradients", kind, name), time.monotonic_ns()
         if event == "begun":
             self._open[key] = (now,)
         elif key in self._open:
@@ -151,13 +150,13 @@ class EventListener:
             self.is_full = True
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        self._forwards.starts.append(self._now())
+        self._forwards.starts.append(time.monotonic_ns())
 
     def _after_forward(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         starts = self._forwards.starts
         start_ns = starts.pop() if starts else None  # None: it began before start()
         if start_ns is not None and not starts:  # only the outermost module is recorded
-            self._keep(TraceSpan(COMPUTE, f"forward {type(module).__name__}", start_ns, self._now()))
+            self._keep(TraceSpan(COMPUTE, f"forward {type(module).__name__}", start_ns, time.monotonic_ns()))
 
     def _wrap_backward(self) -> Callable[[], None]:
         """Record torch.autograd.backward, which Tensor.backward() calls; return a function that undoes this."""
@@ -165,11 +164,11 @@ class EventListener:
 
         @functools.wraps(backward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            start_ns = self._now()
+            start_ns = time.monotonic_ns()
             try:
                 return backward(*args, **kwargs)
             finally:
-                self._keep(TraceSpan(COMPUTE, "backward", start_ns, self._now()))
+                self._keep(TraceSpan(COMPUTE, "backward", start_ns, time.monotonic_ns()))
 
         def undo() -> None:
             if torch.autograd.backward is recorded:  # else it has been wrapped again

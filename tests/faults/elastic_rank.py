@@ -65,7 +65,7 @@ def lose_host(folder: Path, _: str) -> None:
 
 def send_signals(folder: Path, signals: str) -> None:
     """Send itself signals that request a stop."""
-    if happens_first(folder, f"told-{dd.rank()}"):
+    if happens_first(folder, f"signalled-{dd.rank()}"):
         for name in signals.split("+"):
             os.kill(os.getpid(), signal.Signals[name])
 
@@ -82,7 +82,7 @@ def wait(folder: Path, _: str) -> None:
 FATES: dict[str, Callable[[Path, str], None]] = {
     "killed": kill,
     "host-lost": lose_host,
-    "told": send_signals,
+    "signalled": send_signals,
     "waits": wait,
 }
 

@@ -1,4 +1,4 @@
-"""How the jobs of fault tests start, by every launcher on this host or by hand, and how their errors are read."""
+"""Start the jobs of fault tests, by every launcher on this host or by hand, and check their errors."""
 
 from __future__ import annotations
 

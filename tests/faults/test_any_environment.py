@@ -1,4 +1,4 @@
-"""In any environment a rank joins its job, or ends in time with one of our errors."""
+"""A rank joins its job in any environment, or ends in time with one of our errors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ TIMEOUT_S = 0.2
 HANGS_S = 30
 # Imported by init(), here once for all children.
 LOADED = (backend_selection, backend, recording, store_rendezvous)
-NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+NO_STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 # Jobs whose other ranks do not exist. What MPI started, MPI itself refuses.
 BASES = [
     {},
-    {"RANK": "1", "WORLD_SIZE": "2", **NOBODY},
+    {"RANK": "1", "WORLD_SIZE": "2", **NO_STORE},
     {"RANK": "0", "WORLD_SIZE": "1"},
-    {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_RENDEZVOUS": "file:///tmp/dualdist-nobody-is-here"},
+    {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_RENDEZVOUS": "file:///tmp/dualdist-absent"},
     {"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2", "DUALDIST_ADDRESS": "127.0.0.1", "DUALDIST_PORT": "9"},
-    *({**RECORDS[name][-1]["env"], **NOBODY} for name in ("torchrun", "slurm_srun-none_N2x2", "horovodrun_gloo_more")),
+    *(
+        {**RECORDS[name][-1]["env"], **NO_STORE}
+        for name in ("torchrun", "slurm_srun-none_N2x2", "horovodrun_gloo_more")
+    ),
 ]
 OTHER_NAMES = """DUALDIST_BACKEND DUALDIST_LAUNCHER DUALDIST_LOCAL_RANK DUALDIST_LOCAL_SIZE DUALDIST_NODE_RANK
 DUALDIST_NUM_NODES DUALDIST_RECORD DUALDIST_RECORD_STEPS DUALDIST_RECORD_WARMUP DUALDIST_RENDEZVOUS
@@ -60,7 +63,7 @@ def environments(draw: st.DrawFn) -> dict[str, str]:
     return env
 
 
-def joined(env: Mapping[str, str]) -> str:
+def init_error(env: Mapping[str, str]) -> str:
     """Return "" if dd.init() succeeds with the environment, in a separate process, else its error."""
     receiver, sender = os.pipe()
     pid = os.fork()
@@ -69,32 +72,32 @@ def joined(env: Mapping[str, str]) -> str:
         os.environ.clear()
         os.environ.update(env)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        said = ""
+        error = ""
         try:
             dd.init(timeout_s=TIMEOUT_S)
             dd.shutdown()
-        except DualdistError as error:
-            said = f"{type(error).__name__}: {error}"
+        except DualdistError as ours:
+            error = f"{type(ours).__name__}: {ours}"
         except BaseException:
-            said = traceback.format_exc()
-        os.write(sender, (said or " ").encode(errors="replace")[:4000])
+            error = traceback.format_exc()
+        os.write(sender, (error or " ").encode(errors="replace")[:4000])
         os._exit(0)
     os.close(sender)
-    with open(receiver, errors="replace") as told:
-        said = told.read()
+    with open(receiver, errors="replace") as file:
+        error = file.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return said.strip() if said and status == 0 else f"the process ended by {status}, and said {said!r}"
+    return error.strip() if error and status == 0 else f"the process ended by {status}, after {error!r}"
 
 
 @pytest.mark.smoke
 def test_any_environment_is_joined_or_refused(effort: Effort) -> None:
     clean = {name: value for name, value in base_env(os.environ).items() if name != "LD_PRELOAD"}
-    assert joined(clean) == ""
+    assert init_error(clean) == ""
 
     def check(env: Mapping[str, str]) -> None:
-        said = joined(clean | env)
-        assert not said or said.partition(":")[0].endswith("Error"), said
-        assert "Traceback" not in said
+        error = init_error(clean | env)
+        assert not error or error.partition(":")[0].endswith("Error"), error
+        assert "Traceback" not in error
 
     effort.fuzz("environments of dd.init()", environments(), check, 60)
 
@@ -111,22 +114,22 @@ def test_an_invalid_host_name_is_refused(name: str, base: int) -> None:
     """Python refuses it before it asks a name service, by other errors."""
     clean, env = base_env(os.environ), BASES[base]
     variables = {each: name for each in env if each.endswith(("ADDR", "ADDRESS"))}
-    said = joined({**clean, **env, **variables})
-    assert said.startswith(("RendezvousError: ", "TopologyError: ")), said
+    error = init_error({**clean, **env, **variables})
+    assert error.startswith(("RendezvousError: ", "TopologyError: ")), error
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("change", [{}, {"DUALDIST_RECORD_WARMUP": "x", "DUALDIST_RECORD_STEPS": "1"}])
 def test_incomplete_variables_of_a_comparison_are_refused(tmp_path: Path, change: Mapping[str, str]) -> None:
-    said = joined({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
-    assert said.startswith("UsageError: DUALDIST_RECORD is set, but"), said
+    error = init_error({**base_env(os.environ), "DUALDIST_RECORD": str(tmp_path), **change})
+    assert error.startswith("UsageError: DUALDIST_RECORD is set, but"), error
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("said", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
-def test_an_invalid_control_address_is_refused(launch: Launch, said: str) -> None:
+@pytest.mark.parametrize("address", ["", "x", "t:99999:127.0.0.1", "t:9:" + "a" * 300])
+def test_an_invalid_control_address_is_refused(launch: Launch, address: str) -> None:
     argv = [sys.executable, "-m", "dualdist.launch.rank", "-c", "print('it ran')"]
     rounds = {"TORCHELASTIC_RESTART_COUNT": "x", "DUALDIST_RUN_ROUND": "-"}
-    outcome = launch(argv, env={"DUALDIST_RUN": said, **rounds}, check=False)
+    outcome = launch(argv, env={"DUALDIST_RUN": address, **rounds}, check=False)
     assert "Traceback" not in outcome.stderr, str(outcome)
     assert outcome.rc == 1

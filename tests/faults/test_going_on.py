@@ -85,7 +85,7 @@ def test_a_killed_rank_restarts_the_job_which_ends_with_the_same_bits(
 def test_a_rank_that_is_asked_to_stop_stops_all_and_the_job_resumes(
     launch: Launch, unhurt: dict[str, Any], tmp_path: Path
 ) -> None:
-    argv = [*RESTARTING["torchrun"], PROGRAM, str(tmp_path), "1@7=told:SIGTERM+SIGUSR1+SIGTERM"]
+    argv = [*RESTARTING["torchrun"], PROGRAM, str(tmp_path), "1@7=signalled:SIGTERM+SIGUSR1+SIGTERM"]
     reports = launch.reports(argv, SIZE, env={"DUALDIST_BACKEND": "horovod"})
     (begun,) = {report["begun"][0] for report in reports}
     assert begun >= 8

@@ -67,17 +67,16 @@ def damaged(draw: st.DrawFn, texts: Sequence[str], words: st.SearchStrategy[str]
 @st.composite
 def altered(draw: st.DrawFn, document: Any) -> str:
     """Draw JSON of which one value is replaced or missing, or which is damaged as a text."""
-    value = json.loads(json.dumps(document))
-    place, key = {"": value}, ""
-    while isinstance(place[key], (dict, list)) and place[key] and draw(st.booleans()):
-        place = place[key]
-        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
-    top = {"": value} if key == "" else None
-    if draw(st.booleans()) and key != "":
-        del place[key]
+    top = {"": json.loads(json.dumps(document))}
+    parent, key = top, ""
+    while isinstance(parent[key], (dict, list)) and parent[key] and draw(st.booleans()):
+        parent = parent[key]
+        key = draw(st.sampled_from(sorted(parent) if isinstance(parent, dict) else range(len(parent))))
+    if parent is not top and draw(st.booleans()):
+        del parent[key]
     else:
-        (top or place)[key] = draw(VALUES)
-    text = json.dumps(value if top is None else top[""])
+        parent[key] = draw(VALUES)
+    text = json.dumps(top[""])
     return draw(st.one_of(st.just(text), damaged([text]), st.sampled_from(["", DEEP, "\ufeff{}", "nan"])))
 
 
@@ -95,8 +94,8 @@ YAMLS = st.one_of(
 @pytest.mark.smoke
 def test_a_job_file_is_a_job_or_errors_with_file_and_line(effort: Effort) -> None:
     def check(text: str) -> None:
-        said = error_of(lambda: loads(text, "job.yaml"), UsageError)
-        assert all(re.match(r"job\.yaml:[0-9]+: .", line) for line in said.splitlines()), said
+        error = error_of(lambda: loads(text, "job.yaml"), UsageError)
+        assert all(re.match(r"job\.yaml:[0-9]+: .", line) for line in error.splitlines()), error
 
     effort.fuzz("job files", YAMLS, check, 400)
 
@@ -138,34 +137,28 @@ def test_a_job_script_of_any_job_file_is_written_or_refused(nowhere: Path, effor
     effort.fuzz("job scripts", st.tuples(YAMLS, st.sampled_from(list(SCHEDULERS))), check, 60)
 
 
-OPTIONS = """-np --ranks --launcher --backend --transport -H --hosts --hostfile --network-interface --config --env
---max-restarts --timeout --log-dir --tag-output --as-horovod --json -m --scheduler --nodes --tasks-per-node --time
---gpus-per-node --gpus-per-task --cpus-per-task --memory --partition --account --container --setup --job-name --
-train.py"""
+def options_of(command: str) -> list[str]:
+    """Return all options of the command and its sub-commands."""
+
+    def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            yield from (option for option in action.option_strings if option not in ("-h", "--help"))
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from options(parser)
+
+    parsers = next(each for each in build_parser(command)._actions if isinstance(each, argparse._SubParsersAction))
+    return list(options(parsers.choices[command]))
 
 
 @pytest.mark.smoke
 def test_any_command_line_is_answered(nowhere: Path, effort: Effort) -> None:
     Path("train.py").touch()
     without_nul = WORDS.map(lambda word: word.replace("\0", ""))  # which no command line can have
-    words = st.lists(st.sampled_from(OPTIONS.split()) | st.sampled_from([*SCHEDULERS]) | without_nul, max_size=8)
+    words = st.lists(st.sampled_from([*options_of("run"), *SCHEDULERS, "--", "train.py"]) | without_nul, max_size=8)
     effort.fuzz(
         "command lines", words, lambda given: assert_answered(["run", "--scheduler", "slurm", "--dry-run", *given])
     )
-
-
-def options_of(command: str) -> list[str]:
-    """Return all options of the command and its sub-commands."""
-
-    def below(parser: argparse.ArgumentParser) -> Iterator[str]:
-        for action in parser._actions:
-            yield from (option for option in action.option_strings if option not in ("-h", "--help"))
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    yield from below(parser)
-
-    parsers = next(each for each in build_parser(command)._actions if isinstance(each, argparse._SubParsersAction))
-    return list(below(parsers.choices[command]))
 
 
 @pytest.mark.parametrize("words", ["doctor", "compare --dry-run", "bench step --dry-run", "bench scale --dry-run"])
@@ -195,10 +188,10 @@ def test_a_host_file_is_hosts_or_an_error(tmp_path: Path, effort: Effort) -> Non
 
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        said = error_of(lambda: hosts.read_hostfile(path), UsageError)
-        assert str(path) in said if said else all(host.name and host.slots > 0 for host in hosts.read_hostfile(path))
+        error = error_of(lambda: hosts.read_hostfile(path), UsageError)
+        assert str(path) in error if error else all(host.name and host.slots > 0 for host in hosts.read_hostfile(path))
 
-    effort.fuzz("host files", st.binary(max_size=20) | lines.map(lambda them: "\n".join(them).encode()), check)
+    effort.fuzz("host files", st.binary(max_size=20) | lines.map(lambda drawn: "\n".join(drawn).encode()), check)
     effort.fuzz(
         "lists of hosts", damaged(["a:2,b:2"]), lambda text: error_of(lambda: hosts.parse_hosts(text), UsageError)
     )
@@ -265,8 +258,8 @@ def test_other_files_in_a_folder_of_checkpoints_hide_no_valid_one(tmp_path: Path
             with contextlib.suppress(OSError):  # a name too long
                 path.write_bytes(data)
         assert step_found() == 1
-        said = error_of(lambda: save(2), CheckpointError)
-        assert step_found() == (1 if said else 2)
+        error = error_of(lambda: save(2), CheckpointError)
+        assert step_found() == (1 if error else 2)
         for path in tmp_path.iterdir():
             if path != good:
                 path.unlink()
@@ -288,9 +281,9 @@ def test_messages_between_ranks_are_understood_or_refused(effort: Effort) -> Non
         control_channel.RankEnded(1, 0.0, False, "x"),
         control_channel.RankFailing("x"),
     ):
-        heard = partial(control_channel.loads, type(message))
+        parse = partial(control_channel.loads, type(message))
         texts = altered(asdict(message))
-        effort.fuzz("messages to dualdist run", texts, lambda text, heard=heard: heard(text.encode(errors="replace")))
+        effort.fuzz("messages to dualdist run", texts, lambda text, parse=parse: parse(text.encode(errors="replace")))
 
 
 @pytest.mark.smoke

@@ -54,7 +54,7 @@ def run_on_hosts(launch: Launch, hosts: Hosts, run: Sequence[str], trap: Path, e
     reports = launch.directory / "reports"
     reports.mkdir()
     options = ("--env", f"GIVEN={'|'.join(words(trap))}", "--env", "NAMED_TOKEN", "--env", f"{REPORT_DIR}={reports}")
-    line = [*run, *HOSTS, *options, "--json", str(launch.directory / "told.json"), ECHO, *words(trap)]
+    line = [*run, *HOSTS, *options, "--json", str(launch.directory / "report.json"), ECHO, *words(trap)]
     return launch(hosts.on(0, *line), env={**hosts.env, **SECRETS, **NAMED, **env})
 
 
@@ -72,7 +72,7 @@ def test_words_arrive_unchanged_on_other_hosts_and_secrets_only_if_named(
     reports = collect(folder / "reports", 2, outcome)
     check(reports, words(trap), folder)
     assert reports[1]["secrets"] == ["NAMED_TOKEN"]
-    assert HUSH not in outcome.stdout + outcome.stderr + (folder / "told.json").read_text()
+    assert HUSH not in outcome.stdout + outcome.stderr + (folder / "report.json").read_text()
     effort.count("words that mean something to a shell, on other hosts", len(words(trap)))
 
 

@@ -42,7 +42,7 @@ def content(step: int) -> dict[str, Any]:
 
 
 def step_found(folder: Path) -> int:
-    """That of the newest good checkpoint, of which all is there; nothing was refused."""
+    """Return the step of the newest checkpoint, which must be valid and whole."""
     found = read_newest(folder, FileProgress())
     assert found is not None
     assert not found.refused
@@ -52,7 +52,7 @@ def step_found(folder: Path) -> int:
 
 
 def in_a_child(work: Callable[[], object]) -> int:
-    """How a process ended that did the work: its exit code, or minus the number of the signal."""
+    """Do the work in a forked process; return its exit code, or minus the number of a signal."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -65,7 +65,7 @@ def in_a_child(work: Callable[[], object]) -> int:
 
 
 def killed_at_line(number: int, work: Callable[[], object]) -> None:
-    """Does the work up to the n-th line that the module which writes goes through."""
+    """Do the work up to the n-th line that runs in files.py."""
     lines = iter(range(1, number))
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
@@ -80,7 +80,7 @@ def killed_at_line(number: int, work: Callable[[], object]) -> None:
 
 
 def killed_at_byte(number: int, work: Callable[[], object]) -> None:
-    """Does the work until a file has so many bytes: the kernel ends who writes more, with those on the disk."""
+    """Do the work until a file has so many bytes: the kernel kills the process that writes more."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
@@ -138,7 +138,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def test_a_disk_that_fails_leaves_the_last_checkpoint_and_shutdown_raises(tmp_path: Path) -> None:
-    """That every rank raises the error is a law, whatever the reason."""
+    """On one rank: a law has that all ranks raise such errors."""
     dd.init()
     with small_disk(tmp_path, "size=1m") as disk:  # room for three checkpoints of 300 kB
 
@@ -210,7 +210,7 @@ def test_a_disk_that_is_full_at_any_byte_loses_no_checkpoint(tmp_path: Path, eff
 
 
 class Malicious:
-    """Unpickled, it makes a folder."""
+    """Create a folder when unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -226,7 +226,7 @@ def saved(value: Any, **options: Any) -> bytes:
 
 
 def archive_with(members: list[tuple[str, bytes]]) -> bytes:
-    """A good checkpoint's archive, to which these members are added, or of which they take the place."""
+    """Return a valid archive with these members added, or for names with "=" replaced."""
     good = zipfile.ZipFile(io.BytesIO(saved(content(1))))
     top = good.namelist()[0].partition("/")[0]
     given = dict(members)
@@ -243,7 +243,7 @@ def archive_with(members: list[tuple[str, bytes]]) -> bytes:
 
 
 def tar_of(pickled: bytes) -> bytes:
-    """torch's format before 0.1.10, which is a tar archive of three pickles and the tensors."""
+    """Return torch's format before 0.1.10: a tar archive of three pickles and the tensors."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name in ("sys_info", "storages", "tensors", "pickle"):
@@ -282,7 +282,7 @@ FORGERIES: dict[str, Callable[[Malicious], bytes]] = {
 
 @pytest.mark.parametrize("kind", FORGERIES)
 def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> None:
-    """Not even where a stranger has given it a checksum that fits. What is harmless in it may be loaded."""
+    """Not even with a checksum that matches. Harmless content may be loaded."""
     trap, path = tmp_path / "trap", tmp_path / "checkpoint-00000001.pt"
     forged = FORGERIES[kind](Malicious(trap))
     digest = hashlib.sha256(forged[:-2] + b"\0\0").hexdigest()
@@ -297,8 +297,8 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, kind: str, effort: Effort) -> 
     assert trap.exists(), "the trap works"
 
 
-def test_whatever_stranger_seals_is_read_or_refused(tmp_path: Path, effort: Effort) -> None:
-    """No crash, no hang, and no other error. In a child, as torch reads archives in C++."""
+def test_any_file_with_a_matching_checksum_is_read_or_refused(tmp_path: Path, effort: Effort) -> None:
+    """Without a crash, a hang or another error; in a child, as torch reads archives in C++."""
     path = tmp_path / "checkpoint-00000001.pt"
     good, times = saved(content(1)), effort(300, 10_000)
 
@@ -316,4 +316,4 @@ def test_whatever_stranger_seals_is_read_or_refused(tmp_path: Path, effort: Effo
                 error_of(partial(read, path, FileProgress()), CheckpointError)
 
     assert in_a_child(work) == 0
-    effort.count("files altered and sealed anew", times)
+    effort.count("files altered and sealed again", times)

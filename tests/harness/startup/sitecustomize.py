@@ -27,7 +27,7 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Count torch, import it without the collector, and put `_Compiler` in the place of torch's compiler."""
+    """Count torch, import it without the collector, and replace torch's compiler by `_Compiler`."""
 
     def __init__(self, counts: str | None) -> None:
         self._counts = counts
