@@ -261,8 +261,8 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
     return diagnosis.with_findings(smoke_test.find(results)), report
 
 
-def _split(text: str | None) -> list[str] | None:
-    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+def _split(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def _log(line: str) -> None:

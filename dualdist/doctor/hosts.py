@@ -90,7 +90,7 @@ class HostPeer:
 
 
 def _write(pipe: int, data: bytes, deadline: Deadline) -> None:
-    """Write to a pipe; raise TimeoutError if nobody reads it."""
+    """Write to a pipe; raise TimeoutError if it stays full."""
     poll = select.poll()
     poll.register(pipe, select.POLLOUT)
     for start in range(0, len(data), select.PIPE_BUF):  # poll() promises room for so many bytes

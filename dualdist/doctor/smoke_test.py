@@ -1,6 +1,6 @@
 """`dualdist doctor --run`: one collective in every usable cell (launcher, backend, transport).
 
-Each rank runs: python -m dualdist.doctor.smoke_test [--spawn RANKS] FOLDER TIMEOUT_S
+Each rank runs: python -m dualdist.doctor.smoke_test [--spawn RANKS] FOLDER
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dualdist.bench.jobs import SPAWN, MeasurementSettings, PlannedJob, RunConfi
 from dualdist.doctor.checks import Finding, error
 from dualdist.errors import LaunchError
 from dualdist.launch.execute import run_command
-from dualdist.launch.failure import EXCEPTION, extract_traceback
+from dualdist.launch.failure import find_exception
 from dualdist.launch.job import Site
 from dualdist.launch.spawn import spawn_without_main
 
@@ -28,13 +28,13 @@ JOB_TIMEOUT_S = 90.0
 INIT_TIMEOUT_S = 30.0
 
 
-def run_rank(folder: str, timeout_s: float) -> None:
+def run_rank(folder: str) -> None:
     """Run one allreduce on this rank and write its report; raise AssertionError for a wrong sum."""
     import torch
 
     import dualdist as dd
 
-    dd.init(timeout_s=timeout_s)
+    dd.init(timeout_s=INIT_TIMEOUT_S)
     rank, size = dd.rank(), dd.size()
     # Powers of two reveal a rank that is missing or counted twice.
     result = dd.allreduce(torch.full((1000,), 2**rank, dtype=torch.int64, device=dd.device()), "sum")
@@ -49,9 +49,9 @@ def run_rank(folder: str, timeout_s: float) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run one rank, or all of them by dd.spawn."""
     if argv[0] == SPAWN_OPTION:
-        spawn_without_main(run_rank, int(argv[1]), (argv[2], float(argv[3])))
+        spawn_without_main(run_rank, int(argv[1]), (argv[2],))
     else:
-        run_rank(argv[0], float(argv[1]))
+        run_rank(argv[0])
     return 0
 
 
@@ -91,16 +91,15 @@ def find(results: Iterable[SmokeTestResult]) -> Iterator[Finding]:
 
 
 def summarize_failure(output: str) -> str:
-    """Return the last exception's line, since launchers print more after it, or else the last line."""
-    lines = [line.strip() for line in extract_traceback(output).splitlines() if any(map(str.isalnum, line))]
-    exceptions = [line for line in lines if EXCEPTION.match(line)]
-    return (exceptions or lines or [""])[-1]
+    """Return the line of the exception, since launchers print more after it, or else the last line."""
+    lines = [line.strip() for line in output.splitlines() if any(map(str.isalnum, line))]
+    return find_exception(output) or (lines or [""])[-1]
 
 
 def _run_cell(config: RunConfig, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
     start = time.monotonic()
     program = (*PROGRAM, *((SPAWN_OPTION, str(ranks)) if config.launcher == SPAWN else ()))
-    command = program_command(config, (*program, str(folder), f"{INIT_TIMEOUT_S:g}"), MeasurementSettings(ranks), site)
+    command = program_command(config, (*program, str(folder)), MeasurementSettings(ranks), site)
     job = PlannedJob(str(config), command, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
     try:
         result = run_command(command, timeout_s=JOB_TIMEOUT_S, what=job.title)

@@ -12,7 +12,7 @@ from dualdist.utils.machine import package_version
 
 # The record is a file in the wheel; setup.py is patched to include it.
 RECORD_NAME = "dualdist_build.json"
-# Horovod's setup.py writes the torch version there, whoever builds it.
+# Horovod's setup.py writes the torch version there, also without dualdist.
 METADATA_NAME = "metadata.json"
 # Types of the fields that are not strings.
 FIELD_TYPES: dict[str, type] = {"cxx11_abi": bool, "gloo": bool, "mpi": bool, "patches": tuple}

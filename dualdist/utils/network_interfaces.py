@@ -123,18 +123,13 @@ def failure_reason(error: OSError) -> str:
 
 def open_listener(port: int, loopback_only: bool) -> socket.socket:
     """Return a socket that listens on `port`, 0 for any free one."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind((LOOPBACK if loopback_only else "", port))
-        server.listen(socket.SOMAXCONN)
+        return socket.create_server((LOOPBACK if loopback_only else "", port), backlog=socket.SOMAXCONN)
     except OSError as error:
-        server.close()
         raise RendezvousError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}): another program or an earlier run uses it; "
-            "choose another port (MASTER_PORT, torchrun --master-port), or wait until that run has ended"
+            f"rank 0 cannot listen on port {port} ({os.strerror(error.errno or 0)}): another program or an earlier run "
+            "uses it; choose another port (MASTER_PORT, torchrun --master-port), or wait until that run has ended"
         ) from error
-    return server
 
 
 @dataclass(frozen=True)
