@@ -112,21 +112,18 @@ def _install(options: BuildOptions, environ: Mapping[str, str], out: TextIO) -> 
     build.log.write_text("")
     progress.print(plan.summarize(build.record))
     installed = read_record()
-    if cached and installed and installed.key == build.key:
-        progress.print("already installed")
-        try:
+    try:
+        if cached and installed and installed.key == build.key:
+            progress.print("already installed")
             _test(build, environ, progress)
-            return
-        except BuildError as error:
-            progress.print(f"the installed Horovod does not work and is reinstalled: {error}")
-    if cached:
-        progress.print(f"using the cached wheel {cached}")
-        try:
-            _install_wheel(build, cached, environ, progress)
-            return
-        except BuildError as error:
-            progress.print(f"the cached wheel does not work and is rebuilt: {error}")
-    _install_wheel(build, _build_wheel(build, environ, progress), environ, progress)
+        else:
+            if cached:
+                progress.print(f"using the cached wheel {cached}")
+            _install_wheel(build, cached or _build_wheel(build, environ, progress), environ, progress)
+    except BuildError as error:
+        if cached:
+            raise BuildError(f"{error}\n  to build Horovod again: dualdist install-horovod --force") from error
+        raise
 
 
 def _build_wheel(build: plan.BuildPlan, environ: Mapping[str, str], progress: BuildProgress) -> Path:

@@ -79,7 +79,6 @@ INSTALLATIONS = [
     ("no distributed", with_torch(has_distributed=False), {}, {"torch-without-distributed": "warning"}),
     ("no distributed, wanted", with_torch(has_distributed=False), {"DUALDIST_BACKEND": "native"},
      {"torch-without-distributed": "error"}),
-    ("old Python", with_versions(python="3.9.2"), {}, {"python-old": "error"}),
     ("another Python on PATH", with_facts(python_on_path="/usr/bin/python"), {}, {"python-on-path": "info"}),
     ("no Python on PATH", with_facts(python_on_path=""), {}, {"python-on-path": "info"}),
     ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),

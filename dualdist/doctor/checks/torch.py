@@ -10,7 +10,6 @@ from dualdist.doctor.facts import HIDE_ALL, VISIBLE
 from dualdist.horovod_build.machine import OLDEST_TORCH
 from dualdist.utils.package_probe import TorchProbe
 
-OLDEST_PYTHON = (3, 10)
 INDEX = "https://download.pytorch.org/whl"
 # torchvision 0.15 is built for torch 2.0, 0.16 for 2.1, and so on.
 TORCHVISION_OFFSET = 15
@@ -43,9 +42,7 @@ def find(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _check_python(context: DoctorContext) -> Iterator[Finding]:
-    version, other = context.facts.versions.get("python") or "", context.facts.python_on_path
-    if (numbers := _major_minor(version)) and numbers < OLDEST_PYTHON:
-        yield error("python-old", f"this is Python {version}", "dualdist requires Python >= 3.10", "use a newer Python")
+    other = context.facts.python_on_path
     if other is not None and other != context.facts.python:
         yield info(
             "python-on-path",
@@ -56,7 +53,8 @@ def _check_python(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _check_torch(probe: TorchProbe, installed: str, context: DoctorContext) -> Iterator[Finding]:
-    if (numbers := _major_minor(probe.version)) and numbers < OLDEST_TORCH:
+    numbers = re.match(r"(\d+)\.(\d+)", probe.version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         yield error(
             "torch-old",
             f"torch {probe.version} is installed",
@@ -138,11 +136,6 @@ def _check_torchvision(probe: TorchProbe, context: DoctorContext) -> Iterator[Fi
 def _matching_torchvision(torch: str) -> str:
     numbers = re.match(r"2\.(\d+)\.(\d+)", torch)
     return f"0.{int(numbers[1]) + TORCHVISION_OFFSET}.{numbers[2]}" if numbers else "(see pytorch.org)"
-
-
-def _major_minor(version: str) -> tuple[int, int] | None:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def _release(version: str) -> str:
