@@ -45,10 +45,7 @@ ORDER = (
     ),
     Detection("jsrun", mpi.detect_jsm, mpi.JSM.given(), "jsrun's MPI also sets Open MPI's variables"),
     Detection(
-        "MVAPICH2",
-        mpi.detect_mvapich,
-        mpi.MVAPICH.given(),
-        "MVAPICH2's mpiexec is a Hydra with additional variables",
+        "MVAPICH2", mpi.detect_mvapich, mpi.MVAPICH.given(), "MVAPICH2's mpiexec is a Hydra with additional variables"
     ),
     Detection(
         "Open MPI",

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dualdist.environments.env_values import (
-    MASTER,
-    LauncherVariables,
-    find_present,
-    get_value,
-    read_topology,
-)
+from dualdist.environments.env_values import MASTER, LauncherVariables, find_present, get_value, read_topology
 from dualdist.topology import Topology
 
 RUN_ID = "TORCHELASTIC_RUN_ID"

@@ -7,10 +7,8 @@ signal for its program.
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -38,10 +36,6 @@ class ControlAddress:
     addresses: tuple[str, ...]
     port: int
     token: str
-
-    @staticmethod
-    def new(addresses: Sequence[str], port: int) -> ControlAddress:
-        return ControlAddress(tuple(dict.fromkeys(addresses)), port, secrets.token_hex(16))
 
     def dumps(self) -> str:
         return f"{self.token}:{self.port}:{','.join(self.addresses)}"

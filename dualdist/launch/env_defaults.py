@@ -89,12 +89,7 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 
 def rank_variables(
-    environ: Mapping[str, str],
-    given: Mapping[str, str],
-    *,
-    threads: int | None,
-    interface: str | None,
-    has_hosts: bool,
+    environ: Mapping[str, str], given: Mapping[str, str], *, threads: int | None, interface: str | None, has_hosts: bool
 ) -> dict[str, str]:
     """Return the variables of every rank: the job's go before the caller's, which go before our defaults."""
     forwarded = {name: value for name, value in environ.items() if has_hosts and _is_forwarded(name)}
@@ -112,11 +107,6 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
         and VARIABLE_NAME.fullmatch(name)
         and not is_secret(name)
     }
-
-
-def secret_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables that hold secrets."""
-    return tuple(sorted(filter(is_secret, environ)))
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:

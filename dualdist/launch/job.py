@@ -183,6 +183,10 @@ class Launcher:
     restarts_ranks: bool = False
     is_elastic: bool = False
 
+    @property
+    def can_start_mpi(self) -> bool:
+        return self.mpi != "never"
+
 
 # Pairs of resources of which a scheduler takes one.
 EXCLUSIVE_RESOURCES = (("gpus_per_node", "gpus_per_task"), ("memory", "memory_per_task"), ("partition", "queue"))

@@ -182,8 +182,7 @@ class Resources(_Schema):
 class JobFile(_Schema):
     """The options of `dualdist run` in a file.
 
-    Either a script, `program`, or a `module` runs with `args`. `ranks`, also written `np`, is by default one per slot
-    of the hosts.
+    Either a script, `program`, or a `module` runs with `args`. `ranks` are by default one per slot of the hosts.
     """
 
     program: Text | None = None
@@ -206,9 +205,6 @@ class JobFile(_Schema):
     resources: Resources = Field(default_factory=Resources)
 
 
-ALIASES = {"np": "ranks", "script": "program"}
-
-
 def load(path: Path, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
     """Read a job file, which may name any launcher if it `is_script`, for a scheduler.
 
@@ -227,11 +223,13 @@ def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: boo
     """Read a job file from a text; `name` is the file in errors. See load()."""
     try:
         document = read_yaml(text)
-        values = _resolve_aliases(document)
     except YamlError as error:
         raise UsageError(f"{name}:{error.line}: {error}") from error
+    if not isinstance(document.value, Mapping | None):
+        expected = "a mapping, as `program: train.py` on one line and `ranks: 2` on the next"
+        raise UsageError(f"{name}:1: a job file is {expected}")
     try:
-        job = JobFile.model_validate(values)
+        job = JobFile.model_validate(document.value or {})
     except ValidationError as error:
         raise UsageError(_format_errors(name, document, _schema_errors(error))) from error
     if errors := _format_errors(name, document, _conflicts(job, is_script, horovod_has_mpi)):
@@ -242,21 +240,6 @@ def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: boo
 def _format_errors(name: str, document: YamlDocument, errors: Iterator[tuple[KeyPath, str]]) -> str:
     found = sorted({(document.line(path), message) for path, message in errors})
     return "\n".join(f"{name}:{line}: {message}" for line, message in found)
-
-
-def _resolve_aliases(document: YamlDocument) -> dict[str, Any]:
-    if document.value is None:
-        return {}
-    if not isinstance(document.value, Mapping):
-        raise YamlError("a job file is a mapping, as `program: train.py` on one line and `ranks: 2` on the next", 1)
-    values = dict(document.value)
-    for alias, key in ALIASES.items():
-        if alias in values:
-            if key in values:
-                raise YamlError(f"{alias!r} is another name of {key!r}: give one of them", document.line((alias,)))
-            values[key] = values.pop(alias)
-            document.lines[(key,)] = document.lines[(alias,)]
-    return values
 
 
 def _schema_errors(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
@@ -278,7 +261,7 @@ def _schema_errors(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
 
 def _unknown_key(path: KeyPath) -> str:
     schema = JobFile if len(path) == 1 else Resources
-    known = [*schema.model_fields, *(ALIASES if schema is JobFile else ())]
+    known = list(schema.model_fields)
     if schema is JobFile and path[0] in Resources.model_fields:
         return f"unknown key {path[0]!r}: it belongs under resources:"
     hint = did_you_mean(str(path[-1]), known).removeprefix("; ") or f"expected one of {', '.join(known)}"

@@ -18,7 +18,7 @@ from dualdist.launch.job import Command, Job, RendezvousAddress, Site
 from dualdist.launch.launchers import LAUNCHERS, build_commands
 from dualdist.launch.supervisor import ControlListener, JobOutcome, Supervisor
 from dualdist.utils.preemption_protocol import REQUEUE
-from dualdist.utils.redaction import redact_variables
+from dualdist.utils.redaction import is_secret, redact_variables
 
 LOOPBACK = "127.0.0.1"
 ROUND = "DUALDIST_RUN_ROUND"
@@ -99,7 +99,7 @@ def run_job(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str
 
 def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, str]) -> _Plan:
     """Complete the job: probe its hosts, add variables, and wrap its ranks."""
-    site, here = replace(find_site(), secret_names=env_defaults.secret_names(environ)), probe_host()
+    site, here = replace(find_site(), secret_names=tuple(filter(is_secret, environ))), probe_host()
     uses_task_cpus = LAUNCHERS[launcher].uses_task_cpus
     if uses_task_cpus:
         site = replace(site, task_cpus=env_defaults.cpus_per_task(environ, job.ranks))

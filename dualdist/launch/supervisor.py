@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import selectors
 import shlex
 import signal
@@ -84,7 +85,8 @@ class ControlListener:
         """Listen on all interfaces, or on loopback alone if all ranks are on this host."""
         server = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
         server.setblocking(False)
-        return ControlListener(server, control_channel.ControlAddress.new(addresses, server.getsockname()[1]))
+        distinct, token = tuple(dict.fromkeys(addresses)), secrets.token_hex(16)
+        return ControlListener(server, control_channel.ControlAddress(distinct, server.getsockname()[1], token))
 
 
 @dataclass

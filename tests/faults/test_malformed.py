@@ -32,7 +32,7 @@ from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 from dualdist.utils.network_interfaces import StoreAddress
 
 JOBS = [path.read_text() for path in sorted((ROOT / "launch" / "jobs").glob("*.yaml"))]
-KEYS = [*JobFile.model_fields, *Resources.model_fields, "np", "script"]
+KEYS = [*JobFile.model_fields, *Resources.model_fields]
 PLAIN_WORDS = """1 0 -1 2 1e400 4.5 true null ~ '' a:2,b:2 64G torchrun mpirun native mpi horovod gloo 2:00:00 $(id)
 { [ *a &a | > %"""
 OTHER_WORDS = ["9" * 30, "x y", "!!python/object/apply:os.system [id]", "!!binary aGk=", "<<: *a", "? [1]", "- - -"]

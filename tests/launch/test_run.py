@@ -106,7 +106,7 @@ def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
 @pytest.mark.smoke
 def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Launch) -> None:
     (launch.directory / "job.yaml").write_text(
-        f"program: {PROGRAM}\nnp: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
+        f"program: {PROGRAM}\nranks: 2\nlauncher: spawn\ntag_output: true\nenv:\n  OMP_NUM_THREADS: 3\n"
     )
     outcome = launch([*RUN, "--config", "job.yaml"])
     assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 spawn threads=3" for rank in range(2)]

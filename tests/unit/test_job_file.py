@@ -13,7 +13,7 @@ from dualdist.launch.schedulers import SCHEDULERS
 WHOLE = """\
 program: train.py  # or module
 args: [--lr, 1e-3, --steps, 010]
-np: 4
+ranks: 4
 launcher: mpirun
 backend: horovod
 transport: mpi
@@ -85,7 +85,7 @@ def test_values_keep_their_spelling_and_an_empty_file_has_defaults() -> None:
 MISTAKES = [
     ("ranks: four", "1: ranks: input should be a valid integer, unable to parse string as an integer; got 'four'"),
     ("ranks: 0", "1: ranks: input should be greater than or equal to 1; got '0'"),
-    ("np: 1.5", "1: ranks: input should be a valid integer, unable to parse string as an integer; got '1.5'"),
+    ("ranks: 1.5", "1: ranks: input should be a valid integer, unable to parse string as an integer; got '1.5'"),
     ("ranks: true", "1: ranks: input should be a valid integer, unable to parse string as an integer; got 'true'"),
     ("\n\ntimeout: -1", "3: timeout: input should be greater than 0; got '-1'"),
     ("tag_output: 1", "1: tag_output: input should be a valid boolean; got '1'"),
@@ -132,12 +132,11 @@ MISTAKES = [
     ("launchr: mpirun", "1: unknown key 'launchr': did you mean 'launcher'?"),
     ("resources:\n  node: 2", "2: unknown key 'resources.node': did you mean 'nodes'?"),
     ("nodes: 2", "1: unknown key 'nodes': it belongs under resources:"),
-    ("np: 1\nnp: 2", "2: 'np' is given twice, first on line 1"),
-    ("np: 1\nranks: 2", "1: 'np' is another name of 'ranks': give one of them"),
+    ("ranks: 1\nranks: 2", "2: 'ranks' is given twice, first on line 1"),
     ("program: a\nmodule: b", "2: program and module both say what to run: give one of them"),
     ("hosts: a\nhostfile: b", "2: hosts and hostfile both say where to run: give one of them"),
     ("a: b: c", "1: not YAML: mapping values are not allowed here"),
-    ("np: 1\nenv: {A: 'b", "2: not YAML: found unexpected end of stream"),
+    ("ranks: 1\nenv: {A: 'b", "2: not YAML: found unexpected end of stream"),
     ("? [a]\n: 1", "1: a key is a word, not a list or a mapping"),
     ("- a", "1: a job file is a mapping, as `program: train.py` on one line and `ranks: 2` on the next"),
     ("launcher: torchrun\nbackend: mpi",
@@ -145,7 +144,7 @@ MISTAKES = [
     ("transport: mpi\nlauncher: spawn",
      "1: the transport mpi needs a launcher that starts MPI, not spawn: choose horovodrun-mpi or mpirun or srun"),
     ("backend: native\ntransport: mpi", "2: expected one of gloo, shm, nccl for the backend native, not mpi"),
-    ("np: 2\nlauncher: python", "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn"),
+    ("ranks: 2\nlauncher: python", "2: plain python starts one rank on this host: choose torchrun, mpirun or spawn"),
 ]  # fmt: skip
 
 
@@ -173,7 +172,7 @@ def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> Non
 
 
 def test_all_mistakes_are_reported_in_the_files_order() -> None:
-    messages = errors_of("resources: {node: 1}\nnp: four\nlaunchr: x\n")
+    messages = errors_of("resources: {node: 1}\nranks: four\nlaunchr: x\n")
     assert [message.partition(" ")[0] for message in messages] == ["job.yaml:1:", "job.yaml:2:", "job.yaml:3:"]
 
 

@@ -164,7 +164,7 @@ def test_a_ranks_words_are_read_as_they_were_written(settings: rank.RankSettings
 
 
 def test_an_address_is_read_as_it_was_written() -> None:
-    address = control_channel.ControlAddress.new(("10.0.0.1", "127.0.0.1"), 4711)
+    address = control_channel.ControlAddress(("10.0.0.1", "127.0.0.1"), 4711, "secret")
     assert control_channel.ControlAddress.loads(address.dumps()) == address
     assert control_channel.loads(control_channel.RankHello, b"GET / HTTP/1.1") is None
     assert control_channel.loads(control_channel.RankEnded, b'{"code": 1}') is None

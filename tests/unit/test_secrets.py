@@ -70,7 +70,7 @@ def test_a_launcher_that_exports_everything_gets_what_ranks_may_have() -> None:
 def test_srun_exports_no_secrets_but_those_of_the_job() -> None:
     environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
     site = Site(
-        "/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secret_names=env_defaults.secret_names(environ)
+        "/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secret_names=tuple(filter(is_secret, environ))
     )
     built = build_command("srun", Job(("x.py",), 2, env={"WANDB_API_KEY": "hush"}), site)
     assert built.environment(environ) == {"WANDB_API_KEY": "hush", "HOME": "/h"}

@@ -41,11 +41,6 @@ def check_launcher(launcher: str) -> str:
     return require_choice(launcher, LAUNCHERS, "launcher")
 
 
-def can_start_mpi(launcher: str) -> bool:
-    """Return True if the launcher always, or for backends that need it, starts the ranks as MPI processes."""
-    return ALL[launcher].mpi != "never"
-
-
 def find_conflicts(
     launcher: str | None,
     backend: str | None,
@@ -96,8 +91,8 @@ def _mpi_conflicts(
         ("backend", backend, registry.needs_mpi(backend, None)),
         ("transport", transport, registry.needs_mpi(None, transport)),
     ):
-        if needs_mpi and launcher.mpi == "never":
-            hint = f"choose {' or '.join(filter(can_start_mpi, launchers))}"
+        if needs_mpi and not launcher.can_start_mpi:
+            hint = f"choose {' or '.join(name for name in launchers if ALL[name].can_start_mpi)}"
             yield setting, f"the {setting} {value} needs a launcher that starts MPI, not {launcher.name}: {hint}"
     uses_horovod = registry.uses_library(backend, registry.HOROVOD_LIBRARY)
     if launcher.mpi == "always" and horovod_has_mpi is False and uses_horovod and transport is None:

@@ -27,7 +27,7 @@ from dualdist.launch.job import (
     parse_duration,
     parse_mebibytes,
 )
-from dualdist.launch.launchers import can_start_mpi, find_conflicts
+from dualdist.launch.launchers import ALL, find_conflicts
 from dualdist.utils.redaction import SECRET
 from dualdist.utils.suggest import require_choice
 
@@ -226,7 +226,7 @@ def build_script_request(
         UsageError: options exclude each other; the Horovod of the job's nodes is unknown here.
     """
     scheduler, needs_mpi = find_scheduler(name), registry.needs_mpi(backend, transport)
-    launcher = launcher or next(each for each in scheduler.launchers if can_start_mpi(each) or not needs_mpi)
+    launcher = launcher or next(each for each in scheduler.launchers if ALL[each].can_start_mpi or not needs_mpi)
     for _, message in find_conflicts(launcher, backend, transport, launchers=scheduler.launchers):
         raise UsageError(message)
     slots, listed = {host.slots for host in hosts}, ",".join(map(str, hosts))
