@@ -17,7 +17,7 @@ from dualdist.collectives.arguments import name_of, root_of
 from dualdist.collectives.collectives import run_agreed
 from dualdist.collectives.group import Group
 from dualdist.collectives.negotiation import CollectiveRequest
-from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors
+from dualdist.collectives.nested_tensors import extract_tensors, insert_tensors, map_nested
 from dualdist.collectives.tensor_utils import named_pairs
 from dualdist.collectives.work import Collective
 from dualdist.errors import MismatchError, UsageError
@@ -176,18 +176,12 @@ def _set_state(
     params = _parameters(optimizer)
     optimizer.state.clear()
     optimizer.state.update(others)
-    optimizer.state.update({params[number]: _move_to(params[number], value) for number, value in state.items()})
+    optimizer.state.update({params[number]: _move_to(params[number].device, value) for number, value in state.items()})
 
 
-def _move_to(param: torch.Tensor, value: Any) -> Any:
-    """Return a parameter's state on the parameter's device; what was on the CPU, such as step counts, stays there."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return value.to(param.device)
-    if isinstance(value, dict):
-        return {key: _move_to(param, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_move_to(param, item) for item in value])
-    return value
+def _move_to(device: torch.device, state: Any) -> Any:
+    """Return a parameter's state on a device; what was on the CPU, such as step counts, stays there."""
+    return map_nested(state, torch.Tensor, lambda each: each if each.device.type == "cpu" else each.to(device))
 
 
 def broadcast_all(backend: Backend, tensors: Sequence[torch.Tensor], root: int, name: str) -> None:

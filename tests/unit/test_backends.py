@@ -16,7 +16,7 @@ from dualdist.backends.base import Backend, ReduceOp
 from dualdist.backends.horovod.backend import ProcessSets
 from dualdist.backends.mpi import backend
 from dualdist.backends.mpi.backend import WAIT_BUDGET_S, split_calls, wait_budget_s
-from dualdist.backends.native.backend import NativeBackend
+from dualdist.backends.native.backend import NativeBackend, NativeSettings
 from dualdist.backends.native.store import TcpStore
 from dualdist.backends.shm.channel import HostChannel, channel_bytes
 from dualdist.backends.shm.segment import open_segment
@@ -60,7 +60,7 @@ def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
     store = dist.HashStore()
     segment = open_segment(TcpStore(store, "", "the test"), "key", 0, 1, channel_bytes(1), Deadline(5.0))  # type: ignore[arg-type]
     leaders = SingleBackend()
-    native = NativeBackend(dict, [0], 0, store, contextlib.nullcontext, 5.0, owned=False, on_gpu=False)
+    native = NativeBackend(dict, [0], 0, store, NativeSettings(), 5.0, owned=False)
     native._host = HostChannel(segment, [0], leaders, 5.0, is_only_host=False)
     native.timeout_s = 77.0
     assert (native._host.peers.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)

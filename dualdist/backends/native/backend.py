@@ -11,6 +11,7 @@ import contextlib
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,8 +47,6 @@ from dualdist.utils.machine import SHM_BYTES_PER_RANK, needed_open_files
 from dualdist.utils.temporary_env import temporary_variables
 
 ProcessGroup = Any  # a dist.ProcessGroup, ProcessGroupGloo or ProcessGroupNCCL
-# Sets the variables of torch's network interface in a block.
-Network = Callable[[], contextlib.AbstractContextManager[None]]
 Options = TypeVar("Options")
 
 OPS = {
@@ -92,6 +91,15 @@ class NativeWork:
         return self._result
 
 
+@dataclass(frozen=True)
+class NativeSettings:
+    """The same for all backends of a session; `network` sets the variables of torch's network interface in a block."""
+
+    network: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    on_gpu: bool = False
+    printed: set[str] = field(default_factory=set)  # messages
+
+
 class NativeBackend:
     """Moves tensors over process groups, and on one host through shared memory.
 
@@ -110,30 +118,27 @@ class NativeBackend:
         ranks: Sequence[int],
         rank: int,
         store: dist.Store,
-        network: Network,
+        settings: NativeSettings,
         timeout_s: float,
         *,
-        owned: bool,
-        on_gpu: bool,
+        owned: bool = True,
         hosts: Sequence[int] = (),
     ) -> None:
-        self.transport = "nccl" if on_gpu else "gloo"
+        self.transport = "nccl" if settings.on_gpu else "gloo"
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
         self.is_open = True
+        self.hosts = hosts
+        self.restore_excepthook: Callable[[], None] = lambda: None
         self._timeout_s = timeout_s
         self._connect = connect
         self._connected: Mapping[str, ProcessGroup] | None = None
         self._store = store
-        self._network = network
+        self._settings = settings
         self._owned = owned
-        self.restore_excepthook: Callable[[], None] = lambda: None
-        self._on_gpu = on_gpu
-        self.hosts = hosts
         self._host: HostChannel | None = None
         self._is_full = False  # the last reservation failed
-        self._printed: set[str] = set()  # messages, shared by all backends of the job
         self._children: list[NativeBackend] = []
 
     @property
@@ -212,9 +217,7 @@ class NativeBackend:
     def subgroup(self, ranks: Sequence[int], key: str) -> NativeBackend:
         if self.ranks[self.rank] in ranks:
             return self._child(ranks, key, shares=True)
-        return NativeBackend(
-            dict, ranks, -1, self._store, self._network, self.timeout_s, owned=False, on_gpu=self._on_gpu
-        )
+        return NativeBackend(dict, ranks, -1, self._store, self._settings, self.timeout_s, owned=False)
 
     def built_with(self) -> dict[str, int]:
         return built_with()
@@ -250,21 +253,11 @@ class NativeBackend:
         def connect() -> dict[str, ProcessGroup]:
             return self._process_groups(store, rank, len(ranks))
 
-        child = NativeBackend(
-            connect,
-            ranks,
-            rank,
-            store,
-            self._network,
-            self.timeout_s,
-            owned=True,
-            on_gpu=self._on_gpu,
-            hosts=self.hosts if shares else (),
-        )
+        hosts = self.hosts if shares else ()
+        child = NativeBackend(connect, ranks, rank, store, self._settings, self.timeout_s, hosts=hosts)
         self._children.append(child)
-        child._printed = self._printed
         child._share_memory()
-        if child._host is None or not child._host.is_only_host or self._on_gpu:
+        if child._host is None or not child._host.is_only_host or self._settings.on_gpu:
             child._groups()
         return child
 
@@ -288,9 +281,9 @@ class NativeBackend:
             segment = open_segment(store, key, index, size, channel_bytes(size), deadline, size * SHM_BYTES_PER_RANK)
         except BackendUnavailableError as error:
             reason = str(error)
-            if index == 0 and USES_GLOO not in self._printed:
+            if index == 0 and USES_GLOO not in self._settings.printed:
                 print(f"{USES_GLOO}: {reason}", file=sys.stderr)
-            self._printed.add(USES_GLOO)
+            self._settings.printed.add(USES_GLOO)
         if not is_only_host:
             fails = torch.tensor([segment is None], dtype=torch.uint8, device="cpu")
             self._allreduce_by_group_(fails, "max", "share").wait()
@@ -302,16 +295,16 @@ class NativeBackend:
             leaders = self._child([ranks[0] for ranks in members.values()], "leaders", shares=False)
         self._host = HostChannel(segment, host_ranks, leaders, self.timeout_s, is_only_host=is_only_host)
         self.done_means_all_started = is_only_host
-        if not self._on_gpu:
+        if not self._settings.on_gpu:
             self.transport = "shm"
 
     def _process_groups(self, store: dist.Store, rank: int, size: int) -> dict[str, ProcessGroup]:
         timeout = timedelta(seconds=self.timeout_s)
         groups: dict[str, ProcessGroup] = {}
         try:
-            with self._network():
+            with self._settings.network():
                 groups["cpu"] = dist.ProcessGroupGloo(store, rank, size, timeout)
-            if self._on_gpu:
+            if self._settings.on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 groups["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
@@ -378,10 +371,9 @@ def adopt(context: InitContext) -> AdoptedGroup:
         range(topology.size),
         topology.rank,
         store,
-        contextlib.nullcontext,
+        NativeSettings(on_gpu="cuda" in used),
         context.timeout_s,
         owned=False,
-        on_gpu="cuda" in used,
     )
     atexit.register(backend.at_exit)
 
@@ -447,10 +439,8 @@ def start(context: InitContext) -> NativeBackend:
         range(size),
         rank,
         dist.PrefixStore(f"{context.key}/lines", inner),
-        network,
+        NativeSettings(network, nccl),
         context.timeout_s,
-        owned=True,
-        on_gpu=nccl,
         hosts=() if context.transport == "gloo" else [location.host for location in context.locations],
     )
     backend.restore_excepthook = restore_excepthook
