@@ -217,7 +217,7 @@ def parse_env(assignments: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class MachineFacts:
     """Properties of this machine that decide which configurations can run, besides its launchers."""
 
     gpus: int
@@ -232,14 +232,14 @@ class HostFacts:
 
 
 def refusal_reasons(
-    configs: Sequence[RunConfig], settings: MeasurementSettings, site: Site, facts: HostFacts
+    configs: Sequence[RunConfig], settings: MeasurementSettings, site: Site, facts: MachineFacts
 ) -> dict[RunConfig, str]:
     """Return why configurations cannot run here, for those of which a reason is known."""
     reasons = {config: next(_reasons(config, settings, site, facts), None) for config in configs}
     return {config: reason for config, reason in reasons.items() if reason is not None}
 
 
-def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: HostFacts) -> Iterator[str]:
+def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: MachineFacts) -> Iterator[str]:
     # Launcher-independent reasons first.
     for launcher in (None, config.launcher):
         options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
@@ -263,7 +263,7 @@ def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts
         yield "the installed Horovod was built without Gloo"
 
 
-def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: HostFacts) -> Iterator[str]:
+def _nccl_reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
     if not facts.uses_gpus:
         yield "nccl needs GPU tensors, and torch sees no GPU here" + (" with --device cpu" if facts.gpus else "")
     elif facts.gpus < settings.ranks:

@@ -23,7 +23,7 @@ from dualdist.bench.jobs import (
     DUALDIST,
     IMAGE_SIZE,
     MODELS,
-    HostFacts,
+    MachineFacts,
     MeasurementSettings,
     TrainOptions,
     expand_configs,
@@ -304,10 +304,10 @@ def select_contenders(
     return contenders, refused
 
 
-def find_facts(args: argparse.Namespace, site: Site, *, is_script: bool = False) -> HostFacts:
+def find_facts(args: argparse.Namespace, site: Site, *, is_script: bool = False) -> MachineFacts:
     """Return the properties of this machine that decide which configurations can run."""
     gpus = 0 if args.device == "cpu" else _count_gpus(site)
-    return HostFacts(gpus, args.device, installed_backends(), SLURM_JOB in os.environ, is_script)
+    return MachineFacts(gpus, args.device, installed_backends(), SLURM_JOB in os.environ, is_script)
 
 
 def _count_gpus(site: Site) -> int:

@@ -14,9 +14,11 @@ from typing import Any, TextIO
 
 from dualdist.backends import registry
 from dualdist.backends.registry import Availability
-from dualdist.bench.jobs import HostFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
+from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli.help_formatter import set_completions
+from dualdist.doctor import hosts, smoke_test
 from dualdist.doctor.checks import Level
+from dualdist.doctor.checks import hosts as host_checks
 from dualdist.doctor.diagnosis import (
     DEFAULT_RANKS,
     Diagnosis,
@@ -31,7 +33,11 @@ from dualdist.doctor.diagnosis import (
 from dualdist.doctor.explain import TopologyExplanation, explain
 from dualdist.doctor.facts import may_use_gpus
 from dualdist.errors import UsageError
+from dualdist.launch.env_defaults import SLURM_JOB, rank_variables
+from dualdist.launch.execute import find_site
+from dualdist.launch.hosts import parse_hosts, read_hostfile
 from dualdist.launch.launchers import MULTI_RANK_LAUNCHERS
+from dualdist.launch.processes import termination_raises
 from dualdist.topology import Topology
 from dualdist.utils.redaction import make_redactor, redact_json
 
@@ -224,16 +230,10 @@ def _confirm(question: str) -> bool:
 
 
 def _probe_hosts(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, list[Any]]:
-    from dualdist.doctor import hosts
-    from dualdist.doctor.checks import hosts as checks
-    from dualdist.launch.env_defaults import rank_variables
-    from dualdist.launch.execute import find_site
-    from dualdist.launch.hosts import parse_hosts, read_hostfile
-
     named = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
     forwarded = rank_variables(os.environ, {}, threads=None, interface=None, has_hosts=True)
     reports = hosts.probe_hosts(named, find_site(), forwarded)
-    return diagnosis.with_findings(checks.find(reports)), [_report_to_json(report) for report in reports]
+    return diagnosis.with_findings(host_checks.find(reports)), [_report_to_json(report) for report in reports]
 
 
 def _report_to_json(report: Any) -> dict[str, Any]:
@@ -242,13 +242,8 @@ def _report_to_json(report: Any) -> dict[str, Any]:
 
 
 def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Diagnosis, dict[str, Any]]:
-    from dualdist.doctor import smoke_test
-    from dualdist.launch.env_defaults import SLURM_JOB
-    from dualdist.launch.execute import find_site
-    from dualdist.launch.processes import termination_raises
-
     site, ranks = find_site(), args.ranks or DEFAULT_RANKS
-    facts = HostFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
+    facts = MachineFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
     configs = _configs(args)
     refused = refusal_reasons(configs, MeasurementSettings(ranks), site, facts)
     usable = [config for config in configs if config not in refused]

@@ -9,7 +9,7 @@ import pytest
 
 from dualdist.backends.registry import Availability
 from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
-from dualdist.bench.jobs import HostFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
+from dualdist.bench.jobs import MachineFacts, MeasurementSettings, RunConfig, expand_configs, refusal_reasons
 from dualdist.cli import compare
 from dualdist.cli.compare import select_contenders
 from dualdist.errors import UsageError
@@ -18,7 +18,7 @@ from dualdist.launch.job import Site
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
 HERE = Availability(True, "1", "")
 HOROVOD = replace(HERE, gloo=True, mpi=True, nccl=None)
-FACTS = HostFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
+FACTS = MachineFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
 GPUS = replace(FACTS, gpus=2)
 
 
@@ -44,7 +44,7 @@ def test_every_requested_combination_runs_or_refused_with_a_reason() -> None:
     assert all(refused.values())
 
 
-def with_backend(name: str, found: Availability) -> HostFacts:
+def with_backend(name: str, found: Availability) -> MachineFacts:
     return replace(FACTS, backends={**FACTS.backends, name: found})
 
 
@@ -77,7 +77,7 @@ IN_SLURM = replace(SITE, tools={**SITE.tools, "srun": "/v/srun"})
     ],
 )  # fmt: skip
 def test_a_configuration_runs_or_is_refused_with_the_reason(
-    words: str, facts: HostFacts, site: Site, expected: str | None
+    words: str, facts: MachineFacts, site: Site, expected: str | None
 ) -> None:
     launcher, backend, transport = words.split()
     found = refusal_reasons([RunConfig(backend, transport, launcher)], MeasurementSettings(2), site, facts)
