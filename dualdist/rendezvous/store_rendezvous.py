@@ -178,33 +178,33 @@ def join_store(config: SessionConfig, backend: str) -> RendezvousResult:
     topology, environ, known = config.topology, config.environ, config.rendezvous
     host, deadline = network_interfaces.host_identity(environ), Deadline(config.timeout_s)
     report = make_report(topology, host, backend, config.transport, process_state.current_process().dumps())
-    connected: list[Store] = []
+    connected: list[tuple[Store, AddressExchange | None]] = []
 
     def meet() -> RendezvousResult:
-        store, exchange = (known.store, None) if known.store else _open_store(topology, environ, host, deadline)
-        connected.append(store)
-        try:
-            if known.store is None and may_restart(topology, environ):
-                known.generation = agree_on_generation(store, topology, deadline)
-            key = f"{config.key}/{known.generation}" if known.generation else config.key
-            locations = LocationExchange(store, report, key, deadline).run()
-            interface = _interface(store, locations, topology.rank, key, deadline)
-        finally:
-            if exchange is not None and topology.rank == 0:
-                exchange.withdraw()
-        return RendezvousResult(store, key, locations, interface)
+        connected.append((known.store, None) if known.store else _open_store(topology, environ, host, deadline))
+        store = connected[0][0]
+        if known.store is None and may_restart(topology, environ):
+            known.generation = agree_on_generation(store, topology, deadline)
+        key = f"{config.key}/{known.generation}" if known.generation else config.key
+        locations = LocationExchange(store, report, key, deadline).run()
+        return RendezvousResult(store, key, locations, _interface(store, locations, topology.rank, key, deadline))
 
     def late() -> DualdistError:
         waited = f"rank {topology.rank} waited {deadline.timeout_s:g} s for"
         if not connected:
-            return RendezvousError(f"{waited} the network or a shared folder, by which the ranks meet")
+            where = environ.get(RENDEZVOUS) or topology.address or topology.rendezvous
+            return RendezvousError(f"{waited} the network or the shared folder by which the ranks meet ({where})")
         return RendezvousError(
-            f"{waited} an answer of the store at {connected[0].endpoint}: "
+            f"{waited} an answer of the store at {connected[0][0].endpoint}: "
             "the process that serves it, rank 0 or its launcher, is stopped or unreachable"
         )
 
-    # In a thread: a store that stops and a shared folder that hangs have no timeouts.
-    found = call_within(deadline.left_s() + GRACE_S, meet, late)
+    try:  # in a thread: a store that stops and a shared folder that hangs have no timeouts
+        found = call_within(deadline.left_s() + GRACE_S, meet, late)
+    finally:
+        for _, exchange in connected:
+            if exchange is not None and topology.rank == 0:
+                exchange.withdraw()
     known.store = found.store
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -153,6 +154,22 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
     assert [met.locations for met in found] == [[RankLocation(0, 0), RankLocation(0, 1)]] * 2
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    os.mkfifo(path)  # blocks its reader, as a shared folder that hangs
+    config = SessionConfig(
+        Topology(1, 2, 1, 2, 0, 1, "override", "X"),
+        {"DUALDIST_RENDEZVOUS": path.as_uri()},
+        "",
+        "session",
+        0.2,
+        RendezvousStore(),
+    )
+    with pytest.raises(RendezvousError, match=r"rank 1 waited 0.2 s for the network or the shared folder .*meet"):
+        join_store(config, "native")
+    path.write_text("")  # lets the reader end
 
 
 @pytest.mark.parametrize(
