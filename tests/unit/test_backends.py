@@ -6,6 +6,7 @@ import contextlib
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from dualdist.rendezvous.rank_assignment import RankLocation
 from dualdist.topology import Topology
 from dualdist.utils.deadline import Deadline
 
+CONFIG = SessionConfig(Topology(0, 1, 0, 1, 0, 1, "none", "the test"), {}, "", "key", 5.0, RendezvousStore())
+
 
 class NoLines(SingleBackend):
     """A backend that runs, and whose ranks do not find each other again."""
@@ -37,21 +40,17 @@ class NoLines(SingleBackend):
 
 
 def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
-    alone = Topology(
-        rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, launcher="none", source="the test"
-    )
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
-        _start_session(backend, None, SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), [RankLocation(0, 0)])
+        _start_session(backend, None, CONFIG, [RankLocation(0, 0)])
     assert not backend.is_open
 
 
 def test_a_backend_of_another_name_than_its_registered_one_is_refused_and_closed() -> None:
-    alone = Topology(0, 1, 0, 1, 0, 1, "none", "the test")
     backend = SingleBackend()
     registry.register("renamed", lambda context: backend, ("none",))
     with pytest.raises(UsageError, match="'renamed' names itself 'single'"):
-        open_session("renamed", SessionConfig(alone, {}, "", "key", 5.0, RendezvousStore()), print)
+        open_session("renamed", CONFIG, print)
     assert not backend.is_open
     registry._registered().pop("renamed")
 
@@ -79,15 +78,8 @@ def test_a_horovod_group_that_another_rank_does_not_leave_holds_nobody_up() -> N
 
 
 def test_a_horovod_group_that_could_not_be_made_has_no_users() -> None:
-    answers = iter([ValueError("not dynamic"), (0, 1)])
-    removed = []
-
-    def add(ranks: list[int]) -> object:
-        found = next(answers)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
+    removed: list[object] = []
+    add = mock.Mock(side_effect=[ValueError("not dynamic"), (0, 1)])
     engine = SimpleNamespace(size=lambda: 3, add_process_set=add, remove_process_set=removed.append)
     sets = ProcessSets(cast(ModuleType, engine), contextlib.nullcontext)
     with pytest.raises(UnsupportedError, match="not dynamic"):
@@ -100,13 +92,13 @@ def test_a_horovod_group_that_could_not_be_made_has_no_users() -> None:
 @pytest.mark.parametrize(
     ("cores", "everywhere", "local_size", "threads", "expected"),
     [
-        pytest.param(2, 2, 2, 1, WAIT_BUDGET_S, id="as many ranks as cores"),
-        pytest.param(2, 2, 4, 1, WAIT_BUDGET_S, id="more ranks than cores"),
-        pytest.param(64, 64, 4, 16, WAIT_BUDGET_S, id="torch takes all cores of a rank"),
-        pytest.param(64, 64, 4, 15, 0.0, id="torch leaves a core"),
-        pytest.param(1, 64, 64, 1, WAIT_BUDGET_S, id="bound to a core"),
-        pytest.param(8, 64, 8, 7, 0.0, id="bound to eight, torch leaves one"),
-        pytest.param(64, 64, 1, 64, WAIT_BUDGET_S, id="one rank, all cores"),
+        (2, 2, 2, 1, WAIT_BUDGET_S),
+        (2, 2, 4, 1, WAIT_BUDGET_S),
+        (64, 64, 4, 16, WAIT_BUDGET_S),
+        (64, 64, 4, 15, 0.0),
+        (1, 64, 64, 1, WAIT_BUDGET_S),
+        (8, 64, 8, 7, 0.0),
+        (64, 64, 1, 64, WAIT_BUDGET_S),
     ],
 )
 def test_a_program_waits_for_the_thread_unless_it_has_a_core(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -296,9 +297,13 @@ def test_concurrent_timeouts_ask_one_question_and_every_rank_prints(
 ) -> None:
     probes = enroll(3, 4)
     what = "barrier 'b'"
+
+    def waits(probe: RankProbe) -> str:
+        with Monitor(probe, range(4)).operation(what):
+            return report_timeout(probe, range(4), what, "late")
+
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(waits, probe, what) for probe in probes[:2]]
-        texts = [one.result() for one in waiting]
+        texts = list(pool.map(waits, probes[:2]))
     for text in texts:
         first = text.splitlines()[0]
         assert first.startswith("barrier 'b': late; no answer from rank 3: ")
@@ -309,11 +314,6 @@ def test_concurrent_timeouts_ask_one_question_and_every_rank_prints(
     assert len(printed) == 3, "two by the ranks that ask, one by the third"
     assert probes[2]._answered == 1
     assert find_silent_ranks(probes[1], range(4)) == [3]
-
-
-def waits(probe: RankProbe, what: str) -> str:
-    with Monitor(probe, range(4)).operation(what):
-        return report_timeout(probe, range(4), what, "late")
 
 
 def test_leaving_a_nested_operation_returns_to_the_outer_one(enroll: Enroll) -> None:
@@ -356,20 +356,10 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-class Broken:
-    """Work that has failed."""
-
-    def done(self) -> bool:
-        raise RankLostError("a connection broke")
-
-    def wait(self) -> torch.Tensor:
-        raise RankLostError("a connection broke")
-
-
 @pytest.mark.parametrize("method", [MonitoredWork.done, MonitoredWork.wait])
 def test_an_error_from_done_or_wait_names_the_operation(method: object) -> None:
-    work = MonitoredWork(
-        Broken(), LazyDescription("allreduce", "x", torch.ones(3)), Monitor(None, [0, 1]), lambda: None
-    )
+    broken = mock.Mock(**{f"{name}.side_effect": RankLostError("a connection broke") for name in ("done", "wait")})
+    description = LazyDescription("allreduce", "x", torch.ones(3))
+    work = MonitoredWork(broken, description, Monitor(None, [0, 1]), lambda: None)
     with pytest.raises(CollectiveError, match=r"allreduce 'x' of float32\(3,\): a connection broke"):
         method(work)  # type: ignore[operator]

@@ -57,10 +57,6 @@ def new_client() -> Callable[[], TcpStore]:
     return connect
 
 
-def report(rank: int, size: int) -> RankReport:
-    return RankReport(rank, size, "host", None, None, "native")
-
-
 def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], timeout_s: float) -> list[object]:
     """What the exchange gave each of those that came: places, or the error."""
 
@@ -74,19 +70,23 @@ def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], tim
         return list(pool.map(attend, came))
 
 
-@pytest.mark.parametrize("size", [2, 7])
-def test_all_ranks_learn_all_places(new_client: Callable[[], TcpStore], size: int) -> None:
-    expected = [RankLocation(0, rank) for rank in range(size)]
-    assert outcomes(new_client, [report(rank, size) for rank in range(size)], 30) == [expected] * size
+def report(rank: int, size: int, **changes: str) -> RankReport:
+    return RankReport(rank, size, "host", None, None, **{"backend": "native", **changes})
+
+
+def test_all_ranks_learn_all_locations(new_client: Callable[[], TcpStore]) -> None:
+    expected = [RankLocation(0, rank) for rank in range(7)]
+    assert outcomes(new_client, [report(rank, 7) for rank in range(7)], 30) == [expected] * 7
 
 
 @pytest.mark.parametrize(
     ("came", "kind", "words"),
     [
-        pytest.param([(0, 3), (2, 3)], RendezvousError, ["missing: [1]"], id="one is missing"),
-        pytest.param([(0, 3), (1, 3), (1, 3)], TopologyError, ["two processes", "rank 1"], id="one comes twice"),
-        pytest.param([(0, 2), (1, 4)], TopologyError, ["of 2", "of 4"], id="two sizes"),
+        ([(0, 3), (2, 3)], RendezvousError, ["missing: [1]"]),
+        ([(0, 3), (1, 3), (1, 3)], TopologyError, ["two processes", "rank 1"]),
+        ([(0, 2), (1, 4)], TopologyError, ["of 2", "of 4"]),
     ],
+    ids=["one is missing", "one comes twice", "two sizes"],
 )
 def test_who_came_learns_what_is_wrong(
     new_client: Callable[[], TcpStore], came: list[tuple[int, int]], kind: type[Exception], words: list[str]
@@ -110,27 +110,27 @@ def test_rank_0_serves_its_store_until_a_slow_rank_has_read_why_rendezvous_faile
             return value
 
     slow = SlowClient(new_client().store, LOOPBACK, "the test's store")
-    clients = {0: new_client(), 1: slow}
+    clients = [(new_client(), "native"), (slow, "horovod")]
 
     def attend(rank: int) -> bool:
-        backend = ("native", "horovod")[rank]
+        client, backend = clients[rank]
         with pytest.raises(TopologyError, match="'horovod'"):
-            LocationExchange(clients[rank], replace(report(rank, 2), backend=backend), "key", Deadline(30)).run()
+            LocationExchange(client, report(rank, 2, backend=backend), "key", Deadline(30)).run()
         return read.is_set()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(attend, range(2))) == [True, True]
 
 
+def join(rank: int, size: int, url: str, timeout_s: float = 60) -> RendezvousResult:
+    topology = Topology(rank, size, rank, size, 0, 1, "override", "X")
+    environ = {"DUALDIST_RENDEZVOUS": url}
+    return join_store(SessionConfig(topology, environ, "", "session", timeout_s, RendezvousStore()), "native")
+
+
 def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
-    environ = {"DUALDIST_RENDEZVOUS": (tmp_path / "meet").as_uri()}
-
-    def attend(rank: int) -> RendezvousResult:  # as a session does, it keeps the store, which rank 0 serves
-        topology = Topology(rank, 3, rank, 3, 0, 1, "override", "X")
-        return join_store(SessionConfig(topology, environ, "", "session", 30, RendezvousStore()), "native")
-
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(attend, range(3)))
+    with ThreadPoolExecutor(3) as pool:  # the results keep the store, which rank 0 serves
+        found = list(pool.map(lambda rank: join(rank, 3, (tmp_path / "meet").as_uri()), range(3)))
     assert [met.locations for met in found] == [[RankLocation(0, 0), RankLocation(0, 1), RankLocation(0, 2)]] * 3
     assert {met.interface for met in found} == {None}
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +138,6 @@ def test_ranks_meet_by_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
 
 def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
     path = tmp_path / "meet"
-    environ = {"DUALDIST_RENDEZVOUS": path.as_uri()}
     with open_listener(0, loopback_only=True) as gone:
         stale = StoreAddress(host_identity({}), (), gone.getsockname()[1])
     FileAddressExchange(path).publish(stale.dumps())
@@ -148,8 +147,7 @@ def test_a_file_left_over_from_a_dead_job_is_waited_out(tmp_path: Path) -> None:
         if rank == 0:
             started.wait(30)
         started.set()
-        topology = Topology(rank, 2, rank, 2, 0, 1, "override", "X")
-        return join_store(SessionConfig(topology, environ, "", "session", 60, RendezvousStore()), "native")
+        return join(rank, 2, path.as_uri())
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(attend, range(2)))
@@ -176,21 +174,17 @@ def test_a_file_that_cannot_be_read_to_its_end_is_waited_for_no_longer_than_the_
     "url", ["meet", "http://host/x", "file://host/x", "file:relative", "tcp://host", "tcp://host:x", "tcp://h:99999"]
 )
 def test_a_wrong_rendezvous_is_refused_by_name(url: str) -> None:
-    topology = Topology(1, 2, 1, 2, 0, 1, "override", "X")
     with pytest.raises(UsageError, match="DUALDIST_RENDEZVOUS"):
-        join_store(SessionConfig(topology, {"DUALDIST_RENDEZVOUS": url}, "", "session", 1, RendezvousStore()), "native")
+        join(1, 2, url, timeout_s=1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(address: str) -> None:
     store = native_store.TcpStore(dist.HashStore(), address, "the test's store")
     places = [RankLocation(0, 0), RankLocation(1, 0)]
-    own = (
-        {line.split()[-1] for line in Path(IPV6_INTERFACES).read_text().splitlines()}
-        if Path(IPV6_INTERFACES).exists()
-        else set()
-    )
-    expected = "lo" if address == LOOPBACK or "lo" in own else None
+    listed = Path(IPV6_INTERFACES)
+    has_ipv6 = listed.exists() and "lo" in listed.read_text().split()
+    expected = "lo" if address == LOOPBACK or has_ipv6 else None
     assert [_interface(store, places, rank, "key", Deadline(5)) for rank in (1, 0)] == [expected] * 2
     assert store.get("key/reached", 5) == address
 
@@ -235,56 +229,51 @@ def test_a_call_that_does_not_return_is_late_and_a_failing_one_fails() -> None:
 
 def reports(*said: tuple[str, int | None, int | None]) -> list[RankReport]:
     """One report a rank, of (host, node, local rank)."""
-    return [
-        RankReport(rank, len(said), host, node, local_rank, "native")
-        for rank, (host, node, local_rank) in enumerate(said)
-    ]
+    return [RankReport(rank, len(said), *each, "native") for rank, each in enumerate(said)]
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        pytest.param([("a", 0, 0), ("a", 0, 1)], [(0, 0, 0), (0, 1, 0)], id="all told"),
-        pytest.param([("a", None, None), ("a", None, None)], [(0, 0, 0), (0, 1, 0)], id="nothing told, one host"),
-        pytest.param([("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)],
-         id="a node is a host where none is told"),
-        pytest.param([("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)],
-         id="round robin"),
-        pytest.param([("a", 0, 0), ("a", 1, 0)], [(0, 0, 0), (1, 0, 0)], id="two nodes on one machine, as told"),
-        pytest.param([("a", 1, 0), ("b", 0, 0)], [(1, 0, 0), (0, 0, 1)], id="nodes need not follow the ranks"),
-        pytest.param([("a", None, 0)] + [("b", None, n) for n in range(3)],
-         [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)], id="1+3"),
-        pytest.param([("a", None, 1), ("a", None, 0)], [(0, 1, 0), (0, 0, 0)], id="local ranks as told"),
+        ([("a", 0, 0), ("a", 0, 1)], [(0, 0, 0), (0, 1, 0)]),
+        ([("a", None, None), ("a", None, None)], [(0, 0, 0), (0, 1, 0)]),
+        ([("a", None, 0), ("b", None, 0)], [(0, 0, 0), (1, 0, 1)]),
+        ([("a", None, 0), ("b", None, 0), ("a", None, 1)], [(0, 0, 0), (1, 0, 1), (0, 1, 0)]),
+        ([("a", 0, 0), ("a", 1, 0)], [(0, 0, 0), (1, 0, 0)]),
+        ([("a", 1, 0), ("b", 0, 0)], [(1, 0, 0), (0, 0, 1)]),
+        ([("a", None, 0), *[("b", None, n) for n in range(3)]], [(0, 0, 0), (1, 0, 1), (1, 1, 1), (1, 2, 1)]),
+        ([("a", None, 1), ("a", None, 0)], [(0, 1, 0), (0, 0, 0)]),
     ],
+    ids=["all given", "none, one host", "a node is a host", "round robin", "two nodes on one machine, as given",
+         "nodes need not follow the ranks", "1+3", "local ranks as given"],
 )  # fmt: skip
-def test_every_rank_gets_its_place(
+def test_every_rank_gets_its_location(
     said: list[tuple[str, int | None, int | None]], expected: list[tuple[int, int, int]]
 ) -> None:
     assert assign_locations(reports(*said)) == [RankLocation(*place) for place in expected]
 
 
+ALONE, (FIRST, SECOND) = reports(("a", 0, 0)), reports(("a", 0, 0), ("a", 0, 1))
+
+
 @pytest.mark.parametrize(
-    ("spoiled", "words"),
+    ("wrong", "words"),
     [
-        pytest.param([replace(reports(("a", 0, 0))[0], size=4)], ["1 ranks met", "rank 0 of 4"],
-         id="another size than met"),
-        pytest.param(reports(("a", 0, 0), ("a", 0, 0)), ["[0, 1]", "[0, 0]", "LOCAL_RANK"], id="a local rank twice"),
-        pytest.param(reports(("a", None, 0), ("a", None, 2)), ["[0, 2]"], id="a local rank missing"),
-        pytest.param([reports(("a", 0, 0), ("a", 0, 1))[0],
-         replace(reports(("a", 0, 0), ("a", 0, 1))[1], backend="horovod")], ["'native'", "'horovod'"],
-         id="two backends"),
-        pytest.param([reports(("a", 0, 0), ("a", 0, 1))[0],
-         replace(reports(("a", 0, 0), ("a", 0, 1))[1], transport="gloo")], ["''", "'gloo'", "DUALDIST_TRANSPORT"],
-         id="two transports"),
+        ([replace(ALONE[0], size=4)], ["1 ranks met", "rank 0 of 4"]),
+        (reports(("a", 0, 0), ("a", 0, 0)), ["[0, 1]", "[0, 0]", "LOCAL_RANK"]),
+        (reports(("a", None, 0), ("a", None, 2)), ["[0, 2]"]),
+        ([FIRST, replace(SECOND, backend="horovod")], ["'native'", "'horovod'"]),
+        ([FIRST, replace(SECOND, transport="gloo")], ["''", "'gloo'", "DUALDIST_TRANSPORT"]),
     ],
-)  # fmt: skip
-def test_contradictions_are_named(spoiled: list[RankReport], words: list[str]) -> None:
+    ids=["another size", "a local rank twice", "a local rank missing", "two backends", "two transports"],
+)
+def test_contradictions_are_named(wrong: list[RankReport], words: list[str]) -> None:
     with pytest.raises(TopologyError) as caught:
-        assign_locations(spoiled)
+        assign_locations(wrong)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_inferred_fields_are_replaced_and_told_ones_are_checked() -> None:
+def test_inferred_fields_are_replaced_and_given_ones_are_checked() -> None:
     told = Topology(1, 2, 0, 1, 1, 2, "mpirun", "X", inferred=frozenset({"node_rank", "num_nodes"}))
     assert make_report(told, "a", "native").node_rank is None
     assert make_report(told, "a", "native").local_rank == 0
@@ -299,17 +288,14 @@ def store() -> TcpStore:
     return TcpStore(dist.HashStore(), "", "the test's store")
 
 
-def location_of(rank: int, size: int, nodes: int = 1) -> Topology:
-    return Topology(rank, size, rank, size, 0, nodes, "torchrun", "X", rendezvous="agent")
-
-
 def generations(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 20) -> list[object]:
     """What the ranks that came agree on, or the error of each."""
 
     def attend(rank: int) -> object:
         time.sleep(random.uniform(0, 0.05))
         try:
-            return store_rendezvous.agree_on_generation(found, location_of(rank, size), Deadline(timeout_s))
+            topology = Topology(rank, size, rank, size, 0, 1, "torchrun", "X", rendezvous="agent")
+            return store_rendezvous.agree_on_generation(found, topology, Deadline(timeout_s))
         except RendezvousError as error:
             return str(error)
 
@@ -317,7 +303,7 @@ def generations(found: TcpStore, came: Sequence[int], size: int, timeout_s: floa
         return list(pool.map(attend, came))
 
 
-def test_each_round_has_a_number_of_its_own_whatever_an_earlier_one_left() -> None:
+def test_each_generation_has_another_number_whatever_an_earlier_one_left() -> None:
     """Rounds of other sizes follow each other, and some of them never came to an end."""
     shared, seen = store(), set()
     for size, came in ((3, [0, 1, 2]), (3, [1, 2]), (2, [0, 1]), (4, [0, 2]), (1, [0]), (3, [0, 1, 2]), (3, [2, 1, 0])):
@@ -332,13 +318,11 @@ def test_each_round_has_a_number_of_its_own_whatever_an_earlier_one_left() -> No
             assert waited[came.index(0)] if 0 in came else all(waited), found
 
 
-def test_who_did_not_come_is_told() -> None:
-    assert generations(store(), [0, 1], 4, 0.3)[0] == (
-        "rank 0 waited 0.3 s for all 4 ranks to call dd.init(); 2 of them did not"
-    )
-    assert generations(store(), [1], 2, 0.3) == [
-        "rank 1 waited 0.3 s for rank 0 to call dd.init(): see what it printed last"
-    ]
+def test_missing_ranks_are_named() -> None:
+    expected = "rank 0 waited 0.3 s for all 4 ranks to call dd.init(); 2 of them did not"
+    assert generations(store(), [0, 1], 4, 0.3)[0] == expected
+    expected = "rank 1 waited 0.3 s for rank 0 to call dd.init(): see what it printed last"
+    assert generations(store(), [1], 2, 0.3) == [expected]
 
 
 @pytest.mark.parametrize(

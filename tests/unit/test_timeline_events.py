@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,8 @@ def test_clocks_are_measured_within_their_bounds(ahead_ns: list[int]) -> None:
         now = lambda: time.monotonic_ns() + ahead_ns[rank]  # noqa: E731
         found[rank] = measure_offsets(lambda each: ranks.gather(rank, each), now)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(ahead_ns))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(ahead_ns)) as pool:
+        list(pool.map(work, range(len(ahead_ns))))
     offsets, zero_ns = found[0]
     assert all(each == found[0] for each in found.values())
     assert abs(zero_ns - ahead_ns[0] - time.monotonic_ns()) < 10 * 10**9
