@@ -15,35 +15,22 @@ from dualdist.horovod_build.record import BuildRecord
 from dualdist.utils.package_probe import TorchProbe
 
 VERSIONS: dict[str, str | None] = {
-    "dualdist": "1",
-    "python": "3.11.7",
-    "torch": "2.13.0+cpu",
-    "torchvision": None,
-    "horovod": "0.28.1",
+    "dualdist": "1", "python": "3.11.7", "torch": "2.13.0+cpu", "torchvision": None, "horovod": "0.28.1",
     "mpi4py": "4.1.2",
-}
+}  # fmt: skip
 HOROVOD = BuildRecord(horovod="0.28.1", torch="2.13.0+cpu", gloo=True, mpi=True, mpi_version="Open MPI 4.1.8")
 OPENMPI4 = MpiProgram("mpirun", "/v/mpirun", "openmpi4", "4.1.8")
 OPENMPI5 = MpiProgram("mpirun", "/v/mpirun", "openmpi5", "5.0.11")
 MPICH = MpiProgram("mpirun", "/usr/bin/mpirun", "mpich", "4.0.2")
 HOST = HostFacts(
-    "vm",
-    cores=8,
-    total_cores=8,
-    shm_free=1 << 34,
-    interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+    "vm", cores=8, total_cores=8, shm_free=1 << 34, interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
     address="10.0.0.1",
-)
+)  # fmt: skip
 FACTS = InstallationFacts(
-    versions=VERSIONS,
-    host=HOST,
-    python="/v/python",
-    abi_tag="cpython-311-x86_64-linux-gnu",
-    torch=TorchProbe("2.13.0+cpu"),
-    horovod=HOROVOD,
-    mpi4py=Mpi4pyProbe("Open MPI v4.1.8, package"),
+    versions=VERSIONS, host=HOST, python="/v/python", abi_tag="cpython-311-x86_64-linux-gnu",
+    torch=TorchProbe("2.13.0+cpu"), horovod=HOROVOD, mpi4py=Mpi4pyProbe("Open MPI v4.1.8, package"),
     mpi_programs=(OPENMPI4,),
-)
+)  # fmt: skip
 
 
 RECORDS = json.loads((Path(__file__).parent / "launcher_env.json").read_text())

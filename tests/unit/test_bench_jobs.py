@@ -184,8 +184,11 @@ def test_the_record_has_the_cuda_and_nccl_of_ranks_on_gpus() -> None:
     assert "CUDA" not in make_record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
 
 
-def test_json_has_null_for_nan_and_infinity() -> None:
+def test_json_has_null_for_nan_and_infinity_and_a_folder_to_be_in(tmp_path: Path) -> None:
     data = {"a": [math.nan, 1.5, (math.inf, "NaN")], "b": {"c": -math.inf, "d": None, "e": True}}
+    check_writable("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")  # a folder that will be created
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_writable("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/other")
     assert dump_json(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
 
 

@@ -147,11 +147,6 @@ def test_costs_are_those_of_the_papers(algorithm: str, ranks: int, seconds: floa
     assert predict_allreduce(algorithm, LinkModel(1.0, 1 / 8), ranks, 16) == pytest.approx(seconds)
 
 
-def test_latency_dominates_a_large_ring_and_bytes_a_large_tree() -> None:
-    assert predict_allreduce("ring", LINK, 4096, 8) > 100 * predict_allreduce("tree", LINK, 4096, 8)
-    assert predict_allreduce("tree", LINK, 4096, 1 << 30) > 5 * predict_allreduce("ring", LINK, 4096, 1 << 30)
-
-
 def test_a_step_is_bounded_by_the_larger_of_compute_and_communication() -> None:
     hidden = predict_step("ring", LINK, 8, 1 << 20, 0.5, 4)
     assert hidden.overlapped_s == 0.5

@@ -91,8 +91,6 @@ def test_bucket_sizes_are_configurable() -> None:
 
 
 class Signs:
-    """Compress gradients to an integer dtype."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 

@@ -47,7 +47,6 @@ def save(folder: Path, step: int, keep: int | None = 3, count: int = 1000) -> Pa
 
 def found_step(folder: Path) -> int:
     found = read_newest(folder, FileProgress())
-    assert found is not None
     step = int(found.content[EXTRA]["step"])
     assert found.content["model"]["weight"].unique().tolist() == [step]
     return step
@@ -77,14 +76,12 @@ def test_the_loaded_checkpoint_stays_until_newer_ones_replace_it(tmp_path: Path)
     for name in ("checkpoint-00000002.pt", "checkpoint-00000003.pt"):
         (tmp_path / name).write_bytes(b"damaged")
     found = read_newest(tmp_path, FileProgress())
-    assert found is not None
     passed_over = {path.resolve() for path in found.newer}
     assert (found.path.name, len(passed_over)) == ("checkpoint-00000001.pt", 2)
     for step, left in ((4, [4, 3, 2, 1]), (5, [5, 4])):
         write(tmp_path, content(step), 2, FileProgress(), passed_over)
         assert [number_of(path) for path in checkpoints(tmp_path)] == left
     back = read_newest(tmp_path / "checkpoint-00000004.pt", FileProgress())
-    assert back is not None
     assert [path.name for path in back.newer] == ["checkpoint-00000005.pt"]
 
 
@@ -95,7 +92,6 @@ def test_what_is_not_a_regular_file_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-00000004.pt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "checkpoint-00000005.pt").symlink_to("/dev/zero")
     found = read_newest(tmp_path, FileProgress())
-    assert found is not None
     assert (number_of(found.path), len(found.refused)) == (1, 4)
     assert [number_of(save(tmp_path, step, keep=1)) for step in (6, 7)] == [6, 7]
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-0000000{number}.pt" for number in (2, 3, 4, 5, 7)]
@@ -126,7 +122,6 @@ def test_a_file_with_a_flipped_bit_is_refused_by_name(tmp_path: Path, effort: Ef
         altered[place] ^= 1 << RANDOM.randrange(8)
         newest.write_bytes(altered)
         found = read_newest(tmp_path, FileProgress())
-        assert found is not None
         assert found.content[EXTRA] == {"step": 1}, place
         assert newest.name in found.refused[0]
         effort.count("files with a bit flipped")
@@ -147,7 +142,6 @@ def test_a_truncated_or_extended_file_is_refused_by_name(tmp_path: Path, effort:
 
 
 def sealed(path: Path, data: bytes) -> Path:
-    """Seal a foreign archive with a matching checksum."""
     import hashlib
 
     path.write_bytes(data[:-2] + seal(hashlib.sha256(data[:-2] + b"\0\0").hexdigest()))
@@ -182,7 +176,6 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, strange: Any) -> N
 
 @contextmanager
 def disk_of(nbytes: int) -> Iterator[None]:
-    """Limit the size of files, like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -209,8 +202,6 @@ def test_a_full_disk_leaves_the_older_one_intact(tmp_path: Path) -> None:
 
 
 class Interrupting(FileProgress):
-    """Call a function once a number of bytes is written."""
-
     def __init__(self, nbytes: int, call: Callable[[FileProgress], Any]) -> None:
         self._limit, self._call = nbytes, call
 

@@ -38,8 +38,6 @@ def plain(value: Any) -> Any:
 
 
 class Training:
-    """A model, its optimizer, and optionally a scheduler."""
-
     def __init__(
         self, kind: type[torch.optim.Optimizer], schedule: Callable[[Any], Any] | None = None, **options: Any
     ) -> None:
@@ -173,8 +171,6 @@ def test_an_optimizer_resumes_as_if_never_stopped(
 
 
 class Box:
-    """An object whose state is its argument."""
-
     def __init__(self, content: Any) -> None:
         self.content = content
 
@@ -205,7 +201,6 @@ def test_containers_are_restored(tmp_path: Path, value: Any, is_async: bool) -> 
         if is_async:
             saving.wait()
         found = dd.load_checkpoint(tmp_path, box=box)
-        assert found is not None
         memory.save()
         memory.restore()
         for each in (found["value"], box.content, memory.value, memory.box.content, value):

@@ -28,17 +28,9 @@ raise SystemExit(code)
 """
 
 
-def python(env: Mapping[str, str], *argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *argv],
-        env=dict(env),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-    )
+def python(env: Mapping[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=120, check=False, input="")
 
 
 BROKEN = next(name for name, rows in RECORDS.items() if "error" in rows[-1]["expect"])
@@ -163,7 +155,6 @@ FIXABLE = Finding("error", "x", "x is missing", "it is needed", "make x", (sys.e
 def test_a_fix_runs_only_after_yes_on_a_terminal(
     typed: str | None, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A pseudo-terminal, or none."""
     ours, theirs = pty.openpty()
     monkeypatch.chdir(tmp_path)
     with os.fdopen(theirs) as terminal, os.fdopen(ours, "w") as keyboard, Path(os.devnull).open() as null:

@@ -66,7 +66,19 @@ def test_a_valid_launch_of_a_healthy_installation_has_no_findings(table: str) ->
 
 BARE = with_versions(with_facts(torch=None, horovod=None, mpi4py=None), torch=None, horovod=None, mpi4py=None)
 VISION = with_versions(with_facts(torchvision_requires="2.13.0"), torchvision="0.28.0")
+OTHER_VISION = replace(VISION, torch=replace(VISION.torch, has_vision_operators=False))
+NO_HOROVOD = with_versions(with_facts(horovod=None), horovod=None)
+OTHER_MPI, OTHER_MPI4PY = (
+    with_horovod(mpi_version="MPICH 4.0.2"),
+    with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")),
+)
 REQUESTED = {"DUALDIST_BACKEND": "horovod"}
+
+
+def openmpi5(**changes: Any) -> InstallationFacts:
+    mpi4py = Mpi4pyProbe("Open MPI v5.0.11")
+    return with_facts(mpi_programs=(OPENMPI5,), mpi4py=mpi4py, horovod=replace(HOROVOD, **changes))
+
 
 INSTALLATIONS = [
     ("healthy", FACTS, {}, {}),
@@ -84,17 +96,15 @@ INSTALLATIONS = [
     ("torchvision that fits", replace(VISION, torch=replace(VISION.torch, has_vision_operators=True)), {}, {}),
     ("torchvision of another torch", replace(VISION, torchvision_requires="2.9.0"), {},
      {"torchvision-other-torch": "warning"}),
-    ("torchvision of another build", replace(VISION, torch=replace(VISION.torch, has_vision_operators=False)), {},
-     {"torchvision-operators": "warning"}),
+    ("torchvision of another build", OTHER_VISION, {}, {"torchvision-operators": "warning"}),
     ("a CPU torch beside GPUs", with_host(gpus=2), {}, {"torch-without-cuda": "warning"}),
     ("a driver that is too old", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {},
      {"torch-sees-no-gpu": "warning"}),
     ("GPUs that are hidden", replace(GPUS, torch=replace(GPUS.torch, gpus=0)), {"CUDA_VISIBLE_DEVICES": ""},
      {"gpus-hidden": "info"}),
     ("GPUs without NCCL", replace(GPUS, torch=replace(GPUS.torch, nccl=None)), {}, {"torch-without-nccl": "warning"}),
-    ("no Horovod", with_versions(with_facts(horovod=None), horovod=None), {}, {"horovod-missing": "info"}),
-    ("no Horovod, wanted", with_versions(with_facts(horovod=None), horovod=None), REQUESTED,
-     {"horovod-missing": "error"}),
+    ("no Horovod", NO_HOROVOD, {}, {"horovod-missing": "info"}),
+    ("no Horovod, wanted", NO_HOROVOD, REQUESTED, {"horovod-missing": "error"}),
     ("Horovod of another torch", with_horovod(torch="2.12.0+cpu"), {}, {"horovod-other-torch": "warning"}),
     ("Horovod of a CUDA build", with_horovod(torch="2.13.0+cu130"), {}, {"horovod-other-torch": "warning"}),
     ("Horovod of another torch, wanted", with_horovod(torch="2.12.0"), REQUESTED, {"horovod-other-torch": "error"}),
@@ -104,28 +114,21 @@ INSTALLATIONS = [
     ("Horovod of another Python", with_horovod(python="cpython-39-x86_64-linux-gnu"), {},
      {"horovod-other-python": "warning"}),
     ("Horovod of this Python", with_horovod(python=FACTS.abi_tag), {}, {}),
-    ("Horovod of another MPI", with_horovod(mpi_version="MPICH 4.0.2"), {}, {"horovod-other-mpi": "warning"}),
-    ("Horovod of another MPI, under it", with_horovod(mpi_version="MPICH 4.0.2"), MPIRUN | REQUESTED,
-     {"horovod-other-mpi": "error"}),
+    ("Horovod of another MPI", OTHER_MPI, {}, {"horovod-other-mpi": "warning"}),
+    ("Horovod of another MPI, under it", OTHER_MPI, MPIRUN | REQUESTED, {"horovod-other-mpi": "error"}),
     ("Horovod without NCCL", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0")), {},
      {"horovod-without-nccl": "warning"}),
     ("a foreign Horovod that says nothing", replace(GPUS, horovod=replace(HOROVOD, torch="2.13.0", gloo=None)), {}, {}),
     ("Horovod without Gloo", with_horovod(gloo=False), {}, {"horovod-without-gloo": "warning"}),
     ("Horovod without Gloo, wanted", with_horovod(gloo=False), TORCHRUN | REQUESTED, {"horovod-without-gloo": "error"}),
-    ("Open MPI 5", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
-     horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11")), {}, {"horovodrun-openmpi-5": "warning"}),
-    ("Open MPI 5, patched", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
-     horovod=replace(HOROVOD, mpi_version="Open MPI 5.0.11", patches=("horovod/runner/mpi_run.py: x",))), {},
+    ("Open MPI 5", openmpi5(mpi_version="Open MPI 5.0.11"), {}, {"horovodrun-openmpi-5": "warning"}),
+    ("Open MPI 5, patched", openmpi5(mpi_version="Open MPI 5.0.11", patches=("horovod/runner/mpi_run.py: x",)), {},
      {"horovodrun-openmpi-5": "info"}),
-    ("Open MPI 5 and a foreign Horovod", with_facts(mpi_programs=(OPENMPI5,), mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
-     horovod=replace(HOROVOD, gloo=None, mpi=None, mpi_version=None)), {}, {"horovodrun-openmpi-5": "warning"}),
-    ("Open MPI 5 and a Horovod without MPI", with_facts(mpi_programs=(OPENMPI5,),
-     mpi4py=Mpi4pyProbe("Open MPI v5.0.11"),
-     horovod=replace(HOROVOD, mpi=False, mpi_version=None)), {}, {}),
-    ("mpi4py of another MPI", with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), {},
-     {"mpi4py-other-mpi": "warning"}),
-    ("mpi4py of another MPI, under it", with_facts(mpi4py=Mpi4pyProbe("MPICH Version: 4.0.2")), MPIRUN,
-     {"mpi4py-other-mpi": "error"}),
+    ("Open MPI 5 and a foreign Horovod", openmpi5(gloo=None, mpi=None, mpi_version=None), {},
+     {"horovodrun-openmpi-5": "warning"}),
+    ("Open MPI 5 and a Horovod without MPI", openmpi5(mpi=False, mpi_version=None), {}, {}),
+    ("mpi4py of another MPI", OTHER_MPI4PY, {}, {"mpi4py-other-mpi": "warning"}),
+    ("mpi4py of another MPI, under it", OTHER_MPI4PY, MPIRUN, {"mpi4py-other-mpi": "error"}),
     ("mpi4py of an MPI that is not known", with_facts(mpi4py=Mpi4pyProbe("Fujitsu MPI")), {}, {}),
     ("broken mpi4py", with_facts(mpi4py="RuntimeError: cannot load MPI library"), {}, {"mpi4py-broken": "warning"}),
     ("broken mpi4py, wanted", with_facts(mpi4py="RuntimeError: cannot load"), MPIRUN, {"mpi4py-broken": "error"}),
@@ -147,9 +150,7 @@ def test_installation_problems_have_a_name_and_a_level(
 
 
 def test_findings_name_the_problem_and_the_fix() -> None:
-    result = finding_named(
-        "torchvision-operators", diagnosis({}, replace(VISION, torch=replace(VISION.torch, has_vision_operators=False)))
-    )
+    result = finding_named("torchvision-operators", diagnosis({}, OTHER_VISION))
     assert "torchvision 0.28.0" in result.message
     assert "nms does not exist" in result.why
     assert "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu" in result.fix
@@ -243,9 +244,14 @@ def test_srun_mpi_types_are_parsed(output: str, types: tuple[str, ...] | None) -
 
 
 SRUN = recorded("slurm_srun-none_N2x2")
+ON_TWO_NODES, ONE_TASK = recorded("slurm_sbatch_openmpi4"), recorded("slurm_srun_of_one_in_salloc_of_four_more")
+ONE_GPU = replace(GPUS, torch=replace(GPUS.torch, gpus=1))
+NO_MPI = with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None)
+NO_PMIX = with_facts(srun_mpi_types=("none", "pmi2"))
+BRIDGED = with_host(interfaces={"eth0": "10.0.0.1", "docker0": "172.17.0.1"})
 BUSY = with_host(cores=4, total_cores=4)
 JOBS = [
-    ("Slurm gives one task all GPUs", GPUS, recorded("slurm_srun_of_one_in_salloc_of_four_more") |
+    ("Slurm gives one task all GPUs", GPUS, ONE_TASK |
      {"SLURM_STEP_GPUS": "0,1,2,3"}, None, {"slurm-one-task": "warning"}),
     ("a script that is one task has all GPUs", GPUS, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
      "SLURM_JOB_GPUS": "0,1,2,3"}, None, {"slurm-one-task": "warning"}),
@@ -253,31 +259,24 @@ JOBS = [
      "SLURM_JOB_GPUS": "3"}, None, {}),
     ("a script on two nodes that names no tasks", FACTS, {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0",
      "SLURM_JOB_NUM_NODES": "2"}, None, {"slurm-one-process": "warning"}),
-    ("srun without PMIx", with_facts(srun_mpi_types=("none", "pmi2")), {}, None, {"srun-without-pmix": "info"}),
-    ("srun without PMIx, wanted", with_facts(srun_mpi_types=("none", "pmi2")), {"DUALDIST_BACKEND": "mpi"}, None,
-     {"srun-without-pmix": "error"}),
+    ("srun without PMIx", NO_PMIX, {}, None, {"srun-without-pmix": "info"}),
+    ("srun without PMIx, wanted", NO_PMIX, {"DUALDIST_BACKEND": "mpi"}, None, {"srun-without-pmix": "error"}),
     ("srun with PMIx", with_facts(srun_mpi_types=("none", "pmix_v4")), {}, None, {}),
     ("MPI wanted where it was not started", FACTS, TORCHRUN | {"DUALDIST_BACKEND": "mpi"}, None,
      {"mpi-not-started": "error"}),
     ("MPI wanted where mpi4py is missing", with_versions(with_facts(mpi4py=None), mpi4py=None),
      MPIRUN | {"DUALDIST_BACKEND": "mpi"}, None, {"mpi4py-missing": "error"}),
-    ("ranks that only MPI brings together", with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None),
-     MPIRUN, None, {"no-rendezvous": "error"}),
-    ("the same with an address", with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None),
-     MPIRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, None, {}),
-    ("the same with a file", with_versions(replace(with_horovod(mpi=False), mpi4py=None), mpi4py=None),
-     MPIRUN | {"DUALDIST_RENDEZVOUS": "file:///a/b"}, None, {}),
-    ("more ranks than GPUs", replace(GPUS, torch=replace(GPUS.torch, gpus=1)), TORCHRUN, None,
-     {"more-ranks-than-gpus": "error"}),
-    ("a GPU and no number of ranks", replace(GPUS, torch=replace(GPUS.torch, gpus=1)), {}, None, {}),
-    ("a GPU for a job of one task", replace(GPUS, torch=replace(GPUS.torch, gpus=1)),
-     recorded("slurm_srun_of_one_in_salloc_of_four_more") | {"CUDA_VISIBLE_DEVICES": "0"}, None, {}),
-    ("a GPU and two ranks planned", replace(GPUS, torch=replace(GPUS.torch, gpus=1)), {}, 2,
-     {"more-ranks-than-gpus": "warning"}),
+    ("ranks that only MPI brings together", NO_MPI, MPIRUN, None, {"no-rendezvous": "error"}),
+    ("the same with an address", NO_MPI, MPIRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, None, {}),
+    ("the same with a file", NO_MPI, MPIRUN | {"DUALDIST_RENDEZVOUS": "file:///a/b"}, None, {}),
+    ("more ranks than GPUs", ONE_GPU, TORCHRUN, None, {"more-ranks-than-gpus": "error"}),
+    ("a GPU and no number of ranks", ONE_GPU, {}, None, {}),
+    ("a GPU for a job of one task", ONE_GPU, ONE_TASK | {"CUDA_VISIBLE_DEVICES": "0"}, None, {}),
+    ("a GPU and two ranks planned", ONE_GPU, {}, 2, {"more-ranks-than-gpus": "warning"}),
     ("more ranks planned than GPUs", GPUS, {}, 5, {"more-ranks-than-gpus": "warning"}),
-    ("a GPU for each task", replace(GPUS, torch=replace(GPUS.torch, gpus=1)),
+    ("a GPU for each task", ONE_GPU,
      recorded("slurm_srun_pmi2_more") | {"CUDA_VISIBLE_DEVICES": "0"}, None, {"gpus-hidden-per-task": "info"}),
-    ("one GPU for two tasks", with_host(replace(GPUS, torch=replace(GPUS.torch, gpus=1)), gpus=1),
+    ("one GPU for two tasks", with_host(ONE_GPU, gpus=1),
      recorded("slurm_srun_pmi2_more"), None, {"more-ranks-than-gpus": "error"}),
     ("little shared memory", with_host(shm_free=64 << 20), {}, None, {"shm-too-small": "warning"}),
     ("enough for one", with_host(shm_free=64 << 20), {}, 1, {}),
@@ -322,14 +321,11 @@ JOBS = [
     ("no network on one", with_host(interfaces={"lo": "127.0.0.1"}), {}, None, {}),
     ("two networks on two nodes", with_host(interfaces={"eth0": "10.0.0.1", "ib0": "10.1.0.1"}), SRUN, None,
      {"several-networks": "info"}),
-    ("a bridge under mpirun on two nodes", with_host(interfaces={"eth0": "10.0.0.1", "docker0": "172.17.0.1"}),
-     recorded("slurm_sbatch_openmpi4"), None, {"bridges": "warning"}),
-    ("a bridge that is excluded", with_host(interfaces={"eth0": "10.0.0.1", "docker0": "172.17.0.1"}),
-     recorded("slurm_sbatch_openmpi4") | {"OMPI_MCA_btl_tcp_if_include": "eth0"}, None, {}),
+    ("a bridge under mpirun on two nodes", BRIDGED, ON_TWO_NODES, None, {"bridges": "warning"}),
+    ("a bridge that is excluded", BRIDGED, ON_TWO_NODES | {"OMPI_MCA_btl_tcp_if_include": "eth0"}, None, {}),
     ("the bridge of a network of Docker's", with_host(interfaces={"eth0": "10.0.0.1", "br-350f16f6fa10": "172.18.0.1"}),
-     recorded("slurm_sbatch_openmpi4"), None, {"bridges": "warning"}),
-    ("a bridge that leads to others", with_host(interfaces={"br-ex": "10.0.0.1"}), recorded("slurm_sbatch_openmpi4"),
-     None, {}),
+     ON_TWO_NODES, None, {"bridges": "warning"}),
+    ("a bridge that leads to others", with_host(interfaces={"br-ex": "10.0.0.1"}), ON_TWO_NODES, None, {}),
     ("an unknown backend", FACTS, {"DUALDIST_BACKEND": "nativ"}, None, {"choice-unknown": "error"}),
     ("two unknown values", FACTS, {"DUALDIST_BACKEND": "a", "DUALDIST_TRANSPORT": "b"}, None,
      {"choice-unknown": "error"}),

@@ -89,7 +89,6 @@ def test_failures_at_own_addresses_are_dropped() -> None:
 def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
     argv = [sys.executable, "-m", "dualdist.doctor.hosts"]
     with subprocess.Popen(argv, env=dict(base_env), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
-        assert running.stdout is not None
         message = json.loads(running.stdout.readline())
         address = ("127.0.0.1", message["ports"][0])
         assert connect(*address, message["nonce"]) == ""
@@ -104,7 +103,6 @@ def test_a_peer_is_identified_by_its_nonce(base_env: Mapping[str, str]) -> None:
 )
 @pytest.mark.parametrize("request_bytes", [0, 1 << 20], ids=["reading", "writing"])
 def test_a_host_that_stalls_is_an_error_in_time(tmp_path: Path, program: str, request_bytes: int) -> None:
-    """Whatever still runs there, or holds the pipes of ssh."""
     pipe = subprocess.PIPE
     site = Site("python", {}, path="")
     with subprocess.Popen(["sh", "-c", program], stdin=pipe, stdout=pipe, start_new_session=True) as running:

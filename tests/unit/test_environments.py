@@ -57,27 +57,6 @@ def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
         assert len({getattr(topology, field) for topology in found}) == 1, field
 
 
-@pytest.mark.parametrize(
-    ("table", "rendezvous", "mpi"),
-    [
-        ("torchrun", "agent", False),
-        ("horovodrun_gloo_more", "horovod", False),
-        ("horovodrun_mpi_openmpi4_more", "mpi", True),
-        ("openmpi-4.1.4_mpirun", "mpi", True),
-        ("mpich_hydra", "mpi", True),
-        ("slurm_srun-none_N2x2", "slurm", False),
-        ("slurm_srun_pmi2_more", "slurm", False),
-        ("slurm_srun_pmix_more", "slurm", True),
-        ("slurm_srun_master_exported_more", "address", False),
-        ("slurm_srun_of_one_in_salloc_of_four_more", "none", False),
-        ("slurm_sbatch_plain", "none", False),
-    ],
-)
-def test_the_rendezvous_follows_from_the_launcher(table: str, rendezvous: str, mpi: bool) -> None:
-    found = detect(recorded(table))
-    assert (found.rendezvous, found.mpi) == (rendezvous, mpi)
-
-
 def test_an_exported_master_address_is_used_under_srun_and_mpirun() -> None:
     master = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra"):
@@ -298,12 +277,10 @@ def test_rank_and_world_size_without_a_launcher(
         ({}, {"launcher": "override", "rendezvous": "none", "address": None}),
         ({"DUALDIST_LAUNCHER": "spawn"}, {"launcher": "spawn"}),
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, {"address": "n1", "port": 29500, "rendezvous": "address"}),
-        (
-            {"DUALDIST_NODE_RANK": "1", "DUALDIST_NUM_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
-            {"node_rank": 1, "inferred": {"local_rank"}},
-        ),
+        ({"DUALDIST_NODE_RANK": "1", "DUALDIST_NUM_NODES": "2", "DUALDIST_LOCAL_SIZE": "1"},
+         {"node_rank": 1, "inferred": {"local_rank"}}),
     ],
-)
+)  # fmt: skip
 def test_the_override_sets_the_given_fields(env: Env, expected: Mapping[str, Any]) -> None:
     rendezvous = {"DUALDIST_RENDEZVOUS": "file:///a/shared/folder/name"}
     found = detect({"DUALDIST_RANK": "1", "DUALDIST_SIZE": "2"} | rendezvous | env)

@@ -154,16 +154,13 @@ def test_mpirun_of_one_rank_in_an_interactive_step_is_a_job_of_one() -> None:
         ({"PMI_RANK": "1"}, "PMI_SIZE not set"),
         ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-1@1"}, "PMIX_RANK=1"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, "SLURM_STEP_ID"),
-        (
-            recorded("slurm_srun-none_N2x2") | dict.fromkeys(slurm.STEP_IDS, ""),
-            "SLURM_STEP_ID not set",
-        ),
+        (recorded("slurm_srun-none_N2x2") | dict.fromkeys(slurm.STEP_IDS, ""), "SLURM_STEP_ID not set"),
         (recorded("slurm_srun_of_one_in_salloc_of_four_more") | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
         (recorded("slurm_sbatch_plain") | {"WORLD_SIZE": "4"} | MASTER, "RANK not set, but WORLD_SIZE=4"),
         (WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_RANK=0"),
         (WHOLE["jsm"][0] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "JSM_NAMESPACE_RANK"),
     ],
-)
+)  # fmt: skip
 def test_half_a_launcher_is_refused_and_never_a_job_of_one_rank(env: Env, words: str) -> None:
     assert words in error_of(env)
 

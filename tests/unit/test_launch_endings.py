@@ -39,14 +39,12 @@ def prefixed(text: str) -> str:
         (f"[W1121 socket.cpp:207] noise\n{prefixed(VALUE_ERROR)}[W1121 noise\n", VALUE_ERROR),
         (f"{VALUE_ERROR}\nException ignored in: <function f>\n{KEY_ERROR}\n", VALUE_ERROR),
         (f"Exception in thread Thread-1:\n{KEY_ERROR}\n", f"Exception in thread Thread-1:\n{KEY_ERROR}"),
-        (
-            '  File "x.py", line 1\n    def\nSyntaxError: invalid\n',
-            'File "x.py", line 1\n    def\nSyntaxError: invalid',
-        ),
+        ('  File "x.py", line 1\n    def\nSyntaxError: invalid\n',
+         'File "x.py", line 1\n    def\nSyntaxError: invalid'),
         ("\n".join(map(str, range(100))), "\n".join(map(str, range(80, 100)))),
         ("", ""),
     ],
-)
+)  # fmt: skip
 def test_the_traceback_that_ended_a_rank_is_found(text: str, expected: str) -> None:
     assert extract_traceback(text) == expected
 

@@ -143,7 +143,6 @@ def test_a_stack_ends_at_the_threads_current_line() -> None:
     ours.start()
     assert program_thread(ours.ident) == threading.main_thread().ident, "a thread of dualdist's is not the program's"
     entered.wait()
-    assert thread.ident is not None
     found = thread_stack(program_thread(thread.ident), is_in_operation=False)
     text = format_stack([line for line in found if line[0] == __file__])
     leave.set()
@@ -336,7 +335,6 @@ def test_a_rank_exits_cleanly_while_its_store_is_stopped() -> None:
             os.kill(store.pid, signal.SIGSTOP)
             try:
                 time.sleep(POLL_S + 0.5)  # by now its thread waits for the store
-                assert rank.stdin is not None
                 print(file=rank.stdin, flush=True)
                 time.sleep(2 * ANSWER_S + TAKES_S / 2)  # by now it has waited as long as it does
             finally:
@@ -352,7 +350,6 @@ def _run_python(code: str, *args: str) -> subprocess.Popen[str]:
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

@@ -107,7 +107,6 @@ class Gone:
 @pytest.mark.parametrize("error", [RendezvousError("the store is gone"), TimeoutError("the store is late")], ids=repr)
 @pytest.mark.parametrize("calls", range(10))
 def test_a_lost_store_is_an_error_that_elastic_training_handles(calls: int, error: Exception) -> None:
-    """At any of its calls."""
     last = LastStep(PreemptionNotice(), Gone(calls, error), "key", range(1), 0, poll_s=60, answer_s=1)
     last.notice.request(STOP, "SIGTERM")
     with pytest.raises(CollectiveTimeoutError, match=r"are to stop together, but the store is (gone|late)"):

@@ -24,12 +24,10 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def lines(text: str) -> list[str]:
-    """Of all blocks of commands."""
     return [line for language, body in FENCED.findall(text) if language in ("", "sh") for line in body.splitlines()]
 
 
 def inline(text: str) -> list[str]:
-    """Code in sentences and tables."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
 
 
@@ -107,7 +105,6 @@ CARRIED_BY = {"native": "native", "Horovod over Gloo": "horovod gloo", "Horovod 
 
 
 def matrix_of_readme() -> dict[str, dict[str, str]]:
-    """By row and column."""
     lines = (ROOT / "README.md").read_text().splitlines()
     first = lines.index(f"| | {' | '.join(CARRIED_BY)} |")
     rows = [re.findall(r" ([^|]*?) (?=\|)", line) for line in lines[first + 2 : lines.index("", first)]]
@@ -128,7 +125,6 @@ def test_no_row_is_left_out() -> None:
 
 @pytest.mark.full
 def test_each_command_finds_tests(base_env: Mapping[str, str]) -> None:
-    """All in one process, which collects and runs nothing."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", TESTS_README, re.MULTILINE | re.DOTALL)
     (block,) = (text for language, text in blocks if not language)
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]

@@ -38,7 +38,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install(folder: Path, name: str, value: str) -> None:
-    """Make a package whose entry point is a backend."""
     metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

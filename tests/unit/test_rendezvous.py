@@ -44,7 +44,6 @@ from dualdist.utils.network_interfaces import (
 
 @pytest.fixture
 def new_client() -> Callable[[], TcpStore]:
-    """Makes clients of one store that this process serves."""
     listener = open_listener(0, loopback_only=True)
     port = listener.getsockname()[1]
     server = native_store.connect(LOOPBACK, port, listener, Deadline(10))
@@ -58,8 +57,6 @@ def new_client() -> Callable[[], TcpStore]:
 
 
 def outcomes(new_client: Callable[[], TcpStore], came: Sequence[RankReport], timeout_s: float) -> list[object]:
-    """What the exchange gave each of those that came: places, or the error."""
-
     def attend(mine: RankReport) -> object:
         try:
             return LocationExchange(new_client(), mine, "key", Deadline(timeout_s)).run()
@@ -289,8 +286,6 @@ def store() -> TcpStore:
 
 
 def generations(found: TcpStore, came: Sequence[int], size: int, timeout_s: float = 20) -> list[object]:
-    """What the ranks that came agree on, or the error of each."""
-
     def attend(rank: int) -> object:
         time.sleep(random.uniform(0, 0.05))
         try:

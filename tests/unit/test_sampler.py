@@ -175,27 +175,18 @@ def test_length_is_that_of_the_current_iteration() -> None:
     assert (sampler.epoch, len(loader)) == (1, 5)
 
 
-@pytest.mark.parametrize(("position", "lengths"), [(12, [2, 5, 5]), (20, [0, 5, 5])])
-def test_a_dropped_incomplete_batch_ends_the_epoch(position: int, lengths: list[int]) -> None:
-    sampler = sampler_at(position, 22)
-    loader = loader_of(sampler, drop_last=True)
-    seen = []
-    for _ in lengths:
-        seen.append(sum(1 for _ in zip(range(len(loader)), loader, strict=False)))
-    assert (seen, sampler.epoch) == (lengths, 2)
-
-
-def test_length_after_the_last_sample_is_that_of_the_next_epoch() -> None:
-    """`for _, batch in zip(range(len(loader)), loader)`, which does not see the end, then gets the whole epoch."""
-    sampler = sampler_at(12)
-    loader = loader_of(sampler)
-    lengths = []
-    for _ in range(3):
-        lengths.append(len(loader))
-        iterator = iter(loader)
-        for _ in range(lengths[-1]):
-            next(iterator)
-    assert (lengths, sampler.epoch) == ([2, 5, 5], 2)
+@pytest.mark.parametrize(
+    ("count", "position", "drop_last", "lengths"),
+    [(20, 12, False, [2, 5, 5]), (22, 12, True, [2, 5, 5]), (22, 20, True, [0, 5, 5])],
+)
+def test_length_after_the_last_batch_is_that_of_the_next_epoch(
+    count: int, position: int, drop_last: bool, lengths: list[int]
+) -> None:
+    """`zip(range(len(loader)), loader)`, which does not see the end, then gets the whole epoch."""
+    sampler = sampler_at(position, count)
+    loader = loader_of(sampler, drop_last=drop_last)
+    found = [sum(1 for _ in zip(range(len(loader)), loader, strict=False)) for _ in lengths]
+    assert (found, sampler.epoch) == (lengths, 2)
 
 
 def test_a_plain_loader_advances_past_a_finished_epoch() -> None:

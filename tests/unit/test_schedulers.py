@@ -65,15 +65,9 @@ DOCUMENTED = {
     r"#BSUB -r|#BSUB -Q 75|#BSUB -wa USR1|#BSUB -wt \d+",
 }
 EVERYTHING: dict[str, Any] = {
-    "nodes": 2,
-    "tasks_per_node": 4,
-    "gpus_per_node": 4,
-    "cpus_per_task": 8,
-    "memory": "256G",
-    "time": "1-12:00:00",
-    "queue": "gpu",
-    "account": "project",
-}
+    "nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 8, "memory": "256G", "time": "1-12:00:00",
+    "queue": "gpu", "account": "project",
+}  # fmt: skip
 KINDS = [(name, launcher) for name, one in SCHEDULERS.items() for launcher in one.launchers if name != "kubernetes"]
 
 

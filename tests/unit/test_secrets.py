@@ -179,10 +179,8 @@ def test_the_values_of_secret_variables_are_redacted_everywhere() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "pip install --index-url https://user:pw@host/simple",
-            f"pip install --index-url https://{HIDDEN}@host/simple",
-        ),
+        ("pip install --index-url https://user:pw@host/simple",
+         f"pip install --index-url https://{HIDDEN}@host/simple"),
         ("git+ssh://git@host/a", f"git+ssh://{HIDDEN}@host/a"),
         ("API_KEY=abc", f"API_KEY={HIDDEN}"),
         ("env MY_TOKEN='abc b' python", f"env MY_TOKEN={HIDDEN} python"),
@@ -195,7 +193,7 @@ def test_the_values_of_secret_variables_are_redacted_everywhere() -> None:
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-_", HIDDEN),
         ("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\nnext", f"{HIDDEN}\nnext"),
     ],
-)
+)  # fmt: skip
 def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> None:
     assert make_redactor({})(text) == expected
 
@@ -223,7 +221,6 @@ def test_json_is_redacted_in_every_string_and_under_secret_names() -> None:
 
 
 def test_output_never_names_unrelated_variables() -> None:
-    """For every launcher, even if a launcher's variable contains a secret."""
     paint = Painter(io.StringIO(), {})
     for rows in RECORDS.values():
         environ = rows[0]["env"] | VALUES

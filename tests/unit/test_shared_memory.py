@@ -196,7 +196,6 @@ def reduce_buffers(count: int, store: TcpStore, place: int, size: int) -> int:
     for _ in range(3):
         places.append(line.reserve(4 * count)[0])
         buffer = line.buffer(places[-1], 0, count, torch.float32)
-        assert buffer is not None
         buffers.append(buffer)
     half = count // 2
     for number in range(20):

@@ -21,7 +21,6 @@ def file_of(job: Path) -> Path:
 
 
 def words(path: Path) -> list[str]:
-    """Return the command line."""
     return ["run", "--config", str(path), "--scheduler", path.stem.partition("-")[0]]
 
 
@@ -63,13 +62,11 @@ def test_torch_is_the_one_that_the_set_up_takes() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in ("TORCH", "TORCHVISION"):
         pinned = re.search(rf"^{name} := (\S+)$", makefile, re.MULTILINE)
-        assert pinned is not None
         assert f"\n{name}={pinned[1]}\n" in SCRIPT
 
 
 def test_every_package_of_the_extras_is_pinned_as_they_ask() -> None:
     extras = re.search(r"^EXTRAS=(\S+)$", SCRIPT, re.MULTILINE)
-    assert extras is not None
     project = (ROOT / "pyproject.toml").read_text()
     for extra in extras[1].split(","):
         listed = re.search(rf"^{extra} = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
-import dualdist as dd
 from dualdist.ddp.step_checks import (
     INFINITE,
     NAN,
@@ -18,7 +15,7 @@ from dualdist.ddp.step_checks import (
     nonfinite_kinds,
     validate_check_every,
 )
-from dualdist.errors import UnsupportedError, UsageError
+from dualdist.errors import UsageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
@@ -71,28 +68,3 @@ def test_errors_name_the_first_gradients_and_the_ranks_that_caused_them() -> Non
 def test_check_every_must_be_a_positive_int(every: object) -> None:
     with pytest.raises(UsageError, match=r"check_every=.*1 or more"):
         validate_check_every(every)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def alone() -> object:
-    dd.init("auto")
-    yield
-    dd.shutdown()
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("model", "kind", "words"),
-    [
-        (lambda: nn.Linear(2, 2).parameters(), UsageError, r"named_parameters\(\)"),
-        (lambda: {"lr": 0.1}, UsageError, "lr is a float"),
-        (lambda: nn.LazyLinear(3), UsageError, "run a forward first"),
-        (lambda: {"s": torch.ones(2).to_sparse()}, UnsupportedError, "s is sparse"),
-        (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "on no device"),
-    ],
-)
-def test_check_consistency_refuses_what_it_cannot_compare(
-    model: Callable[[], object], kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        dd.check_consistency(model())  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dualdist as dd
-from dualdist.errors import UsageError
+from dualdist.errors import UnsupportedError, UsageError
 
 ONE: Any = torch.ones(1)
 NOT: Any = 3
@@ -30,6 +31,14 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a data set": lambda: dd.Sampler(NOT, remainder="drop"),
     "a sampler": lambda: dd.loader([1], sampler=NOT),
 }
+# What check_consistency() cannot compare.
+MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: nn.Linear(2, 2).parameters(), UsageError, r"named_parameters\(\)"),
+    (lambda: {"lr": 0.1}, UsageError, "lr is a float"),
+    (lambda: nn.LazyLinear(3), UsageError, "run a forward first"),
+    (lambda: {"s": torch.ones(2).to_sparse()}, UnsupportedError, "s is sparse"),
+    (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "on no device"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +53,11 @@ def test_an_invalid_argument_raises_usage_error_and_the_session_goes_on(session:
     with pytest.raises(UsageError, match=r"expected|takes|needs"):
         MISTAKES[name]()
     assert dd.allreduce(ONE).item() == 1.0
+
+
+@pytest.mark.parametrize(("model", "kind", "words"), MODELS)
+def test_check_consistency_refuses_what_it_cannot_compare(
+    session: None, model: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        dd.check_consistency(model())
