@@ -138,14 +138,11 @@ def test_of_several_that_are_the_same_chance_saves_none(names: str, runs: int) -
     assert sum(isinstance(told, SavedChoice) for each in drawn for told in choices_to_save(each, "today")) <= 14
 
 
-def test_no_difference_saves_nothing() -> None:
+def test_no_difference_saves_nothing_and_more_candidates_need_more_runs() -> None:
     same = {"a": launches("a", [1.0, 1.1] * 4), "b": launches("b", [1.1, 1.0] * 4)}
     assert "no significant difference" in next(choices_to_save(same, "today"))  # type: ignore[operator]
     few = {"a": launches("a", [1.0] * 5), "b": launches("b", [9.0] * 5)}
     assert isinstance(next(choices_to_save(few, "today")), str)
-
-
-def test_more_candidates_need_more_runs_and_the_sentence_says_how_many() -> None:
     assert [min_launches(count * (count - 1) // 2) for count in range(2, 7)] == [6, 7, 8, 9, 10]
 
     def told(names: str, runs: int) -> SavedChoice | str:
@@ -159,7 +156,7 @@ def test_more_candidates_need_more_runs_and_the_sentence_says_how_many() -> None
     assert str(told("abcd", 7)).endswith(": 4 candidates need 8 launches of each")
 
 
-def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None:
+def test_a_file_keeps_one_choice_for_the_same_conditions_and_what_is_no_file_none(tmp_path: Path) -> None:
     path = tmp_path / "a" / "choices.json"
     assert choices.load_choices(path) == []
     other = replace(SAVED, conditions=replace(HERE, ranks=4))
@@ -168,9 +165,6 @@ def test_a_file_keeps_one_choice_for_the_same_conditions(tmp_path: Path) -> None
     choices.save_choices(path, [newer])
     assert choices.load_choices(path) == [other, newer]
     assert [each.name for each in path.parent.iterdir()] == ["choices.json"]
-
-
-def test_what_is_no_file_or_not_ours_to_read_holds_no_choice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "link")
     for name in ("pipe", "link", "none", "pipe/choices.json", "."):

@@ -39,14 +39,11 @@ class NoLines(SingleBackend):
         raise CollectiveTimeoutError("not all ranks arrived")
 
 
-def test_a_session_that_cannot_be_opened_ends_the_backend() -> None:
+def test_a_session_that_cannot_be_opened_closes_its_backend() -> None:
     backend = NoLines()
     with pytest.raises(CollectiveTimeoutError, match="not all ranks arrived"):
         _start_session(backend, None, CONFIG, [RankLocation(0, 0)])
     assert not backend.is_open
-
-
-def test_a_backend_of_another_name_than_its_registered_one_is_refused_and_closed() -> None:
     backend = SingleBackend()
     registry.register("renamed", lambda context: backend, ("none",))
     with pytest.raises(UsageError, match="'renamed' names itself 'single'"):
@@ -65,7 +62,7 @@ def test_the_leaders_of_hosts_wait_as_long_as_everybody() -> None:
     assert (native._host.peers.timeout_s, leaders.timeout_s, native.timeout_s) == (77.0, 77.0, 77.0)
 
 
-def test_a_horovod_group_that_another_rank_does_not_leave_holds_nobody_up() -> None:
+def test_a_horovod_group_ends_though_a_rank_does_not_leave_and_a_failed_one_has_no_users() -> None:
     may_end = threading.Event()
     engine = SimpleNamespace(size=lambda: 3, add_process_set=tuple, remove_process_set=lambda found: may_end.wait())
     sets = ProcessSets(cast(ModuleType, engine), contextlib.nullcontext)
@@ -75,9 +72,6 @@ def test_a_horovod_group_that_another_rank_does_not_leave_holds_nobody_up() -> N
         sets.release((0, 1), 0.05)
     sets.release((1, 2), 30.0)  # knows better than to wait
     may_end.set()
-
-
-def test_a_horovod_group_that_could_not_be_made_has_no_users() -> None:
     removed: list[object] = []
     add = mock.Mock(side_effect=[ValueError("not dynamic"), (0, 1)])
     engine = SimpleNamespace(size=lambda: 3, add_process_set=add, remove_process_set=removed.append)

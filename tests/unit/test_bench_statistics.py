@@ -52,32 +52,23 @@ def test_five_percent_are_detected_below_a_load_that_varies_twofold(slower: floa
     assert found.value == pytest.approx(slower, abs=0.02)
 
 
-def test_a_ratio_has_minimum_ratio_of_minima_and_median_of_quiet_rounds() -> None:
+def test_statistics_of_known_samples_are_exact() -> None:
     found = time_ratio([[2.0, 9.0, 4.0]], [[2.0, 3.0, 1.0]], [[0.0, 2 * LOADED_CORES, None]])
     assert (found.median.value, found.min_ratio, found.ratio_of_minima, found.quiet_median) == (3.0, 1.0, 2.0, 2.5)
     assert (found.rounds, found.loaded_rounds, found.launches) == (3, 1, 1)
     assert time_ratio([[1.0]], [[1.0]], [[True]]).quiet_median is None
-
-
-def test_launches_are_pooled_by_the_median_of_their_medians() -> None:
     assert pooled_median([[1.0, 1.0, 9.0], [2.0], [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]]) == 2.0
+    assert machine_noise([[0.0]], [[1.0, 2.0, 3.0, 4.0, 5.0]]).spread == pytest.approx(2 / 3)
 
 
-def test_interval_over_different_launches_is_wider_than_over_their_rounds_in_one() -> None:
+def test_bootstrap_resamples_launches_enough_and_alike_every_time() -> None:
     draw = random.Random(0)
     launches = [[draw.gauss(shift, 0.01) for _ in range(ROUNDS)] for shift in (0.96, 0.98, 1.0, 1.02, 1.04)]
     nested = bootstrap_median(launches)
     flat = bootstrap_median([[value for rounds in launches for value in rounds]])
     assert nested.high - nested.low > 1.3 * (flat.high - flat.low)
-
-
-def test_bootstrap_is_deterministic_and_has_enough_resamples_for_its_percentiles() -> None:
     assert bootstrap_median([[1.0, 2.0, 3.0]]) == bootstrap_median([[1.0, 2.0, 3.0]])
     assert min(RESAMPLES, PAIRED_RESAMPLES) * 0.025 >= 50
-
-
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
-    assert machine_noise([[0.0]], [[1.0, 2.0, 3.0, 4.0, 5.0]]).spread == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +149,11 @@ def test_a_step_is_bounded_by_the_larger_of_compute_and_communication() -> None:
     assert bound.serial_s == 0.5 + bound.communication_s
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_are_those_of_nccl_tests_over_sizes_from_8_bytes() -> None:
     assert algorithm_bandwidth(10**9, 0.5) == 2.0
     assert bus_bandwidth(10**9, 0.5, 2) == 2.0
     assert bus_bandwidth(10**9, 0.5, 8) == 3.5
     assert bus_bandwidth(10**9, 0.5, 1) == 0.0
-
-
-def test_a_sweep_covers_8_bytes_to_the_largest_and_the_common_sizes() -> None:
     assert sizes_up_to(256 << 20)[0] == 8
     assert sizes_up_to(256 << 20)[-1] == 256 << 20
     assert {8, 64 << 10, 1 << 20, 25 << 20} <= set(sizes_up_to(256 << 20))

@@ -59,35 +59,26 @@ def test_a_bucket_is_closed_by_the_parameter_that_fills_it(specs: list[tuple[int
         assert nbytes(params, bucket[:-1]) < BUCKET_BYTES
 
 
-def test_the_first_bucket_is_small() -> None:
+def test_the_first_bucket_is_small_and_sizes_are_configurable() -> None:
     params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 200)
     first, *others = plan_buckets(params, backwards(params), ReducerConfig())
     assert nbytes(params, first) == FIRST_BUCKET_BYTES
     assert [nbytes(params, bucket) for bucket in others[:-1]] == [BUCKET_BYTES] * (len(others) - 1)
-
-
-def test_less_than_two_first_buckets_is_one_bucket() -> None:
     eighth = (FIRST_BUCKET_BYTES // 8 // 4, torch.float32)
     for count, buckets in ((15, 1), (16, 2)):
         params = parameters([eighth] * count)
         assert len(plan_buckets(params, backwards(params), ReducerConfig())) == buckets
-
-
-def test_a_bucket_holds_one_device() -> None:
-    params = [torch.empty(4), torch.empty(4, device="meta")]
-    assert plan_buckets(params, backwards(params), ReducerConfig()) == [(1,), (0,)]
-
-
-def test_buckets_follow_the_order_of_gradients() -> None:
-    params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 6)
-    first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], ReducerConfig())
-    assert (first, second) == ((3, 1), (0, 2, 5, 4))
-
-
-def test_bucket_sizes_are_configurable() -> None:
     params = parameters([(1 << 18, torch.float32)] * 8)
     config = ReducerConfig(bucket_bytes=3 << 20, first_bucket_bytes=2 << 20)
     assert [len(bucket) for bucket in plan_buckets(params, backwards(params), config)] == [2, 3, 3]
+
+
+def test_a_bucket_holds_one_device_and_follows_the_order_of_gradients() -> None:
+    params = [torch.empty(4), torch.empty(4, device="meta")]
+    assert plan_buckets(params, backwards(params), ReducerConfig()) == [(1,), (0,)]
+    params = parameters([(FIRST_BUCKET_BYTES // 8, torch.float32)] * 6)
+    first, second = plan_buckets(params, [3, 1, 0, 2, 5, 4], ReducerConfig())
+    assert (first, second) == ((3, 1), (0, 2, 5, 4))
 
 
 class Signs:

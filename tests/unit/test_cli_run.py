@@ -60,28 +60,15 @@ def test_the_default_launcher_fits_the_allocation_the_backend_and_the_hosts(
     assert why in reason
 
 
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
-        ({}, None),
-        ({"SLURM_NTASKS": "4"}, None),
-        ({"SLURM_JOB_ID": "17"}, None),
-        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}, (2, "SLURM_JOB_NUM_NODES")),
-        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}, (4, "SLURM_NTASKS")),
-        (STEP, None),
-    ],
-)
-def test_an_allocation_says_how_many_tasks_were_asked_for(
-    environ: Mapping[str, str], found: tuple[int, str] | None
-) -> None:
-    assert allocated_tasks(environ) == found
-
-
-@pytest.mark.parametrize(("ranks", "cpus"), [(1, 8), (4, 8), (8, 4), (64, 1)])
-def test_more_ranks_than_tasks_share_their_cores(ranks: int, cpus: int) -> None:
-    environ = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
-    assert cpus_per_task(environ, ranks) == cpus
-    assert cpus_per_task({"SLURM_JOB_ID": "17"}, ranks) is None
+def test_an_allocation_says_how_many_tasks_were_asked_for_and_their_cores() -> None:
+    for environ in ({}, {"SLURM_NTASKS": "4"}, ALLOCATION, STEP):
+        assert allocated_tasks(environ) is None
+    nodes = ALLOCATION | {"SLURM_JOB_NUM_NODES": "2"}
+    assert allocated_tasks(nodes) == (2, "SLURM_JOB_NUM_NODES")
+    assert allocated_tasks(nodes | {"SLURM_NTASKS": "4"}) == (4, "SLURM_NTASKS")
+    cores = ALLOCATION | {"SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "8"}
+    assert [cpus_per_task(cores, ranks) for ranks in (1, 4, 8, 64)] == [8, 8, 4, 1], "more ranks than tasks share them"
+    assert cpus_per_task(ALLOCATION, 4) is None
 
 
 def test_program_follows_the_face_and_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +95,7 @@ def dualdist_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Call `dualdist run` in a folder with a program; return its exit code, stdout and stderr."""
     (tmp_path / "train.py").write_text("print('started')")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(*words: str) -> tuple[int, str, str]:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -131,17 +132,15 @@ def test_without_a_runnable_candidate_the_error_lists_the_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backends", "transports", "launchers", "expected"),
+    ("launchers", "backends", "transports", "expected"),
     [
-        (["nativ"], None, None, "backend 'nativ': expected one of native"),
-        (["single"], None, None, "backend 'single': expected one of native"),
-        (["native"], ["tcp"], None, "transport 'tcp': expected one of gloo"),
-        (["native"], None, ["torchrn"], "did you mean 'torchrun'"),
+        (None, ["nativ"], None, "backend 'nativ': expected one of native"),
+        (None, ["single"], None, "backend 'single': expected one of native"),
+        (None, ["native"], ["tcp"], "transport 'tcp': expected one of gloo"),
+        (["torchrn"], ["native"], None, "did you mean 'torchrun'"),
     ],
 )
-def test_unknown_names_are_refused(
-    backends: list[str], transports: list[str] | None, launchers: list[str] | None, expected: str
-) -> None:
+def test_unknown_names_are_refused(launchers: Any, backends: Any, transports: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         expand_configs(launchers, backends, transports, {})
 

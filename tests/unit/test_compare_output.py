@@ -35,17 +35,6 @@ def test_a_budget_is_parsed_with_its_unit_and_durations_are_formatted(text: str,
     assert shown == ["45 s", "89 s", "5 min", "3 h 20 min"]
 
 
-def test_the_summary_of_an_output_is_its_error() -> None:
-    assert (
-        error_summary("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
-        == "RuntimeError: no memory"
-    )
-    text = "[rank1]: Traceback\n[rank1]: ValueError: boom\ndualdist.errors.RankLostError: rank 1\nTraceback\n"
-    assert error_summary(f"{text}torch.elastic.errors.ChildFailedError:\n====\n") == "ValueError: boom"
-    assert error_summary("mpi4py is not installed") == "mpi4py is not installed"
-    assert error_summary("") == ""
-
-
 def test_tables_omit_columns_without_values() -> None:
     speed, cost = tables(
         summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1) for number in range(3)], "complete")
@@ -57,13 +46,21 @@ def test_tables_omit_columns_without_values() -> None:
     assert all(len(row) == len(table.columns) for table in (speed, cost) for row in table.rows)
 
 
-def test_csv_includes_failed_launches(tmp_path: Path) -> None:
+def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:
     failed = Launch(contender="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
     write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed], {CONTENDER.key: CONTENDER.label})
     with (tmp_path / "a.csv").open() as file:
         good, bad = csv.DictReader(file)
     assert (good["label"], float(good["step_s"]), good["error"]) == (CONTENDER.label, pytest.approx(0.1), "")
     assert (bad["contender"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
+    assert (
+        error_summary("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
+        == "RuntimeError: no memory"
+    )
+    text = "[rank1]: Traceback\n[rank1]: ValueError: boom\ndualdist.errors.RankLostError: rank 1\nTraceback\n"
+    assert error_summary(f"{text}torch.elastic.errors.ChildFailedError:\n====\n") == "ValueError: boom"
+    assert error_summary("mpi4py is not installed") == "mpi4py is not installed"
+    assert error_summary("") == ""
 
 
 def test_a_launch_round_trips_and_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -80,21 +80,35 @@ def test_the_sentence_has_ratio_interval_and_number_of_launches() -> None:
     assert judged(a=[1.0] * 6, b=[9.0] * 6).kind == "faster"
     assert 1 - 2 / 2**MIN_LAUNCHES > 0.95 > 1 - 2 / 2 ** (MIN_LAUNCHES - 1)
     assert judged().kind == "nothing"
+    found = median_interval([3.0, 1.0, 2.0])
+    assert (found.value, found.low, found.high, found.has_enough_launches) == (2.0, 1.0, 3.0, False)
+    assert not found.excludes(0.0)
+    sound = ratio_interval([2.0, 2.1, 1.9, 2.0, 2.05, 1.95], [1.0] * 6)
+    assert sound.has_enough_launches
+    assert sound.excludes(1.0)
 
 
-def test_only_rounds_in_which_both_ran_count() -> None:
+def test_contenders_are_compared_by_the_rounds_in_which_both_ran() -> None:
     one = launches("a", [1.0] * 8)
     other = [launch("b", number, 2.0) for number in range(2, 9)]
     found = judge({"a": one, "b": other}, check_equivalence({"a": one}))
     assert (found.ratio.launches, found.ratio.value) == (6, 2.0)
+    found = {"a": launches("a", [1.0, 5.0] * 3), "b": launches("b", [0.9, 4.5] * 3), "c": launches("c", [2.0] * 6)}
+    assert rank_by_speed(found)[0] == "b"
+    sentences = compare_with_winner("b", found)
+    assert sentences["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 launches each)")
 
 
-def test_a_different_model_makes_the_comparison_invalid() -> None:
+def test_different_models_make_the_comparison_invalid() -> None:
     found = {"a": launches("a", [1.0] * 9), "b": launches("b", [9.0] * 9), "c": launches("c", [9.0] * 9)}
     found["a"][3] = launch("a", 3, 1.0, digest="other")
     verdict = judge(found, check_equivalence(found))
     assert verdict.kind == "invalid"
     assert verdict.sentence == "INVALID: the contenders did not train the same model: a ended with different parameters"
+    torn = launch("a", 0, 1.0)
+    torn = torn.model_copy(update={"ranks": [torn.ranks[0], torn.ranks[1].model_copy(update={"digest": "x"})]})
+    found = check_equivalence({"a": [torn], "b": launches("b", [1.0, 1.0])})
+    assert found.mismatches == {"a": "ended with different parameters on different ranks"}
 
 
 NAN, INF = math.nan, math.inf
@@ -135,13 +149,6 @@ def test_training_must_be_bit_identical_on_two_cpu_ranks_and_within_a_tolerance_
         assert ("parameters not comparable" if of_a == STILL else "parameters within 0.4") in str(found)
 
 
-def test_ranks_of_one_launch_must_end_with_the_same_parameters() -> None:
-    torn = launch("a", 0, 1.0)
-    torn = torn.model_copy(update={"ranks": [torn.ranks[0], torn.ranks[1].model_copy(update={"digest": "x"})]})
-    found = check_equivalence({"a": [torn], "b": launches("b", [1.0, 1.0])})
-    assert found.mismatches == {"a": "ended with different parameters on different ranks"}
-
-
 # Of four ranks, each with its part of a batch of 32: gradients added up in their order ("seq") or in pairs, with a
 # learning rate of 0.9 or 0.99 of what it should be, and not reduced any more from step 10 on ("alone10").
 LOSSES = json.loads(Path(__file__).with_name("recorded_losses.json").read_text())
@@ -169,13 +176,17 @@ def test_four_ranks_that_train_another_model_are_found_out_at_once(model: str, n
     assert f"{name} had a different loss at step {step} " in str(found)
 
 
-def test_scripts_have_a_tolerance_of_a_thousandth() -> None:
+def test_scripts_have_a_tolerance_of_a_thousandth_and_infinite_losses_no_mean() -> None:
     """Launches of a script have no batch size."""
     found = {name: on_four(name, LOSSES["resnet18"][name]) for name in ("seq", "lr0.99", "lr0.9")}
     scripts = {name: [each.model_copy(update={"batch": None})] for name, each in found.items()}
     assert check_equivalence({name: scripts[name] for name in ("seq", "lr0.99")}).is_valid
     far = [launch("b", 0, 1.0, device="H200", losses=[3.004, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0])]
     assert "step 1" in str(check_equivalence({"a": launches("a", [1.0] * 2), "b": far}))
+    ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
+    lost, one = launch("a", 0, 1.0).model_copy(update={"ranks": ranks}).losses
+    assert math.isnan(lost)
+    assert one == 1.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
@@ -187,29 +198,6 @@ def test_a_contender_that_steps_too_little_is_detected_even_if_training_moves_li
 
     assert check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", 1.1)]}).is_valid
     assert list(check_equivalence({"a": [ending("a", 1.0)], "b": [ending("b", share)]}).mismatches) == ["b"]
-
-
-def test_infinite_losses_of_both_signs_have_no_mean() -> None:
-    ranks = [launch("a", 0, 1.0, losses=[loss, 1.0]).first for loss in (math.inf, -math.inf)]
-    lost, one = launch("a", 0, 1.0).model_copy(update={"ranks": ranks}).losses
-    assert math.isnan(lost)
-    assert one == 1.0
-
-
-def test_an_interval_of_too_few_launches_is_the_range_of_values() -> None:
-    found = median_interval([3.0, 1.0, 2.0])
-    assert (found.value, found.low, found.high, found.has_enough_launches) == (2.0, 1.0, 3.0, False)
-    assert not found.excludes(0.0)
-    sound = ratio_interval([2.0, 2.1, 1.9, 2.0, 2.05, 1.95], [1.0] * 6)
-    assert sound.has_enough_launches
-    assert sound.excludes(1.0)
-
-
-def test_ranking_is_by_rounds_and_others_are_compared_with_the_winner() -> None:
-    found = {"a": launches("a", [1.0, 5.0] * 3), "b": launches("b", [0.9, 4.5] * 3), "c": launches("c", [2.0] * 6)}
-    assert rank_by_speed(found)[0] == "b"
-    sentences = compare_with_winner("b", found)
-    assert sentences["a"].startswith("b is 1.11x faster than a (95% interval 1.11 to 1.11, 6 launches each)")
 
 
 # Real launches on two cores: one contender, the same again, and slowed by 5%, as --self-check 5 runs them.
@@ -319,14 +307,11 @@ def test_records_of_a_different_backend_or_without_steps_are_errors() -> None:
     assert "it took 2 steps" in str(record_error(contender, launch(contender.key, 0, 1.0, ends=[0.0, 1.0]).ranks))
 
 
-def test_the_order_of_each_round_is_random_by_seed() -> None:
+def test_the_order_of_rounds_is_random_by_seed_and_the_first_starts_with_the_candidates() -> None:
     orders = {tuple(draw_order(CONTENDERS, number, 0)) for number in range(20)}
     assert len(orders) > 3
     assert all(sorted(map(str, order)) == sorted(map(str, CONTENDERS)) for order in orders)
     assert draw_order(CONTENDERS, 3, 7) == draw_order(CONTENDERS, 3, 7)
-
-
-def test_the_first_round_starts_with_the_candidates() -> None:
     config = RunConfig("native", "gloo", "torchrun")
     contenders = [*(Contender(method, config) for method in ("ddp", "none", "one")), *CONTENDERS]
     for seed in range(20):
@@ -370,7 +355,7 @@ def test_every_resumed_run_makes_progress_even_if_a_round_exceeds_the_budget() -
     assert rounds.ended == "complete"
 
 
-def test_an_interrupted_run_is_resumed() -> None:
+def test_an_interrupted_run_is_resumed_and_a_failed_contender_is_not() -> None:
     first, second = Clock(1.0), Clock(1.0)
     rounds = iter(first.schedule(3))
     done = [next(rounds) for _ in range(4)]
@@ -382,6 +367,13 @@ def test_an_interrupted_run_is_resumed() -> None:
     assert {key: len(each) for key, each in group_by_contender(done + rest).items()} == {
         each.key: 3 for each in CONTENDERS
     }
+    clock = Clock(1.0)
+
+    def failing(contender: Contender, number: int) -> Launch:
+        found = clock.launch(contender, number)
+        return found.model_copy(update={"error": "no"}) if contender == CONTENDERS[1] else found
+
+    assert len(list(LaunchSchedule(CONTENDERS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7
 
 
 def test_earlier_rounds_are_not_completed_after_a_resume() -> None:
@@ -398,13 +390,3 @@ def test_earlier_rounds_are_not_completed_after_a_resume() -> None:
     late = {number for key, number in clock.log if key == CONTENDERS[2].key}
     assert late == {3, 4, 5}
     assert (CONTENDERS[1].key, 3) in clock.log
-
-
-def test_a_contender_that_failed_is_not_launched_again() -> None:
-    clock = Clock(1.0)
-
-    def failing(contender: Contender, number: int) -> Launch:
-        found = clock.launch(contender, number)
-        return found.model_copy(update={"error": "no"}) if contender == CONTENDERS[1] else found
-
-    assert len(list(LaunchSchedule(CONTENDERS, failing, rounds=3, budget_s=100.0, clock=lambda: clock.now))) == 7

@@ -142,16 +142,6 @@ def test_host_problems_have_a_name_and_a_level(hosts: list[HostReport], expected
     assert {each.name: each.level for each in find(hosts)} == expected
 
 
-def test_a_failure_is_summarized_by_its_exception() -> None:
-    head = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
-    after = "-" * 40 + "\nPrimary job terminated normally, but 1 process returned\n" + "-" * 40
-    assert summarize_failure(f"{head}dualdist.errors.TopologyError: two ranks\n{after}") == (
-        "dualdist.errors.TopologyError: two ranks"
-    )
-    assert summarize_failure("bash: no such program\n-----\n") == "bash: no such program"
-    assert summarize_failure("\n---\n") == ""
-
-
 def test_findings_name_the_host_and_the_error() -> None:
     (finding,) = find([report(connections=connections(THERE)), report("b")])
     assert "host a can connect to b, but not to its port 29500 (no answer" in finding.message
@@ -163,3 +153,10 @@ def test_findings_name_the_host_and_the_error() -> None:
     assert finding.message.startswith("host b: /dev/shm has 0 MiB free")
     (finding,) = find([report(), report("b", versions={**VERSIONS, "torch": None})])
     assert "torch differs: a has 2.13.0+cpu, b has none" in finding.message
+    head = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
+    after = "-" * 40 + "\nPrimary job terminated normally, but 1 process returned\n" + "-" * 40
+    assert summarize_failure(f"{head}dualdist.errors.TopologyError: two ranks\n{after}") == (
+        "dualdist.errors.TopologyError: two ranks"
+    )
+    assert summarize_failure("bash: no such program\n-----\n") == "bash: no such program"
+    assert summarize_failure("\n---\n") == ""

@@ -111,13 +111,6 @@ def test_an_empty_variable_counts_as_unset() -> None:
             assert detect(dict.fromkeys(names, "") | row["env"]) == detect(row["env"])
 
 
-def test_a_lone_local_rank_or_master_address_is_no_launcher() -> None:
-    found = detect(
-        {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "x", "PATH": "/bin"}
-    )
-    assert (found.launcher, found.rank, found.size, found.rendezvous) == ("none", 0, 1, "none")
-
-
 def test_detect_reads_only_its_mapping_and_imports_nothing_heavy() -> None:
     root = str(Path(__file__).parents[2])
     rows = [row for rows in RECORDS.values() for row in rows]
@@ -129,10 +122,14 @@ def test_detect_reads_only_its_mapping_and_imports_nothing_heavy() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
 
-def test_only_the_last_environment_accepts_no_variables() -> None:
+def test_only_the_last_environment_accepts_few_variables() -> None:
     assert len(set(ORDER)) == len(ORDER)
     assert [each for each in ORDER[:-1] if each.detect({}) is not None] == []
     assert ORDER[-1].detect({}) is not None
+    found = detect(
+        {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "x", "PATH": "/bin"}
+    )
+    assert (found.launcher, found.rank, found.size, found.rendezvous) == ("none", 0, 1, "none")
 
 
 Env = dict[str, str]
@@ -229,17 +226,13 @@ def horovodrun(rank: int, size: int, local: tuple[int, int], cross: tuple[int, i
     return env | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.1"}
 
 
-def test_horovodruns_node_is_inferred_on_even_hosts() -> None:
+def test_horovodruns_node_is_inferred_on_even_hosts_and_its_cross_rank_is_none_on_uneven_ones() -> None:
     found = [
         detect(horovodrun(rank, 4, (local, 2), (node, 2)))
         for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1))
     ]
     assert [place(topology) for topology in found] == BLOCK
     assert {topology.inferred for topology in found} == {frozenset({"node_rank", "num_nodes"})}
-
-
-def test_horovods_cross_rank_is_not_the_node_rank_on_uneven_hosts() -> None:
-    """Hosts of 1, 2: the second host's second rank has cross rank 0, and shares its node with cross rank 1."""
     found = [
         detect(horovodrun(0, 3, (0, 1), (0, 2))),
         detect(horovodrun(1, 3, (0, 2), (1, 2))),
@@ -295,16 +288,13 @@ BATCH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("env", BATCH, ids=["pbs-pro", "torque"])
-def test_a_batch_script_of_pbs_is_one_rank(env: Env) -> None:
-    found = detect(env | {"PBS_NODEFILE": "/var/spool/pbs/aux/1"})
-    assert (found.launcher, found.rank, found.size) == ("none", 0, 1)
-
-
-@pytest.mark.parametrize("name", ["PBS_NODENUM", "PBS_VNODENUM"])
-def test_a_task_of_pbsdsh_is_refused(name: str) -> None:
-    with pytest.raises(TopologyError, match=rf"{name}=1.*pbsdsh.*torchrun"):
-        detect(BATCH[0] | {name: "1"})
+def test_a_batch_script_of_pbs_is_one_rank_and_a_task_of_pbsdsh_is_refused() -> None:
+    for env in BATCH:
+        found = detect(env | {"PBS_NODEFILE": "/var/spool/pbs/aux/1"})
+        assert (found.launcher, found.rank, found.size) == ("none", 0, 1)
+    for name in ("PBS_NODENUM", "PBS_VNODENUM"):
+        with pytest.raises(TopologyError, match=rf"{name}=1.*pbsdsh.*torchrun"):
+            detect(BATCH[0] | {name: "1"})
 
 
 # IBM Spectrum MPI under jsrun: PMIx gives the rank, Open MPI's variables the local rank too.

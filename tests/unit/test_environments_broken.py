@@ -58,25 +58,20 @@ def test_a_missing_variable_is_named(env: Env, name: str, empty: bool) -> None:
     assert name in message.partition("not set")[0], message
 
 
-def test_torchrun_without_its_run_id_is_read_as_env() -> None:
+def test_variables_that_a_launcher_need_not_set_are_inferred() -> None:
     env = recorded("torchrun", 1)
     del env["TORCHELASTIC_RUN_ID"]
     found = detect(env)
     assert (found.launcher, found.rank, found.size, found.rendezvous) == ("torchrun", 1, 2, "agent")
-
-
-def test_slurm_needs_one_spelling_of_its_step_id() -> None:
     env = recorded("slurm_srun-none_N2x2", 1)
     for name in slurm.STEP_IDS:
         assert detect({key: value for key, value in env.items() if key != name}).launcher == "srun"
-
-
-def test_hydra_without_local_variables_infers_local_ranks() -> None:
-    """PMI_RANK and PMI_SIZE alone, with no Slurm, Flux or PALS around: a plain PMI launcher, not a job of one."""
     env = {key: value for key, value in recorded("mpich_hydra", 1).items() if not key.startswith("MPI_")}
     found = detect(env)
     assert (found.launcher, found.rank, found.size) == ("mpirun", 1, 2)
     assert found.inferred == {"local_rank", "local_size", "node_rank", "num_nodes"}
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous == "none"
+    assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "1_0", "+1", "٣", "1 2", "9" * 5000, "nan"])
@@ -163,11 +158,6 @@ def test_mpirun_of_one_rank_in_an_interactive_step_is_a_job_of_one() -> None:
 )  # fmt: skip
 def test_half_a_launcher_is_refused_and_never_a_job_of_one_rank(env: Env, words: str) -> None:
     assert words in error_of(env)
-
-
-def test_several_ranks_need_a_master_address_and_one_does_not() -> None:
-    assert detect({"RANK": "0", "WORLD_SIZE": "1"}).rendezvous == "none"
-    assert detect({"RANK": "1", "WORLD_SIZE": "2", "DUALDIST_RENDEZVOUS": "tcp://n1:29500"}).address is None
 
 
 NAMES = sorted(

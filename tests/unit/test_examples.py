@@ -152,7 +152,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("common.data")
 
 
-def test_digits_are_split_alike_every_time_and_no_image_is_in_both(data: ModuleType) -> None:
+def test_digits_are_those_of_scikit_learn_split_alike_every_time(data: ModuleType) -> None:
     (train, validation), (again, _) = data.digits(size=16), data.digits(size=16)
     assert (len(train), len(validation)) == (1437, 360)
     assert train.indices == again.indices
@@ -160,18 +160,12 @@ def test_digits_are_split_alike_every_time_and_no_image_is_in_both(data: ModuleT
     image, label = train[0]
     assert image.shape == (3, 16, 16)
     assert 0 <= label < 10
-
-
-def test_digits_are_those_of_scikit_learn(data: ModuleType) -> None:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     dataset = data.digits(channels=1)[0].dataset
     torch.testing.assert_close(dataset.tensors[0].flatten(1), (torch.tensor(pixels).float() / 16 - 0.3) / 0.4)
     assert dataset.tensors[1].tolist() == labels.tolist()
-
-
-def test_a_limit_takes_so_many_of_each(data: ModuleType) -> None:
     train, validation = data.limited(data.digits(), 100)
     assert (len(train), len(validation)) == (100, 100)
     assert [len(part) for part in data.limited(data.digits(), None)] == [1437, 360]
@@ -230,15 +224,12 @@ def test_imagenet_is_read_where_it_lies(data: ModuleType, tmp_path: Path) -> Non
         assert part[0][0].dtype == torch.float32
 
 
-def test_a_download_that_fails_ends_with_a_line(data: ModuleType, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_on_ends_with_a_line(data: ModuleType, tmp_path: Path) -> None:
     def fails() -> None:
         raise OSError("no route to host")
 
     with pytest.raises(SystemExit, match=r"error: could not download MNIST to here: no route to host"):
         data.once_a_node(fails, "download MNIST to here")
-
-
-def test_a_set_that_fills_no_batch_ends_with_a_line(data: ModuleType) -> None:
     train, _ = data.limited(data.digits(), 7)
     loaders = [torch.utils.data.DataLoader(train, count, drop_last=True) for count in (7, 8)]
     assert data.not_empty(loaders[0]) is loaders[0]

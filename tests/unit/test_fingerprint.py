@@ -34,16 +34,13 @@ def test_every_bit_counts_and_nothing_else(dtype: torch.dtype, count: int) -> No
     assert one(tensor) == before
 
 
-def test_length_and_order_count() -> None:
+def test_length_order_conjugates_and_nan_count() -> None:
     x = torch.tensor([1.0, 2.0, 0.0])
     assert (
         len({one(x), one(x[:2]), one(x.flip(0)), one(torch.tensor([])), one(torch.zeros(1)), one(torch.zeros(2))}) == 6
     )
     assert digest([x, x[:2]]) != digest([x[:2], x])
     assert digest([]) == digest([])
-
-
-def test_lazy_conjugates_and_nan_have_fingerprints() -> None:
     z = torch.tensor([1 + 2j, 3 - 1j])
     assert one(z.conj()) == one(z.conj().resolve_conj()) != one(z)
     nan = torch.tensor([math.nan])

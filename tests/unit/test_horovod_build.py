@@ -96,12 +96,15 @@ def test_the_strictest_header_decides_the_standard(tmp_path: Path) -> None:
     assert required_standard(tmp_path) == 20
 
 
-def test_folders_follow_from_the_environment() -> None:
+def test_folders_and_variables_of_commands_follow_from_the_environment() -> None:
     assert cache_folder({"HOME": "/home/u"}) == Path("/home/u/.cache/dualdist")
     assert cache_folder({"HOME": "/home/u", "XDG_CACHE_HOME": "/big"}) == Path("/big/dualdist")
     first, *rest = search_path({"PATH": "/usr/bin:/bin"}).split(":")
     assert (first.endswith("/bin"), rest) == (True, ["/usr/bin", "/bin"]), "scripts beside the interpreter come first"
     assert search_path({"PATH": f"/usr/bin:{first}"}) == f"/usr/bin:{first}"
+    command = BuildCommand(("true",), (("A", "1"), ("B", "")))
+    assert command_environ(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
+    assert str(command) == "env -u B A=1 true"
 
 
 def test_progress_prints_every_tenth_percent() -> None:
@@ -111,12 +114,6 @@ def test_progress_prints_every_tenth_percent() -> None:
         progress.on_line(f"  [{percent:3d}%] Building CXX object dir/file{percent}.cc.o")
         progress.on_line("  Compiling [1] x")
     assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["1%", "11%", "55%", "100%"]
-
-
-def test_command_variables_replace_and_remove() -> None:
-    command = BuildCommand(("true",), (("A", "1"), ("B", "")))
-    assert command_environ(command, {"A": "0", "B": "2", "C": "", "D": "4"}) == {"A": "1", "C": "", "D": "4"}
-    assert str(command) == "env -u B A=1 true"
 
 
 def test_a_failed_command_names_its_log_with_all_output(tmp_path: Path) -> None:
@@ -148,10 +145,13 @@ def test_a_timeout_does_not_wait_for_a_process_that_left_the_group_and_holds_the
     assert time.monotonic() - started < 4.0
 
 
-def test_a_damaged_archive_is_a_build_error(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_build_errors(tmp_path: Path) -> None:
     (tmp_path / "horovod.tar.gz").write_bytes(b"not a tar")
     with pytest.raises(BuildError, match=r"horovod\.tar\.gz could not be unpacked"):
         unpack(tmp_path / "horovod.tar.gz", tmp_path)
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
+        cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
 
 
 NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
@@ -189,12 +189,6 @@ def test_a_damaged_wheel_is_ignored(tmp_path: Path, damage: str) -> None:
     assert cache.find_wheel(tmp_path / "cache", "k1") is None
 
 
-def test_a_cache_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
-        cache.cache_wheel(make_wheel(tmp_path / "built"), tmp_path / "cache" / "k1")
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch": "2.13.0"}', "null"])
 def test_a_record_survives_json_and_a_damaged_one_is_an_error(text: str) -> None:
     assert from_json(to_json(RECORD)) == RECORD
@@ -219,7 +213,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_patches_change_horovod_s_sources(source: Path) -> None:
+def test_the_patches_change_horovods_sources_and_have_different_digests(source: Path) -> None:
     apply(source, PATCHES)
     texts = {name: (source / name).read_text() for name in SOURCES}
     assert "set(CMAKE_CXX_STANDARD 20)" in texts["CMakeLists.txt"]
@@ -228,6 +222,8 @@ def test_the_patches_change_horovod_s_sources(source: Path) -> None:
     assert "self.server.finished_list[scope].clear()" in texts["horovod/runner/http/http_server.py"]
     assert not any("distutils" in text for text in texts.values())
     assert {patch.path for patch in patches_for(17, ())} == set(SOURCES)
+    assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
+    assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -241,8 +237,3 @@ def test_other_text_is_an_error_and_changes_nothing(source: Path, name: str) -> 
     with pytest.raises(BuildError, match=rf"no {name}"):
         apply(source, patches_for(17, ()))
     assert all((source / other).read_text() == text for other, text in SOURCES.items() if other != name)
-
-
-def test_different_patches_have_different_digests() -> None:
-    assert digest(patches_for(17, ())) == digest(patches_for(17, ()))
-    assert len({digest(patches_for(*case)) for case in ((17, ()), (20, ()), (17, ("/opt/mpi/lib",)))}) == 3

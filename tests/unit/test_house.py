@@ -56,10 +56,11 @@ def test_a_module_names_no_package_that_is_anothers() -> None:
     assert wrong == []
 
 
-def test_a_module_says_in_its_first_line_what_it_is_for() -> None:
+def test_modules_and_public_names_are_documented() -> None:
     docstrings = {str(path.relative_to(PACKAGE)): ast.get_docstring(ast.parse(path.read_text())) for path in MODULES}
     first_lines = {where: (text or "").partition("\n")[0].strip() for where, text in docstrings.items()}
     assert {where: line for where, line in first_lines.items() if not line.endswith((".", ":"))} == {}
+    assert [name for name in NAMES if not getattr(dd, name).__doc__] == []
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
@@ -82,10 +83,6 @@ def alone(base_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
     yield
     if dd.is_initialized():
         dd.shutdown()
-
-
-def test_every_public_name_is_documented() -> None:
-    assert [name for name in NAMES if not getattr(dd, name).__doc__] == []
 
 
 @pytest.mark.parametrize("name", PUBLIC)

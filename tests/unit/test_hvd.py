@@ -152,12 +152,9 @@ def test_results_come_back_in_rank_order_and_the_script_needs_no_guard(
     assert done.stdout.splitlines() == ["the script runs", f"{results} {{True}} True"]
 
 
-def test_np_is_deprecated_and_works() -> None:
+def test_run_takes_np_and_raises_what_a_horovod_program_expects() -> None:
     with pytest.warns(DeprecationWarning, match="num_proc"):
         assert run(abs, (-3,), np=1) == [3]
-
-
-def test_a_failing_rank_raises_what_a_horovod_program_expects() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 failed:(.|\n)*ValueError: .*'three'") as caught:
         run(int, ("three",))
     assert isinstance(caught.value, RuntimeError)

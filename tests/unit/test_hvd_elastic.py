@@ -177,13 +177,22 @@ def test_samples_are_shared_out_as_many_to_each_rank(count: int, size: int, shuf
         assert [shares[number % size][number // size] for number in range(size * each)][:count] == list(range(count))
 
 
-def test_the_seed_determines_another_order_for_each_epoch() -> None:
+def test_a_sampler_has_another_order_for_each_epoch_and_is_restored_with_its_state() -> None:
     (one,), (other,) = ranks_of(1, dataset=Events(50), seed=3), ranks_of(1, dataset=Events(50), seed=4)
     first = list(one)
     assert first == list(one)
     one.set_epoch(1)
     assert list(one) == list(other), "epoch 1 of seed 3 and epoch 0 of seed 4, as Horovod has it"
     assert list(one) != first
+    each = elastic.ElasticSampler(Events(8))
+    held = hvd.elastic.TorchState(sampler=each)
+    each.record_batch(0, 2)
+    held.commit()
+    each.record_batch(1, 2)
+    held.restore()
+    assert (each.processed_num, len(each)) == (2, 6)
+    each.set_epoch(1)
+    assert (each.epoch, each.processed_num, len(each)) == (1, 0, 8)
 
 
 def test_processed_samples_are_left_out_for_any_number_of_ranks() -> None:
@@ -200,18 +209,6 @@ def test_processed_samples_are_left_out_for_any_number_of_ranks() -> None:
             each.load_state_dict(many[0].state_dict())
         assert len(each) == 8
         assert not done & set(each)
-
-
-def test_a_sampler_in_a_state_is_restored() -> None:
-    each = elastic.ElasticSampler(Events(8))
-    held = hvd.elastic.TorchState(sampler=each)
-    each.record_batch(0, 2)
-    held.commit()
-    each.record_batch(1, 2)
-    held.restore()
-    assert (each.processed_num, len(each)) == (2, 6)
-    each.set_epoch(1)
-    assert (each.epoch, each.processed_num, len(each)) == (1, 0, 8)
 
 
 def test_remaining_samples_are_shared_out_again_after_hosts_were_removed() -> None:

@@ -72,6 +72,9 @@ def test_values_keep_their_spelling_and_an_empty_file_has_defaults() -> None:
             container="image.sif",
         ),
     )  # fmt: skip
+    job = loads("program: train.py\nargs: [~, null, '', 1_000]\nenv: {A: ~, B: null, C: , D: 2.0}", "job.yaml")
+    assert job.args == ("~", "null", "", "1_000")
+    assert job.env == {"A": "~", "B": "null", "C": "", "D": "2.0"}
 
 
 MISTAKES = [
@@ -163,20 +166,11 @@ def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> Non
     assert message.startswith("job.yaml:2: only job scripts use jsrun: add --scheduler, or choose torchrun or ")
 
 
-def test_all_mistakes_are_reported_in_the_files_order() -> None:
+def test_all_mistakes_of_a_file_are_reported_in_its_order_and_an_unreadable_one_is_named(tmp_path: Path) -> None:
     messages = errors_of("resources: {node: 1}\nranks: four\nlaunchr: x\n")
     assert [message.partition(" ")[0] for message in messages] == ["job.yaml:1:", "job.yaml:2:", "job.yaml:3:"]
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.yaml: cannot read this job file: No such file"):
         load(tmp_path / "nowhere.yaml")
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"job\.yaml: cannot read this job file: it is not UTF-8 text"):
         load(tmp_path / "job.yaml")
-
-
-def test_arguments_and_variables_are_passed_as_they_are_written() -> None:
-    job = loads("program: train.py\nargs: [~, null, '', 1_000]\nenv: {A: ~, B: null, C: , D: 2.0}", "job.yaml")
-    assert job.args == ("~", "null", "", "1_000")
-    assert job.env == {"A": "~", "B": "null", "C": "", "D": "2.0"}

@@ -11,7 +11,6 @@ import pytest
 import yaml
 from harness.base_env import ROOT
 
-from dualdist.errors import UsageError
 from dualdist.launch.schedulers import ScriptRequest, job_script
 
 FILES = sorted((ROOT / "launch").glob("kubernetes-*.yaml"))
@@ -111,16 +110,3 @@ def test_generated_yaml_fits_the_operators_models(launcher: str, nodes: int) -> 
         assert {"name": "A", "value": "1"} in container["env"]
     last = specs["Launcher" if launcher == "mpirun" else "Master"]["template"]["spec"]["containers"][0]["command"]
     assert last[-4:] == ["-m", "package.train", "--note", 'a "quoted" word: #1']
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "--container registry/name:tag"),
-        ({"container": "image", "setup": ("module load x",)}, "must be in the image"),
-        ({"container": "image", "account": "a"}, "namespace"),
-    ],
-)
-def test_options_unknown_to_kubernetes_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        job_script("kubernetes", ScriptRequest(("train.py",), "torchrun", **given))

@@ -155,13 +155,10 @@ def test_a_failure_is_described_with_rank_host_and_signal() -> None:
         rank.RankSettings(("x.py",), has_tag=True, folder="logs"),
     ],
 )
-def test_a_ranks_words_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
+def test_a_ranks_words_and_address_are_read_as_they_were_written(settings: rank.RankSettings) -> None:
     words = rank.rank_argv(settings)
     assert words[:2] == ("-m", "dualdist.launch.rank")
     assert rank.parse_arguments(words[2:]) == settings
-
-
-def test_an_address_is_read_as_it_was_written() -> None:
     address = control_channel.ControlAddress(("10.0.0.1", "127.0.0.1"), 4711, "secret")
     assert control_channel.ControlAddress.loads(address.dumps()) == address
     assert control_channel.loads(control_channel.RankHello, b"GET / HTTP/1.1") is None
@@ -232,9 +229,5 @@ def test_a_rank_gets_the_variables_of_the_job_then_the_users_then_ours(
     )
     assert found == expected
     found = env_defaults.rank_variables({}, {}, threads=None, interface="ib0", has_hosts=False)
+    assert [env_defaults.threads_per_rank(*each) for each in ((8, 2), (8, 3), (2, 4))] == [4, 2, 1]
     assert {found[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")} == {"ib0"}
-
-
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(8, 2, 4), (8, 3, 2), (2, 4, 1)])
-def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
-    assert env_defaults.threads_per_rank(cores, ranks) == expected

@@ -118,10 +118,6 @@ def test_networks_that_do_not_connect_the_hosts_are_left_out() -> None:
     assert networks(interfaces=both) == ()  # nothing has to be left out
     assert networks(interfaces=both, unreachable={"10.1.0.1": "no answer"}) == ("eth0",)
     assert networks(interfaces={"ens3": "10.0.0.2"}) == ()  # no name is known on both
-
-
-def test_an_address_that_both_hosts_have_does_not_connect_them() -> None:
-    """Bridges of containers have the same address on every host."""
     here = probe_host(9, ["127.0.0.1"])
     assert here.unreachable == {"127.0.0.1": "this host has the same address"}
 

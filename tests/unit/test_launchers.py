@@ -82,8 +82,13 @@ def test_command_line_is_what_a_person_would_type(launcher: str, job: Job, where
     assert shown.replace("/v/bin/", "") == line
 
 
-def test_every_launcher_of_one_command_has_a_golden_line() -> None:
+def test_every_launcher_has_golden_lines_and_this_host_as_many_names_as_ranks() -> None:
     assert {name for name, *_ in GOLDEN} == {*ALONE, "python"}
+    names = localhost_spellings(512)
+    assert len({*names}) == 512
+    assert {name.lower() for name in names} == {"localhost"}
+    with pytest.raises(LaunchError, match="513 ranks on this host"):
+        localhost_spellings(513)
 
 
 @pytest.mark.parametrize("launcher", ALONE)
@@ -175,11 +180,3 @@ def test_spawn_gives_every_rank_its_topology() -> None:
     places = [tuple(int(command.env[f"DUALDIST_{name}"]) for name in names) for command in built]
     assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 2), (2, 3, 0, 1, 1, 2)]
     assert [command.host for command in built] == [None, None, "b"]
-
-
-def test_names_of_this_host_are_different_and_limited() -> None:
-    names = localhost_spellings(512)
-    assert len({*names}) == 512
-    assert {name.lower() for name in names} == {"localhost"}
-    with pytest.raises(LaunchError, match="513 ranks on this host"):
-        localhost_spellings(513)

@@ -122,7 +122,7 @@ processes.send_signal([1, os.getpid()], signal.SIGURG)
     assert run_command(python(program), timeout_s=60, what="a job").code == 0
 
 
-def test_a_deferred_signal_is_raised_at_the_end_of_the_block() -> None:
+def test_a_deferred_signal_is_raised_at_the_end_of_the_block_even_if_it_fails() -> None:
     begun: list[signal.Signals] = []
 
     def begin(number: signal.Signals) -> None:
@@ -135,8 +135,6 @@ def test_a_deferred_signal_is_raised_at_the_end_of_the_block() -> None:
             begin(number)
     assert begun == [signal.SIGINT, signal.SIGTERM]
 
-
-def test_a_deferred_signal_is_raised_even_if_the_block_fails() -> None:
     def start() -> None:
         with signals_deferred():
             signal.raise_signal(signal.SIGINT)

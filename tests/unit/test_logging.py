@@ -36,7 +36,7 @@ def of_rank(rank: int) -> dict[str, str]:
     return {"DUALDIST_RANK": str(rank), "DUALDIST_SIZE": "3", "DUALDIST_RENDEZVOUS": "file:///nowhere/x"}
 
 
-def test_logs_name_the_rank_and_other_ranks_are_quiet(base_env: Mapping[str, str]) -> None:
+def test_logs_name_the_rank_once_and_other_ranks_are_quiet(base_env: Mapping[str, str]) -> None:
     """Before init() the rank is the launcher's, afterwards the session's."""
     first, last = (python({**base_env, **of_rank(rank)}, "-c", LOGS) for rank in (0, 2))
     assert [line.partition(" [")[2] for line in first.stderr.splitlines()] == [
@@ -46,9 +46,6 @@ def test_logs_name_the_rank_and_other_ranks_are_quiet(base_env: Mapping[str, str
     assert [line.partition(" [")[2] for line in last.stderr.splitlines()] == ["2/3] ERROR train: wrong"]
     alone = python(base_env, "-c", LOGS, "init")
     assert "[0/1] INFO train: after" in alone.stderr
-
-
-def test_logging_set_up_twice_logs_once(base_env: Mapping[str, str]) -> None:
     program = "import logging, dualdist as dd; dd.setup_logging(); dd.setup_logging(); logging.info('once')"
     assert python(base_env, "-c", program).stderr.count("once") == 1
     wrong = python(base_env, "-c", "import dualdist as dd; dd.setup_logging('LOUD')")

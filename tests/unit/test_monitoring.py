@@ -199,21 +199,15 @@ def test_each_rank_waits_for_the_last_to_arrive() -> None:
     assert found.waited_for_s == ((0, 0, 1), (0, 0, 0), (0, 0, 0))
 
 
-def test_joined_ranks_are_never_last_and_unknown_times_are_skipped() -> None:
+def test_joined_ranks_are_never_last_and_operations_without_times_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = (math.nan, 0.0)
     found = summarize_waits([0, 1], [counted([unknown, unknown, (3, 3)], []), counted([(2, 2), unknown, (1, 1)], [])])
     assert found.operations == 2
     assert found.was_last == (0, 2)
     assert found.waited_for_s == ((0, 2), (0, 0))
-
-
-def test_operations_that_a_rank_dropped_or_has_not_done_are_skipped() -> None:
     found = summarize_waits([0, 1], [counted(both(1, 2, 3, 4), []), counted(both(1, 9, 1), [], dropped=1)])
     assert found.operations == 3
     assert found.waited_for_s == ((0, pytest.approx(1 + 3)), (pytest.approx(6), 0))
-
-
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_times, "KEPT", 10)
     times = WaitRecord()
     for number in range(105):

@@ -62,37 +62,32 @@ def test_only_what_can_never_be_performed_is_refused(rows: list[RankRequests]) -
         assert not all(one.waiting for one in active), "nobody would ever go on"
 
 
-def test_agreed_requests_keep_the_order_of_the_first_active_rank() -> None:
+def test_nothing_is_refused_while_a_rank_is_not_blocked_and_the_first_active_ranks_order_counts() -> None:
     rows = [joined(1), row("b", "a", "c"), row("a", "c", "b")]
     assert compute_response(rows, range(3)) == Response(agreed=("b", "a", "c"))
+    assert compute_response([row("a", waiting=True), row("b")], range(2)) == Response()
 
 
-def test_a_refusal_lists_the_arguments_of_each_rank() -> None:
+def test_a_refusal_lists_the_arguments_of_each_rank_but_no_long_lists() -> None:
     odd = RankRequests((request("x", op="max"),), "x")
     rows = [RankRequests((request("x", op="sum"),), "x")] * 2 + [odd]
     (name, reason), *others = compute_response(rows, (3, 5, 6)).refused
     assert (name, others) == ("x", [])
     assert "ranks 3, 5 allreduce of float32(2,), op sum" in reason
     assert "rank 6 allreduce of float32(2,), op max" in reason
+    many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
+    assert str(many).endswith("and 12 more")
+    few = [RankRequests((request("x", op="sum"),))] * 12 + [RankRequests((request("x", op="max"),))]
+    assert "and 4 more" in compute_response(few, range(13)).refused[0][1]
 
 
-def test_different_kinds_of_one_name_are_refused() -> None:
+def test_requests_of_other_kinds_or_names_are_all_refused() -> None:
     rows = [RankRequests((request("x"),)), RankRequests((request("x", "broadcast"),))]
     assert compute_response(rows, range(2)).refused[0][0] == "x"
-
-
-def test_ranks_that_wait_for_different_collectives_are_all_refused() -> None:
     decision = compute_response([row("a", waiting=True), row("b", waiting=True)], range(2))
     assert [name for name, _ in decision.refused] == ["a", "b"]
     assert "rank 0 in allreduce 'a'" in decision.refused[0][1]
     assert "rank 1 in allreduce 'b'" in decision.refused[0][1]
-
-
-def test_nothing_is_refused_while_a_rank_is_not_blocked() -> None:
-    assert compute_response([row("a", waiting=True), row("b")], range(2)) == Response()
-
-
-def test_collectives_that_joined_ranks_cannot_support_are_refused() -> None:
     rows = [RankRequests((request("x", "allgather"),), "x"), joined(3)]
     assert "rank 1 called join" in compute_response(rows, range(2)).refused[0][1]
     assert compute_response([row("x"), joined(3)], range(2)).agreed == ("x",)
@@ -103,10 +98,3 @@ def test_the_last_to_join_took_part_in_most_exchanges() -> None:
     assert compute_response([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
     assert compute_response([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
     assert compute_response([joined(4), joined(4)], (3, 7)).last_joined == 7
-
-
-def test_long_lists_of_tensors_are_shortened() -> None:
-    many = CollectiveRequest("grouped_allreduce", "x", {"tensors": ["float32(2,)"] * 20, "op": "sum"})
-    assert str(many).endswith("and 12 more")
-    few = [RankRequests((request("x", op="sum"),))] * 12 + [RankRequests((request("x", op="max"),))]
-    assert "and 4 more" in compute_response(few, range(13)).refused[0][1]

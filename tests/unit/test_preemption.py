@@ -158,7 +158,7 @@ def test_the_programs_signal_handlers_are_kept(notice: PreemptionNotice) -> None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_notice_file_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:
+def test_a_notice_file_of_an_absolute_path_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     found = PreemptionNotice(path)
     found.poll()
@@ -169,9 +169,6 @@ def test_a_notice_file_is_a_request_and_is_acknowledged(tmp_path: Path) -> None:
     assert not (tmp_path / "stop.done").exists()
     found.acknowledge()
     assert (tmp_path / "stop.done").exists()
-
-
-def test_a_notice_files_path_is_absolute() -> None:
     assert parse_notice_file("") is parse_notice_file(None) is None
     assert parse_notice_file("/a/b") == Path("/a/b")
     with pytest.raises(UsageError, match="DUALDIST_NOTICE='a': expected the absolute path"):

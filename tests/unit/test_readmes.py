@@ -117,9 +117,6 @@ def test_what_the_readme_calls_tested_is_what_the_laws_run_on(row: str) -> None:
     kept = {column for column, carrier in CARRIED_BY.items() if any(one.startswith(carrier) for one in ran)}
     tested = {column for column, said in matrix_of_readme()[row].items() if said == "tested"}
     assert tested == kept | TRAINED_ELSEWHERE.get(row, set())
-
-
-def test_no_row_is_left_out() -> None:
     assert [row for row in matrix_of_readme() if not row.startswith("srun")] == list(STARTED_BY)
 
 

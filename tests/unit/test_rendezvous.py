@@ -198,23 +198,17 @@ def test_addresses_and_reports_survive_serialization_and_garbage_is_refused(tmp_
         FileAddressExchange(tmp_path / "no-such-folder" / "meet").publish("text")
 
 
-def test_a_name_without_an_address_is_an_error_of_ours() -> None:
+def test_waits_and_names_without_an_address_end_in_time_with_an_error_of_ours() -> None:
     assert list_interfaces()["lo"] == LOOPBACK
     assert resolve_address("localhost") == LOOPBACK
     with pytest.raises(RendezvousError, match="::1%none has no address"):
         resolve_address("::1%none")
     assert interface_towards("::1%none") is None
-
-
-def test_waiting_for_a_port_ends_in_time_and_says_why() -> None:
     with open_listener(0, loopback_only=True) as server:
         port = server.getsockname()[1]
         wait_until_listening(LOOPBACK, port, Deadline(5), "rank 0")
     with pytest.raises(RendezvousError, match=rf"{port} could not be reached within 0.2 s: .*nothing listens"):
         wait_until_listening(LOOPBACK, port, Deadline(0.2), "rank 0")
-
-
-def test_a_call_that_does_not_return_is_late_and_a_failing_one_fails() -> None:
     release = threading.Event()
     with pytest.raises(RendezvousError, match="late"):
         call_within(0.05, release.wait, lambda: RendezvousError("late"))
@@ -298,7 +292,7 @@ def generations(found: TcpStore, came: Sequence[int], size: int, timeout_s: floa
         return list(pool.map(attend, came))
 
 
-def test_each_generation_has_another_number_whatever_an_earlier_one_left() -> None:
+def test_each_generation_has_another_number_and_missing_ranks_are_named() -> None:
     """Rounds of other sizes follow each other, and some of them never came to an end."""
     shared, seen = store(), set()
     for size, came in ((3, [0, 1, 2]), (3, [1, 2]), (2, [0, 1]), (4, [0, 2]), (1, [0]), (3, [0, 1, 2]), (3, [2, 1, 0])):
@@ -311,9 +305,6 @@ def test_each_generation_has_another_number_whatever_an_earlier_one_left() -> No
         else:  # rank 0 may have answered those who came before it gave up
             waited = ["waited 0.2 s" in str(each) for each in found]
             assert waited[came.index(0)] if 0 in came else all(waited), found
-
-
-def test_missing_ranks_are_named() -> None:
     expected = "rank 0 waited 0.3 s for all 4 ranks to call dd.init(); 2 of them did not"
     assert generations(store(), [0, 1], 4, 0.3)[0] == expected
     expected = "rank 1 waited 0.3 s for rank 0 to call dd.init(): see what it printed last"

@@ -189,11 +189,16 @@ def test_length_after_the_last_batch_is_that_of_the_next_epoch(
     assert (found, sampler.epoch) == (lengths, 2)
 
 
-def test_a_plain_loader_advances_past_a_finished_epoch() -> None:
+def test_a_plain_loader_advances_past_a_finished_epoch_and_looking_at_a_batch_loses_none() -> None:
     sampler = sampler_at(COUNT)
     plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
     assert [len(list(plain)) for _ in range(2)] == [0, 5]
     assert sampler.epoch == 1
+    sampler = sampler_at(16)
+    plain = DataLoader(range(COUNT), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    looked = next(iter(plain)).tolist()
+    assert batches(plain) == [looked]
+    assert [len(batches(DataLoader(range(COUNT), 4, sampler=sampler_of()))) for _ in range(4)] == [5] * 4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -217,15 +222,16 @@ def test_a_plain_loader_that_drops_a_batch_is_detected(workers: int) -> None:
     assert (epoch(), sampler.epoch, sampler.position) == (5, 1, 20)
 
 
-def test_looking_at_a_batch_loses_none() -> None:
-    sampler = sampler_at(16)
-    plain = DataLoader(range(COUNT), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
-    looked = next(iter(plain)).tolist()
-    assert batches(plain) == [looked]
-    assert [len(batches(DataLoader(range(COUNT), 4, sampler=sampler_of()))) for _ in range(4)] == [5] * 4  # type: ignore[arg-type]
-
-
-def test_an_iteration_ends_earlier_ones() -> None:
+def test_a_plain_loader_must_record_and_an_iteration_ends_earlier_ones() -> None:
+    sampler = sampler_of()
+    plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
+    next(iter(plain))
+    with pytest.raises(UsageError, match=r"dd\.loader.*sampler\.record"):
+        sampler.state_dict()
+    sampler.record(4)
+    assert sampler.state_dict()["position"] == 4
+    with pytest.raises(UsageError, match=r"17 more.*has 16 left"):
+        sampler.record(17)
     loader = loader_of(sampler_of())
     first = iter(loader)
     next(first)
@@ -238,18 +244,6 @@ def test_an_iteration_ends_earlier_ones() -> None:
     sampler = sampler_of(shuffle=False)
     for number, sample in enumerate(loader_of(sampler, None), 1):
         assert (sample, sampler.position) == (number - 1, number), "single samples"
-
-
-def test_a_plain_loader_must_record() -> None:
-    sampler = sampler_of()
-    plain = DataLoader(range(COUNT), 4, sampler=sampler)  # type: ignore[arg-type]
-    next(iter(plain))
-    with pytest.raises(UsageError, match=r"dd\.loader.*sampler\.record"):
-        sampler.state_dict()
-    sampler.record(4)
-    assert sampler.state_dict()["position"] == 4
-    with pytest.raises(UsageError, match=r"17 more.*has 16 left"):
-        sampler.record(17)
 
 
 @pytest.mark.parametrize(
@@ -366,14 +360,7 @@ def test_a_stream_keeps_its_order_with_any_number_of_workers(workers: int, optio
     assert list(dd.loader(stream, None, sampler=sampler, num_workers=workers))[:2] == [200, 201]
 
 
-def test_elastic_state_refuses_an_uneven_sampler_of_unknown_length() -> None:
-    for remainder in ("drop", "pad"):
-        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder=remainder, shuffle=False))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"no rank knows whether all have the batch.*__len__.*drop"):
-        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder="uneven", shuffle=False))
-
-
-def test_sync_splits_the_rest_of_the_epoch_on_rank_zero_too() -> None:
+def test_sync_splits_the_rest_of_the_epoch_but_not_of_unknown_uneven_length() -> None:
     """Rank 0 owns the state, but the set of ranks may have changed."""
     sampler = sampler_of()
     loader = loader_of(sampler)
@@ -383,3 +370,7 @@ def test_sync_splits_the_rest_of_the_epoch_on_rank_zero_too() -> None:
     assert (len(loader), sampler.position) == (4, 4)
     assert len(batches(loader)) == 4
     assert sampler.all_ranks_had_batch
+    for remainder in ("drop", "pad"):
+        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder=remainder, shuffle=False))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"no rank knows whether all have the batch.*__len__.*drop"):
+        dd.elastic.State(sampler=dd.Sampler(Stream(5), remainder="uneven", shuffle=False))

@@ -154,6 +154,9 @@ def test_in_a_container_every_rank_is_in_it(name: str, launcher: str) -> None:
         ("workstation", {"requeue": 120}, "--requeue with the scheduler workstation: there is no queue"),
         ("lsf", {"launcher": "jsrun", "gpus_per_node": 3, "tasks_per_node": 2}, "3 GPUs for 2 tasks"),
         ("lsf", {"launcher": "jsrun", "memory": "4G"}, "whole nodes"),
+        ("kubernetes", {}, "--container registry/name:tag"),
+        ("kubernetes", {"container": "image", "setup": ("module load x",)}, "must be in the image"),
+        ("kubernetes", {"container": "image", "account": "a"}, "namespace"),
     ],
 )  # fmt: skip
 def test_invalid_requests_are_refused(name: str, given: Mapping[str, Any], message: str) -> None:
@@ -161,19 +164,12 @@ def test_invalid_requests_are_refused(name: str, given: Mapping[str, Any], messa
         job_script(name, ScriptRequest(("train.py",), **{"launcher": "torchrun", **given}))
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("2:00:00", 7200), ("0:00:01", 1), ("1-12:00:00", 129600), ("100:00:00", 360000)]
-)
-def test_time_is_read_in_one_way(text: str, seconds: int) -> None:
-    assert parse_duration(text) == seconds
-    assert parse_duration(str(ScriptRequest(("train.py",), "srun", time=text).clock)) == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "mib"), [("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)]
-)
-def test_memory_is_in_powers_of_1024(text: str, mib: int) -> None:
-    assert parse_mebibytes(text) == mib
+def test_time_and_memory_are_read_in_one_way() -> None:
+    for text, seconds in (("2:00:00", 7200), ("0:00:01", 1), ("1-12:00:00", 129600), ("100:00:00", 360000)):
+        assert parse_duration(text) == seconds
+        assert parse_duration(str(ScriptRequest(("train.py",), "srun", time=text).clock)) == seconds
+    for text, mib in (("64G", 65536), ("1.5GB", 1536), ("512MiB", 512), ("1T", 1 << 20), ("1K", 1)):
+        assert parse_mebibytes(text) == mib
 
 
 @pytest.mark.parametrize(
@@ -248,26 +244,10 @@ def test_options_that_conflict_or_that_scripts_ignore_are_refused(
     assert output.out == ""
 
 
-@pytest.mark.parametrize(
-    ("program", "title"),
-    [
-        (("a/train.py",), "train"),
-        (("-m", "pkg.module"), "module"),
-        (("my job!.py",), "my-job"),
-        (("...",), "train"),
-        (("3d.py",), "job-3d"),
-    ],
-)
-def test_a_job_is_called_as_its_program(program: tuple[str, ...], title: str) -> None:
-    assert ScriptRequest(program, "srun").title == title
-
-
-def test_submit_says_where_the_scheduler_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"qsub was not found on PATH: log in to a host of the cluster"):
-        submit_script("pbs", "")
-    with pytest.raises(UsageError, match="it has no queue"):
-        submit_script("ssh", "")
+def test_a_job_is_called_as_its_program() -> None:
+    titles = {("a/train.py",): "train", ("-m", "pkg.module"): "module", ("my job!.py",): "my-job", ("...",): "train"}
+    for program, title in {**titles, ("3d.py",): "job-3d"}.items():
+        assert ScriptRequest(program, "srun").title == title
 
 
 def test_a_file_that_a_person_changed_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -281,7 +261,9 @@ def test_a_file_that_a_person_changed_is_left_alone(capsys: pytest.CaptureFixtur
     assert "job.sh exists with another text" in capsys.readouterr().err
 
 
-def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_job_file_serves_hosts_and_schedulers_that_choose_nodes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Scripts ignore some options of job files, with a warning."""
     (tmp_path / "job.yaml").write_text("program: train.py\nranks: 4\nhosts: a:2,b:2\ntag_output: true\n")
     words = ["run", "--config", str(tmp_path / "job.yaml"), "--scheduler", "slurm", "--nodes", "2"]
@@ -289,6 +271,12 @@ def test_a_job_file_serves_hosts_and_schedulers(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr()
     assert output.err == "dualdist run: slurm scripts ignore: tag_output, hosts\n"
     assert "--ntasks-per-node=2" in output.out
+    (tmp_path / "job.yaml").write_text("program: train.py\nhosts: [hosta:2, hostb:2]\n")
+    words = ["run", "--config", str(tmp_path / "job.yaml"), "-np", "8"]
+    assert main([*words, "--scheduler", "slurm"]) == 0
+    assert "#SBATCH --ntasks" in capsys.readouterr().out
+    assert main([*words, "--dry-run"]) == 1
+    assert "8 ranks on hosts with 4 slots" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("scheduler", "line"), [("workstation", "ranks_per_node=4"), ("ssh", "hosts=(localhost)")])
@@ -303,7 +291,7 @@ def test_this_hosts_own_names_say_how_many_ranks_it_takes(
     assert capsys.readouterr() == output
 
 
-def test_a_dry_run_writes_and_submits_nothing(
+def test_a_dry_run_writes_and_submits_nothing_and_submit_names_a_missing_scheduler(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no scheduler
@@ -311,6 +299,11 @@ def test_a_dry_run_writes_and_submits_nothing(
     assert main(["run", "--scheduler", "slurm", "--dry-run", *words, "train.py"]) == 0
     assert "GLOO_SOCKET_IFNAME=ib0" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"qsub was not found on PATH: log in to a host of the cluster"):
+        submit_script("pbs", "")
+    with pytest.raises(UsageError, match="it has no queue"):
+        submit_script("ssh", "")
 
 
 @pytest.mark.parametrize(
@@ -332,17 +325,6 @@ def test_a_written_script_is_reported_with_the_next_step(
     options = ["--container", "image"] if scheduler == "kubernetes" else []
     assert main(["run", "--scheduler", scheduler, *options, "--write", "a job", "train.py"]) == 0
     assert capsys.readouterr().err == f"dualdist run: wrote a job; {message}\n"
-
-
-def test_hosts_of_a_job_file_do_not_limit_a_scheduler_that_chooses_nodes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "job.yaml").write_text("program: train.py\nhosts: [hosta:2, hostb:2]\n")
-    words = ["run", "--config", str(tmp_path / "job.yaml"), "-np", "8"]
-    assert main([*words, "--scheduler", "slurm"]) == 0
-    assert "#SBATCH --ntasks" in capsys.readouterr().out
-    assert main([*words, "--dry-run"]) == 1
-    assert "8 ranks on hosts with 4 slots" in capsys.readouterr().err
 
 
 def test_horovodrun_under_pbs_names_hosts_only_where_there_are_several() -> None:

@@ -56,7 +56,7 @@ def test_no_secret_goes_to_another_host_unasked(name: str) -> None:
     assert env_defaults.launcher_variables(environ) == {"HOME": "/h"}
 
 
-def test_a_launcher_that_exports_everything_gets_what_ranks_may_have() -> None:
+def test_launchers_export_no_secrets_but_those_of_the_job() -> None:
     site = Site("/v/python", {"horovodrun": "/v/horovodrun"}, "/v:/bin", folder="/here", launcher_env={"HOME": "/h"})
     environ = {"HF_TOKEN": "hush", "HOME": "/h"}
     job = Job(("x.py",), 2, hosts=(Host("a", 1, is_local=True), Host("b", 1)), env={"A": "b"})
@@ -65,9 +65,6 @@ def test_a_launcher_that_exports_everything_gets_what_ranks_may_have() -> None:
     assert shell_line(built).startswith("env -i HOME=/h PATH=/v:/bin A=b /v/horovodrun --gloo ")
     here = build_command("horovodrun", Job(("x.py",), 2, env={"A": "b"}), site)
     assert here.environment(environ)["HF_TOKEN"] == "hush", "it is on no other host"
-
-
-def test_srun_exports_no_secrets_but_those_of_the_job() -> None:
     environ = {"HF_TOKEN": "hush", "WANDB_API_KEY": "hush", "HOME": "/h"}
     site = Site(
         "/v/python", {"srun": "/v/srun"}, "/v:/bin", folder="/here", secret_names=tuple(filter(is_secret, environ))
@@ -116,7 +113,7 @@ def test_a_job_script_recognises_secrets_by_the_same_names() -> None:
     assert kept & {*environ} == {name for name in names if not is_secret(name)}
 
 
-def test_secrets_are_on_no_command_line_of_another_host() -> None:
+def test_secrets_are_on_no_command_line_of_another_host_but_in_its_input() -> None:
     """All users of both hosts see command lines."""
     site = Site("/v/python", {}, "/v", folder="/here")
     built = wrap_in_ssh(
@@ -129,9 +126,6 @@ def test_secrets_are_on_no_command_line_of_another_host() -> None:
     plain = wrap_in_ssh(Command(("python", "x.py"), {"A": "b"}, host="n1"), site)
     assert (plain.stdin, plain.argv[1]) == ("", "-n")
     assert "hush" not in " ".join(probe_argv("n1", site, {"HF_TOKEN": "hush", "A": "b"}, ()))
-
-
-def test_a_shell_line_with_standard_input_can_be_pasted() -> None:
     built = Command(("cat",), stdin='{"HF_TOKEN": "it\'s"}')
     done = subprocess.run(["sh", "-c", shell_line(built)], capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(done.stdout) == {"HF_TOKEN": "it's"}
@@ -168,12 +162,15 @@ PLAIN = {
 }
 
 
-def test_the_values_of_secret_variables_are_redacted_everywhere() -> None:
+def test_values_of_secret_variables_are_redacted_in_text_and_json() -> None:
     redact = make_redactor(VALUES | PLAIN)
     for value in VALUES.values():
         assert redact(f"rank 0 printed {value}, and /a/{value}/b") == f"rank 0 printed {HIDDEN}, and /a/{HIDDEN}/b"
     redact = make_redactor({"A_TOKEN": "abcd", "B_TOKEN": "abcdefgh"})
     assert redact("abcdefgh abcd") == f"{HIDDEN} {HIDDEN}", "a secret that begins with another one"
+    data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
+    told = redact_json(data, make_redactor({"A_SECRET": "hush-1"}))
+    assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
 
 
 @pytest.mark.parametrize(
@@ -212,12 +209,6 @@ def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> 
 )
 def test_other_text_is_kept(text: str) -> None:
     assert make_redactor(PLAIN)(text) == text
-
-
-def test_json_is_redacted_in_every_string_and_under_secret_names() -> None:
-    data = {"a": ["hush-1", {"b": "x hush-1"}], "n": 3, "AUTH_TOKEN": "zz", "none": None}
-    told = redact_json(data, make_redactor({"A_SECRET": "hush-1"}))
-    assert told == {"a": [HIDDEN, {"b": f"x {HIDDEN}"}], "n": 3, "AUTH_TOKEN": HIDDEN, "none": None}
 
 
 def test_output_never_names_unrelated_variables() -> None:

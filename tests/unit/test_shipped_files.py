@@ -58,14 +58,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_torch_is_the_one_that_the_set_up_takes() -> None:
+def test_torch_and_every_package_of_the_extras_are_pinned_as_the_project_asks() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in ("TORCH", "TORCHVISION"):
         pinned = re.search(rf"^{name} := (\S+)$", makefile, re.MULTILINE)
         assert f"\n{name}={pinned[1]}\n" in SCRIPT
-
-
-def test_every_package_of_the_extras_is_pinned_as_they_ask() -> None:
     extras = re.search(r"^EXTRAS=(\S+)$", SCRIPT, re.MULTILINE)
     project = (ROOT / "pyproject.toml").read_text()
     for extra in extras[1].split(","):
@@ -98,7 +95,7 @@ def test_bases_are_pinned(path: Path) -> None:
     assert all(re.fullmatch(pinned, base) for base in bases), bases
 
 
-def test_both_images_ship_the_same() -> None:
+def test_both_images_ship_the_same_and_the_readme_names_the_hosts_of_compose() -> None:
     """All stages but the one with the compiler; of the others only comments, bases and NVIDIA's variables differ."""
     own = ("#", "ARG BASE=", "ARG BUILD_BASE=", "ARG TORCH_INDEX=", "ENV NVIDIA_")
     shipped = []
@@ -106,9 +103,6 @@ def test_both_images_ship_the_same() -> None:
         before, _, after = re.split("^# ---- (?:Horovod|what is shipped).*$", path.read_text(), flags=re.MULTILINE)
         shipped.append([line for line in (before + after).splitlines() if line and not line.startswith(own)])
     assert shipped[0] == shipped[1]
-
-
-def test_the_readme_names_the_hosts_of_compose() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
     readme = (DOCKER / "README.md").read_text()
     assert set(re.findall(r"-H (\S+)", readme)) == {",".join(f"{name}:1" for name in services)}
