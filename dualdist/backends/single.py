@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, InitContext, PrivateBuffers, ReduceOp
+from dualdist.backends.base import ALL_DTYPES, Backend, CompletedWork, PrivateBuffers, ReduceOp
 from dualdist.backends.registry import SINGLE, BackendSpec
 
 
@@ -51,8 +51,4 @@ class SingleBackend(PrivateBuffers):
         self.is_open = False
 
 
-def start(context: InitContext) -> SingleBackend:
-    return SingleBackend()
-
-
-SPEC = BackendSpec(SINGLE, start, transports=("none",))
+SPEC = BackendSpec(SINGLE, lambda context: SingleBackend(), transports=("none",))

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from dualdist.backends.base import Store
 from dualdist.backends.mpi import world
 from dualdist.backends.native import store as native_store
+from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import DualdistError, RendezvousError, TopologyError, UsageError
 from dualdist.monitoring import process_state
 from dualdist.rendezvous.rank_assignment import RankReport, assign_locations, make_report
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 RENDEZVOUS = "DUALDIST_RENDEZVOUS"
 RENDEZVOUS_DIR = "DUALDIST_RENDEZVOUS_DIR"
-HOROVOD_STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-HOROVOD_STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 SLURM_SUBMIT_DIR = "SLURM_SUBMIT_DIR"
 SLURM_STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
@@ -132,7 +131,7 @@ class HorovodAddressExchange:
                 text = response.read().decode(errors="replace")
         except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an invalid host name
             raise RendezvousError(
-                f"horovodrun's store at {self.address}:{self.port} ({HOROVOD_STORE_ADDRESS}, {HOROVOD_STORE_PORT}) "
+                f"horovodrun's store at {self.address}:{self.port} ({STORE_ADDRESS}, {STORE_PORT}) "
                 f"does not answer ({error}): is horovodrun still running, and can this host reach it?"
             ) from error
         return text if response.status == http.HTTPStatus.OK else None
@@ -316,7 +315,7 @@ def _exchange(topology: Topology, environ: MutableMapping[str, str], deadline: D
     if topology.rendezvous == "mpi":
         return BroadcastAddressExchange(lambda text: world.broadcast_text(text, topology, environ, deadline))
     if topology.rendezvous == "horovod":
-        return HorovodAddressExchange(environ[HOROVOD_STORE_ADDRESS], int(environ[HOROVOD_STORE_PORT]), deadline)
+        return HorovodAddressExchange(environ[STORE_ADDRESS], int(environ[STORE_PORT]), deadline)
     folder = environ.get(RENDEZVOUS_DIR) or environ.get(SLURM_SUBMIT_DIR) or str(Path.home())
     step = "-".join(environ[name] for name in SLURM_STEP if environ.get(name))
     return FileAddressExchange(Path(folder) / f".dualdist-{step}")

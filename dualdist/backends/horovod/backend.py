@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 
 from dualdist.backends.base import InitContext, PrivateBuffers, ReduceOp, Store, peer_error, timeout_error
+from dualdist.backends.horovod.driver import INTERFACE
 from dualdist.backends.mpi import world as mpi_world
-from dualdist.environments.horovodrun import ELASTIC
+from dualdist.environments.horovodrun import ELASTIC, STORE_ADDRESS, STORE_PORT
 from dualdist.errors import (
     CLOSED,
     BackendUnavailableError,
@@ -45,7 +46,6 @@ Variables = dict[str, "str | None"]  # None: unset
 INSTALL = "dualdist install-horovod"
 DYNAMIC_SETS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 SETS_PATCHED = "process_set.cc"  # a patch that install-horovod records
-GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 # Horovod reduces no integers below 32 bits and no bfloat16.
 REDUCE_DTYPES = frozenset((torch.float16, torch.float32, torch.float64, torch.int32, torch.int64))
 POLL_S = 0.0001  # between polls of a handle; Horovod's own wait polls once a millisecond
@@ -339,12 +339,12 @@ def start_on_gloo(context: InitContext) -> HorovodBackend:
     settings[ELASTIC] = None  # or the engine would ask this server for its slot, which it has
     stop_server: Callable[[], None] = _no_server
     if context.store is None:
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = None  # unset: a Horovod of one rank
+        settings[STORE_ADDRESS] = None  # unset: a Horovod of one rank
     else:
         address, port, stop_server = _serve_or_find(context, context.store, slots, deadline)
-        settings["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = address
-        settings["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port)
-        settings[GLOO_INTERFACE] = environ.get(GLOO_INTERFACE) or context.interface or "lo"
+        settings[STORE_ADDRESS] = address
+        settings[STORE_PORT] = str(port)
+        settings[INTERFACE] = environ.get(INTERFACE) or context.interface or "lo"
     try:
         with temporary_variables(environ, settings):
             _init(hvd, topology, deadline.left_s())
@@ -443,5 +443,5 @@ def _init(hvd: ModuleType, topology: Topology, timeout_s: float) -> None:
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"Horovod could not connect rank {topology.rank} to the others ({error}); see its messages above. "
-            f"If the hosts have several networks, name the one they share in {GLOO_INTERFACE}"
+            f"If the hosts have several networks, name the one they share in {INTERFACE}"
         ) from error

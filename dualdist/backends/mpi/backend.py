@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -149,7 +149,11 @@ class MpiBackend(PrivateBuffers):
         indices = [self.ranks.index(rank) for rank in ranks]
 
         def create(comm: Any) -> Any:
-            with freeing(comm.Get_group()) as parent, freeing(parent.Incl(indices)) as members:
+            with contextlib.ExitStack() as groups:
+                parent = comm.Get_group()
+                groups.callback(parent.Free)
+                members = parent.Incl(indices)
+                groups.callback(members.Free)
                 return comm.Create_group(members)
 
         return self._child(ranks, list(ranks).index(own_rank), create)
@@ -243,15 +247,6 @@ def split_calls(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if 0 < tensor.nbytes <= MAX_COUNT:
         return (tensor,)
     return tensor.view(-1).split(MAX_COUNT // tensor.element_size()) if tensor.nbytes else ()
-
-
-@contextlib.contextmanager
-def freeing(group: Any) -> Iterator[Any]:
-    """Free an MPI group after the block."""
-    try:
-        yield group
-    finally:
-        group.Free()
 
 
 def wait_budget_s(cores: int, cores_of_machine: int, local_size: int, threads: int) -> float:
