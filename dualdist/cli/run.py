@@ -293,11 +293,11 @@ def run(args: argparse.Namespace) -> int:
         hosts=hosts,
         nodes=None,
         interface=request.network_interface,
-        max_restarts=request.max_restarts,
         min_ranks=request.min_ranks,
     )
     settings = RunSettings(
         is_dry=args.dry_run,
+        max_restarts=request.max_restarts,
         stdout_to_stderr=args.json == "-",
         timeout_s=request.timeout,
         log_dir=request.log_dir,

@@ -51,7 +51,7 @@ class ControlAddress:
 
 @dataclass(frozen=True)
 class RankHello:
-    """The first message of a rank; `round` counts how often the launcher has restarted the ranks.
+    """The first message of a rank.
 
     A guard (see ssh.py) is no rank, and connects only to notice the end of the job.
     """
@@ -59,7 +59,6 @@ class RankHello:
     token: str
     rank: int | None
     host: str
-    round: int
     is_guard: bool = False
 
 

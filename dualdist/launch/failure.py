@@ -35,7 +35,6 @@ class RankEnd:
     Attributes:
         code: the exit code, or minus a signal's number; None for a lost rank, which reported none.
         at_s: when its failure began, by this host's clock.
-        round: how often the ranks had been restarted.
         was_terminated: a signal asked it to end, so that its code says nothing about the cause.
         text: its traceback, or the end of its stderr; of a lost rank, the traceback that it printed right before.
     """
@@ -44,7 +43,6 @@ class RankEnd:
     host: str
     code: int | None
     at_s: float
-    round: int = 0
     was_terminated: bool = False
     text: str = ""
 
@@ -55,33 +53,31 @@ class RankEnd:
 
 
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
-    """Return the first failure of the last round, preferably one that is not the consequence of another."""
+    """Return the first failure, preferably one that is not the consequence of another."""
     failures = [end for end in ends if end.code != 0 and not end.was_terminated]
-    last = max((end.round for end in failures), default=0)
     return min(
-        (end for end in failures if end.round == last),
+        failures,
         key=lambda end: (is_consequence(end.text), end.code is None and not end.text, end.at_s),
         default=None,
     )
 
 
 def has_stopped_on_notice(ends: Sequence[RankEnd]) -> bool:
-    """Return True if the job stopped in its last round because it was notified, and can be resumed.
+    """Return True if the job stopped because it was notified, and can be resumed.
 
     One rank that says so is enough: it does after all have saved, whatever becomes of the others in the meantime.
     """
-    last = max((end.round for end in ends), default=0)
-    return any(end.code == REQUEUE for end in ends if end.round == last)
+    return any(end.code == REQUEUE for end in ends)
 
 
-def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, may_restart: bool) -> int:
+def exit_code(launcher_codes: Sequence[int], failure: RankEnd | None, *, is_elastic: bool) -> int:
     """Return the exit code of the job: the first failing rank's, else that of the first launcher that failed.
 
     A launcher that exited may know the code of a lost rank; one that crashed, as mpirun of Open MPI 4 can, does not.
-    If the launcher restarts ranks (`may_restart`) and succeeded, failures of earlier rounds do not count.
+    If an elastic launcher, which restarts lost ranks, succeeded, their failures do not count.
     """
     failed = next((code for code in launcher_codes if code), 0)
-    if failure is None or (may_restart and not failed):
+    if failure is None or (is_elastic and not failed):
         return shell_code(failed)
     if failure.code is None:
         return failed if failed > 0 else LOST_RANK_CODE

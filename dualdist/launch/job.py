@@ -37,7 +37,6 @@ class Job:
         hosts: filled in this order; empty for this host alone.
         nodes: nodes of a Slurm allocation; None for Slurm's choice.
         interface: the network interface that the ranks use on every host.
-        max_restarts: how often failed ranks are restarted.
         min_ranks: lost ranks are restarted while at least so many go on in the same processes; None: a lost rank ends
             the job.
     """
@@ -50,7 +49,6 @@ class Job:
     hosts: tuple[Host, ...] = ()
     nodes: int | None = 1
     interface: str | None = None
-    max_restarts: int = 0
     min_ranks: int | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +167,6 @@ class Launcher:
         is_single_rank: it starts one rank, on this host.
         uses_allocation: without hosts, it starts the ranks on the nodes of the scheduler's allocation.
         uses_task_cpus: Slurm gives each rank the cores of a task.
-        restarts_ranks: on one host it restarts failed ranks itself.
         is_elastic: it goes on with fewer ranks while it restarts lost ones.
     """
 
@@ -180,7 +177,6 @@ class Launcher:
     is_single_rank: bool = False
     uses_allocation: bool = False
     uses_task_cpus: bool = False
-    restarts_ranks: bool = False
     is_elastic: bool = False
 
     @property

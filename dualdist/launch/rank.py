@@ -27,8 +27,8 @@ from dualdist.launch import control_channel, failure, processes
 from dualdist.launch.control_channel import CONTROL_VARIABLE, RankEnded, RankFailing, RankHello
 from dualdist.launch.relay import OutputRelay
 
-# How often the ranks were restarted, by torchrun and by `dualdist run`.
-ROUNDS = ("TORCHELASTIC_RESTART_COUNT", "DUALDIST_RUN_ROUND")
+# How often `dualdist run` has restarted the ranks, if it has.
+ROUND = "DUALDIST_RUN_ROUND"
 SLURM_NODE = "SLURMD_NODENAME"
 # Forwarded to the child; schedulers send some of them before they end a job.
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -237,7 +237,7 @@ def main() -> int:
     if CONTROL_VARIABLE in os.environ:
         try:
             address = control_channel.ControlAddress.loads(os.environ[CONTROL_VARIABLE])
-            control = control_channel.connect(address, RankHello(address.token, rank, host, _round()))
+            control = control_channel.connect(address, RankHello(address.token, rank, host))
         except ValueError:
             print(f"{CONTROL_VARIABLE} was not set by this dualdist run: unset it", file=sys.stderr)
             return 1
@@ -271,15 +271,10 @@ def _report(control: socket.socket | None, message: RankEnded | RankFailing) -> 
             control.setblocking(False)
 
 
-def _round() -> int:
-    counts = [os.environ.get(name, "") for name in ROUNDS]
-    return sum(int(count) for count in counts if count.isdecimal())
-
-
 def _open_log(folder: Path, rank: int | None) -> int:
     """Open the log of a rank; later rounds append to it."""
     folder.mkdir(parents=True, exist_ok=True)
-    mode = os.O_TRUNC if _round() == 0 else 0
+    mode = 0 if os.environ.get(ROUND) else os.O_TRUNC
     return os.open(
         folder / f"rank-{'?' if rank is None else rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | mode, 0o666
     )

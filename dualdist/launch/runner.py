@@ -21,7 +21,6 @@ from dualdist.utils.preemption_protocol import REQUEUE
 from dualdist.utils.redaction import is_secret, redact_variables
 
 LOOPBACK = "127.0.0.1"
-ROUND = "DUALDIST_RUN_ROUND"
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class RunSettings:
     """Settings of a run that do not concern the job itself."""
 
     is_dry: bool = False
+    max_restarts: int = 0
     stdout_to_stderr: bool = False
     timeout_s: float | None = None
     log_dir: str | None = None
@@ -59,7 +59,6 @@ class _Plan:
     site: Site
     settings: RunSettings
     environ: Mapping[str, str]
-    restarts: int
     local_addresses: tuple[str, ...]
 
     def in_round(self, number: int) -> _Plan:
@@ -67,7 +66,7 @@ class _Plan:
         if number == 0:
             return self
         site = self.site if self.job.hosts else replace(self.site, rendezvous=_local_rendezvous())
-        return replace(self, site=site, job=replace(self.job, env={**self.job.env, ROUND: str(number)}))
+        return replace(self, site=site, job=replace(self.job, env={**self.job.env, rank.ROUND: str(number)}))
 
     def commands(self, listener: ControlListener | None = None) -> tuple[Command, ...]:
         job, port = self.job, None
@@ -125,30 +124,26 @@ def _plan(job: Job, launcher: str, settings: RunSettings, environ: Mapping[str, 
         has_hosts=bool(job.hosts),
     )
     output = rank.RankSettings(job.program, settings.tag_output, settings.log_dir)
-    restarts_itself = LAUNCHERS[launcher].restarts_ranks and not job.hosts
-    inner, outer = (job.max_restarts, 0) if restarts_itself else (0, job.max_restarts)
-    if job.min_ranks is not None:
-        inner = sys.maxsize  # an elastic launcher restarts lost ranks
-    job = replace(job, program=rank.rank_argv(output), env=env, max_restarts=inner)
-    return _Plan(job, launcher, site, settings, environ, outer, local_addresses)
+    job = replace(job, program=rank.rank_argv(output), env=env)
+    return _Plan(job, launcher, site, settings, environ, local_addresses)
 
 
 def _run_rounds(plan: _Plan, listener: ControlListener) -> RunReport:
-    """Start the job, and again after each failure, up to plan.restarts times."""
+    """Start the job, and again after each failure, up to max_restarts times."""
     began = time.monotonic()
-    timeout_s = plan.settings.timeout_s
-    for number in range(plan.restarts + 1):
+    timeout_s, restarts = plan.settings.timeout_s, plan.settings.max_restarts
+    for number in range(restarts + 1):
         current = plan.in_round(number)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
-        stdout = 2 if plan.settings.stdout_to_stderr else None
-        supervisor = Supervisor(current.commands(listener), listener, plan.environ, plan.job.max_restarts, stdout)
+        stdout, is_elastic = 2 if plan.settings.stdout_to_stderr else None, plan.job.min_ranks is not None
+        supervisor = Supervisor(current.commands(listener), listener, plan.environ, stdout, is_elastic)
         outcome = supervisor.run(left_s)
         is_multi_host = bool(plan.job.hosts) or len(supervisor.hosts) > 1
-        if outcome.code == 0 or outcome.error or outcome.stop_signal or number == plan.restarts:
+        if outcome.code == 0 or outcome.error or outcome.stop_signal or number == restarts:
             break
         failed = outcome.failure.label(has_hosts=is_multi_host) if outcome.failure is not None else plan.launcher
         event = "a rank stopped on notice" if outcome.code == REQUEUE else f"{failed} failed"
-        print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {plan.restarts} times", file=sys.stderr)
+        print(f"dualdist run: {event}; restarting all ranks, {number + 1} of {restarts} times", file=sys.stderr)
     outcome = replace(outcome, seconds=time.monotonic() - began)
     return RunReport(plan.launcher, current.redacted_commands(), outcome, number, is_multi_host)
 

@@ -146,7 +146,7 @@ def _connect_guard(environ: Mapping[str, str]) -> socket.socket | None:
     if CONTROL_VARIABLE not in environ:
         return None
     address = control_channel.ControlAddress.loads(environ[CONTROL_VARIABLE])
-    hello = control_channel.RankHello(address.token, None, socket.gethostname(), 0, is_guard=True)
+    hello = control_channel.RankHello(address.token, None, socket.gethostname(), is_guard=True)
     try:
         return control_channel.connect(address, hello)
     except control_channel.ControlChannelError:

@@ -91,7 +91,7 @@ class ControlListener:
 
 @dataclass
 class Supervisor:
-    """One run of a job; `restarts` is how often the launcher itself restarts failed ranks.
+    """One run of a job, whose launcher restarts lost ranks if it `is_elastic`.
 
     `ends` and `hosts` are those of the ranks that connected.
     """
@@ -99,8 +99,8 @@ class Supervisor:
     commands: Sequence[Command]
     listener: ControlListener
     environ: Mapping[str, str]
-    restarts: int = 0
     stdout: int | None = None
+    is_elastic: bool = False
     ends: list[RankEnd] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
 
@@ -138,7 +138,7 @@ class Supervisor:
             return JobOutcome(REQUEUE, seconds, stop_signal=stopped)
         if stopped and any([*codes, failure, error]):
             return JobOutcome(128 + stopped, seconds, error=error, stop_signal=stopped)
-        code = 124 if error else exit_code(codes, failure, may_restart=self.restarts > 0)
+        code = 124 if error else exit_code(codes, failure, is_elastic=self.is_elastic)
         return JobOutcome(code, seconds, failure if code and not error else None, error, stopped)
 
     def _start(self, command: Command) -> None:
@@ -190,7 +190,7 @@ class Supervisor:
             return True
         if self._stop_signal:
             return any(end.code != 0 for end in self.ends[self._ends_before_stop :])
-        return any(end.code != 0 and end.round >= self.restarts for end in self.ends)
+        return not self.is_elastic and any(end.code != 0 for end in self.ends)
 
     def _have_ranks_ended(self) -> bool:
         """Return True if every rank that connected has reported its end."""
@@ -295,7 +295,7 @@ class Supervisor:
         """Handle a message; return False for one that no rank of this job sends."""
         if connection.hello is None:
             hello = control_channel.loads(RankHello, message)
-            if hello is None or hello.token != self.listener.address.token or self._is_obsolete(hello):
+            if hello is None or hello.token != self.listener.address.token or self._is_ending:
                 return False
             connection.hello = hello
             self.hosts |= {hello.host} if connection.is_rank else set()
@@ -310,13 +310,9 @@ class Supervisor:
         if ended := control_channel.loads(RankEnded, message):
             connection.has_ended = True
             at_s, hello = time.monotonic() - ended.age_s, connection.hello
-            end = RankEnd(hello.rank, hello.host, ended.code, at_s, hello.round, ended.was_terminated, ended.text)
+            end = RankEnd(hello.rank, hello.host, ended.code, at_s, ended.was_terminated, ended.text)
             self.ends.append(end)
         return ended is not None
-
-    def _is_obsolete(self, hello: RankHello) -> bool:
-        """Return True for a rank of a job that is ending, or that the launcher restarted after the job was stopped."""
-        return self._is_ending or (bool(self._stop_signal) and any(end.round < hello.round for end in self.ends))
 
     def _drop(self, sock: socket.socket) -> None:
         """Close a connection; its rank is lost unless it reported its end."""
@@ -328,4 +324,4 @@ class Supervisor:
             return
         text = connection.failing if now < connection.failing_at + FAILING_S else ""
         if text or not self._is_ending:
-            self.ends.append(RankEnd(hello.rank, hello.host, None, now, hello.round, text=text))
+            self.ends.append(RankEnd(hello.rank, hello.host, None, now, text=text))

@@ -277,7 +277,7 @@ def test_messages_between_ranks_are_understood_or_refused(effort: Effort) -> Non
     lists = altered(["host", ["10.0.0.1", "10.0.0.2"], 4711])
     effort.fuzz("invitations", lists | altered({"a": 1, "b": 2, "3": 3}), check)
     for message in (
-        control_channel.RankHello("t", 0, "h", 0),
+        control_channel.RankHello("t", 0, "h"),
         control_channel.RankEnded(1, 0.0, False, "x"),
         control_channel.RankFailing("x"),
     ):

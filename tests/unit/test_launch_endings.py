@@ -78,7 +78,6 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         ([ended(0, -15, 1.0, was_terminated=True), ended(1, 1, 2.0)], 1),
         ([ended(0, None, 1.0), ended(1, 1, 2.0)], 1),
         ([ended(0, None, 1.0), ended(1, None, 2.0, VALUE_ERROR), ended(2, None, 3.0)], 1),
-        ([ended(0, 1, 1.0, round=0), ended(1, 1, 2.0, round=1)], 1),
         ([ended(0, 0, 1.0)], None),
         ([], None),
     ],
@@ -89,7 +88,6 @@ def ended(number: int, code: int | None, at_s: float, text: str = "", **more: ob
         "message to",
         "lost",
         "lost by a failure",
-        "the last round",
         "success",
         "none",
     ],
@@ -104,19 +102,18 @@ def test_the_first_failure_is_no_consequence_of_another(ends: list[RankEnd], fir
     [
         ([ended(0, 75, 1.0), ended(1, 75, 1.1)], True),
         ([ended(0, 75, 1.0, was_terminated=True), ended(1, -15, 1.1)], True),
-        ([ended(0, 75, 1.0), ended(1, 0, 2.0, round=1), ended(0, 0, 2.0, round=1)], False),
-        ([ended(0, 1, 1.0), ended(1, 75, 2.0, round=1)], True),
+        ([ended(0, 1, 1.0), ended(1, 75, 2.0)], True),
         ([ended(0, -15, 1.0, was_terminated=True)], False),
         ([], False),
     ],
-    ids=["all", "one, and another was ended", "in an earlier round", "in the last round", "only ended", "none"],
+    ids=["all", "one, and another was ended", "one, and another failed", "only ended", "none"],
 )
-def test_a_job_has_stopped_where_a_rank_says_so_in_the_last_round(ends: list[RankEnd], stopped: bool) -> None:
+def test_a_job_has_stopped_where_a_rank_says_so(ends: list[RankEnd], stopped: bool) -> None:
     assert has_stopped_on_notice(ends) is stopped
 
 
 @pytest.mark.parametrize(
-    ("launchers", "code", "may_restart", "expected"),
+    ("launchers", "code", "is_elastic", "expected"),
     [
         ([1], 7, False, 7),
         ([1], -9, False, 137),
@@ -132,10 +129,10 @@ def test_a_job_has_stopped_where_a_rank_says_so_in_the_last_round(ends: list[Ran
     ],
 )
 def test_exit_code_is_the_first_failing_ranks(
-    launchers: list[int], code: int | None, may_restart: bool, expected: int
+    launchers: list[int], code: int | None, is_elastic: bool, expected: int
 ) -> None:
     failure = None if code == 0 else ended(1, code, 1.0)
-    assert exit_code(launchers, failure, may_restart=may_restart) == expected
+    assert exit_code(launchers, failure, is_elastic=is_elastic) == expected
 
 
 def test_a_failure_is_described_with_rank_host_and_signal() -> None:

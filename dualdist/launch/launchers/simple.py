@@ -55,11 +55,9 @@ def torchrun_commands(job: Job, site: Site) -> tuple[Command, ...]:
     torchrun, variables = site.path_of(TORCHRUN_PROGRAM), job.variables()
     if not job.hosts:
         # --standalone takes a free port, so that jobs do not collide; the loopback address needs no name service.
-        restarts = (f"--max-restarts={job.max_restarts}",) if job.max_restarts else ()
-        flags = ("--standalone", "--local-addr=127.0.0.1", *restarts, f"--nproc-per-node={job.ranks}")
-        return (Command((torchrun, *flags, *job.program), variables),)
-    # Static rendezvous, as its ranks follow the order of the hosts; c10d numbers them by address. Agents of a static
-    # rendezvous cannot restart their ranks together: `dualdist run` restarts the whole job instead.
+        argv = (torchrun, "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={job.ranks}", *job.program)
+        return (Command(argv, variables),)
+    # Static rendezvous, as its ranks follow the order of the hosts; c10d numbers them by address.
     hosts, rendezvous = job.ranks_by_host(), site.require_rendezvous()
     commands = []
     for node_rank, (host, local_size) in enumerate(hosts):
@@ -94,7 +92,7 @@ def srun_commands(job: Job, site: Site) -> tuple[Command, ...]:
 
 PYTHON = Launcher("python", python_commands, is_single_rank=True)
 SPAWN = Launcher("spawn", spawn_commands)
-TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,), restarts_ranks=True)
+TORCHRUN = Launcher("torchrun", torchrun_commands, (TORCHRUN_PROGRAM,))
 SRUN = Launcher("srun", srun_commands, (SRUN_PROGRAM,), mpi="optional", uses_allocation=True, uses_task_cpus=True)
 # IBM's Job Step Manager needs resource sets, which the script for LSF computes from its resources.
 JSRUN = Launcher("jsrun", None, mpi="always", uses_allocation=True)
