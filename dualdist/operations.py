@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from dualdist.ddp import join as ddp_join
 from dualdist.session import find_group, group_or_world
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 Splits: TypeAlias = Sequence[int] | Tensor
 Async: TypeAlias = Literal[True]
 Sync: TypeAlias = Literal[False]
@@ -44,6 +47,30 @@ _allreduce_operator = traced_allreduce.define_allreduce("dualdist::allreduce", f
 
 def _call(collective: Collective[T], async_op: bool) -> T | Handle[T]:
     return collective.start() if async_op else collective.run()
+
+
+def _reduction(
+    tensors: Tensors,
+    op: Op,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> tuple[Group, Tensors, Op, str | None, float, float]:
+    """Return the arguments of the description of a reduction."""
+    return group_or_world(group), tensors, op, name, prescale, postscale
+
+
+def _like(model: F) -> Callable[[Callable[..., Any]], F]:
+    """Give a function the signature of `model`, for type checkers and help(); torch.compile does not trace it."""
+
+    def decorate(function: Callable[..., Any]) -> F:
+        call: Any = disable_compile(function)
+        call.__signature__ = inspect.signature(model)
+        return cast(F, call)
+
+    return decorate
 
 
 def _trace_allreduce(
@@ -103,21 +130,8 @@ def allreduce(
     return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale)
 
 
-@overload
-def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]) -> Handle[Tensor]: ...
-@overload
-def allreduce_(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
-@disable_compile
-def allreduce_(
-    tensor: Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> Tensor | Handle[Tensor]:
+@_like(allreduce)
+def allreduce_(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **options: Any) -> Any:
     """Reduce a tensor over all ranks in place; no gradient flows.
 
     Arguments and errors are those of allreduce(). After MismatchError the tensor is unchanged.
@@ -130,10 +144,10 @@ def allreduce_(
         >>> dd.allreduce_(tensor, op="sum") is tensor
         True
     """
+    arguments = _reduction(tensor, op, **options)
     if async_op:
-        given = as_tensor(tensor)
-        return collectives.allreduce(group_or_world(group), given, op, name, prescale, postscale, in_place=True).start()
-    return fast_allreduce.allreduce(group_or_world(group), tensor, op, name, prescale, postscale, in_place=True)
+        return collectives.allreduce(*arguments, in_place=True).start()
+    return fast_allreduce.allreduce(*arguments, in_place=True)
 
 
 @overload
@@ -172,25 +186,8 @@ def grouped_allreduce(
     )
 
 
-@overload
-def grouped_allreduce_(
-    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]
-) -> Handle[list[Tensor]]: ...
-@overload
-def grouped_allreduce_(
-    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]
-) -> list[Tensor]: ...
-@disable_compile
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> list[Tensor] | Handle[list[Tensor]]:
+@_like(grouped_allreduce)
+def grouped_allreduce_(tensors: Sequence[Tensor], op: Op = "mean", *, async_op: bool = False, **options: Any) -> Any:
     """Reduce several tensors over all ranks in place; no gradient flows.
 
     Arguments and errors are those of grouped_allreduce(). After MismatchError the tensors are unchanged.
@@ -203,10 +200,7 @@ def grouped_allreduce_(
         >>> dd.grouped_allreduce_(tensors)[0] is tensors[0]
         True
     """
-    members = as_list(tensors)
-    return _call(
-        collectives.allreduce(group_or_world(group), members, op, name, prescale, postscale, in_place=True), async_op
-    )
+    return _call(collectives.allreduce(*_reduction(as_list(tensors), op, **options), in_place=True), async_op)
 
 
 @overload
@@ -296,14 +290,10 @@ def broadcast(
     return _call(collectives.broadcast(group_or_world(group), tensor, root, name), async_op)
 
 
-@overload
-def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
-@overload
-def broadcast_(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
-@disable_compile
+@_like(broadcast)
 def broadcast_(
     tensor: Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> Tensor | Handle[Tensor]:
+) -> Any:
     """Copy root's tensor to every rank in place; no gradient flows.
 
     Arguments and errors are those of broadcast().
@@ -365,21 +355,8 @@ def alltoall(
     return _call(collective.map(lambda pair: pair[0]) if splits is None else collective, async_op)
 
 
-@overload
-def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]) -> Handle[Tensor]: ...
-@overload
-def reducescatter(tensor: Tensor, op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]) -> Tensor: ...
-@disable_compile
-def reducescatter(
-    tensor: Tensor,
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> Tensor | Handle[Tensor]:
+@_like(allreduce)
+def reducescatter(tensor: Tensor, op: Op = "mean", *, async_op: bool = False, **options: Any) -> Any:
     """Reduce a tensor over all ranks and return this rank's share of the rows: (n, *s) -> (n/size, *s).
 
     The first ranks get one row more if n is not divisible by the size. The backward pass returns the gradients of all
@@ -401,30 +378,11 @@ def reducescatter(
                 [1.],
                 [1.]])
     """
-    return _call(
-        collectives.reducescatter(group_or_world(group), as_tensor(tensor), op, name, prescale, postscale), async_op
-    )
+    return _call(collectives.reducescatter(*_reduction(as_tensor(tensor), op, **options)), async_op)
 
 
-@overload
-def grouped_reducescatter(
-    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Async, **options: Unpack[Scaled]
-) -> Handle[list[Tensor]]: ...
-@overload
-def grouped_reducescatter(
-    tensors: Sequence[Tensor], op: Op = ..., *, async_op: Sync = ..., **options: Unpack[Scaled]
-) -> list[Tensor]: ...
-@disable_compile
-def grouped_reducescatter(
-    tensors: Sequence[Tensor],
-    op: Op = "mean",
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    async_op: bool = False,
-) -> list[Tensor] | Handle[list[Tensor]]:
+@_like(grouped_allreduce)
+def grouped_reducescatter(tensors: Sequence[Tensor], op: Op = "mean", *, async_op: bool = False, **options: Any) -> Any:
     """Reduce several tensors and return this rank's share of the rows of each; all of them or none.
 
     Args:
@@ -437,9 +395,7 @@ def grouped_reducescatter(
         >>> dd.grouped_reducescatter([torch.ones(1), torch.zeros(1)])
         [tensor([1.]), tensor([0.])]
     """
-    return _call(
-        collectives.reducescatter(group_or_world(group), as_list(tensors), op, name, prescale, postscale), async_op
-    )
+    return _call(collectives.reducescatter(*_reduction(as_list(tensors), op, **options)), async_op)
 
 
 @overload
@@ -489,14 +445,10 @@ def scatter(
     return _call(collectives.scatter(group_or_world(group), tensor, root, splits, name), async_op)
 
 
-@overload
-def gather(tensor: Tensor, root: int = ..., *, async_op: Async, **options: Unpack[Common]) -> Handle[Tensor]: ...
-@overload
-def gather(tensor: Tensor, root: int = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
-@disable_compile
+@_like(broadcast)
 def gather(
     tensor: Tensor, root: int = 0, *, name: str | None = None, group: Group | None = None, async_op: bool = False
-) -> Tensor | Handle[Tensor]:
+) -> Any:
     """Concatenate the rows of all ranks on root, in rank order: (n, *s) -> (sum of all n, *s).
 
     The backward pass returns root's gradients to where the rows came from if some rank's tensor requires one. Every

@@ -138,7 +138,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
             raise UsageError("op and average were given: leave average out, op says it all")
         if average is not None:
             message = "average=... is deprecated in Horovod: pass op=Average or op=Sum"
-            warnings.warn(message, DeprecationWarning, stacklevel=5)  # beyond the decorators of mpi_ops
+            warnings.warn(message, DeprecationWarning, stacklevel=6)  # beyond the helpers of mpi_ops
         if op is not None:
             return op
         return int(reduce_ops.Sum if average is not None and not average else reduce_ops.Average)

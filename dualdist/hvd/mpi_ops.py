@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -50,6 +51,8 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 OPS: dict[int, Op] = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 Tensors = Sequence[torch.Tensor]
 Given = TypeVar("Given", torch.Tensor, list[torch.Tensor])
 Arguments = tuple[Group, Given, Op, "str | None", float, float]
@@ -64,6 +67,18 @@ def _public(function: F, unless: Callable[..., Any] | None = None) -> F:
     """Raise Horovod's errors, and keep torch.compile out unless `unless` traces the call."""
     converted: F = horovods_errors()(function)
     return disable_compile(converted, unless)
+
+
+def _like(model: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Make a function public with the parameters of `model`, for type checkers and help()."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        public: Any = _public(function)
+        returns = inspect.signature(function).return_annotation
+        public.__signature__ = inspect.signature(model).replace(return_annotation=returns)
+        return cast(Callable[P, R], public)
+
+    return decorate
 
 
 @horovods_errors()
@@ -104,13 +119,40 @@ def _arguments(
     return group, tensors, _op_of(op, members, process_set), name, prescale, postscale
 
 
-def _compressed(
-    tensors: Tensors, compression: type[Compressor], reduce: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Reduce compressed tensors and return the decompressed results."""
+def _reduction(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Arguments[torch.Tensor]:
+    op = handle_average_backwards_compatibility(op, average)
+    return _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
+
+
+def _grouped_reduction(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Arguments[list[torch.Tensor]]:
+    op = handle_average_backwards_compatibility(op, average)
+    return _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
+
+
+def _compress(tensors: Tensors, compression: type[Compressor]) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the compressed tensors and their contexts."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    results = reduce([tensor for tensor, _ in pairs])
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(results, pairs, strict=True)]
+    return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def _decompress(tensors: Tensors, contexts: list[Any], compression: type[Compressor]) -> list[torch.Tensor]:
+    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(tensors, contexts, strict=True)]
 
 
 def start(collective: Collective[Any]) -> int:
@@ -167,19 +209,10 @@ def _trace_allreduce(
     return traced_allreduce.trace(allreduce_operator, *arguments)
 
 
-@_public
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@_like(_reduction)
+def allreduce_async(*args: Any, **kwargs: Any) -> int:
     """Begin allreduce() and return a handle for synchronize()."""
-    op = handle_average_backwards_compatibility(op, average)
-    return start(collectives.allreduce(*_arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)))
+    return start(collectives.allreduce(*_reduction(*args, **kwargs)))
 
 
 @partial(_public, unless=_trace_allreduce)
@@ -211,58 +244,27 @@ def allreduce(
         HorovodInternalError: the ranks passed different arguments, a rank is missing, or this rank is not in the set.
         ValueError: an argument is invalid.
     """
-    op = handle_average_backwards_compatibility(op, average)
     sent, ctx = compression.compress(tensor)
-    arguments = _arguments(sent, op, name, prescale_factor, postscale_factor, process_set)
+    arguments = _reduction(sent, average, name, op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(fast_allreduce.allreduce(*arguments), ctx)
 
 
-@_public
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@_like(_reduction)
+def allreduce_async_(*args: Any, **kwargs: Any) -> int:
     """Begin allreduce_() and return a handle for synchronize()."""
-    op = handle_average_backwards_compatibility(op, average)
-    arguments = _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
-    return start(collectives.allreduce(*arguments, in_place=True))
+    return start(collectives.allreduce(*_reduction(*args, **kwargs), in_place=True))
 
 
-@_public
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+@_like(_reduction)
+def allreduce_(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Reduce a tensor over the process set in place, and return it; arguments as of allreduce()."""
-    op = handle_average_backwards_compatibility(op, average)
-    arguments = _arguments(tensor, op, name, prescale_factor, postscale_factor, process_set)
-    return fast_allreduce.allreduce(*arguments, in_place=True)
+    return fast_allreduce.allreduce(*_reduction(*args, **kwargs), in_place=True)
 
 
-@_public
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@_like(_grouped_reduction)
+def grouped_allreduce_async(*args: Any, **kwargs: Any) -> int:
     """Begin grouped_allreduce() and return a handle for synchronize(), which returns a tuple."""
-    op = handle_average_backwards_compatibility(op, average)
-    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
-    return start(collectives.allreduce(*arguments).map(tuple))
+    return start(collectives.allreduce(*_grouped_reduction(*args, **kwargs)).map(tuple))
 
 
 @_public
@@ -277,45 +279,21 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors, all of them or none; the other arguments as of allreduce()."""
-    kind = handle_average_backwards_compatibility(op, average)
-
-    def reduce(sent: list[torch.Tensor]) -> list[torch.Tensor]:
-        arguments = _arguments(sent, kind, name, prescale_factor, postscale_factor, process_set)
-        return collectives.allreduce(*arguments).run()
-
-    return _compressed(tensors, compression, reduce)
+    sent, contexts = _compress(tensors, compression)
+    arguments = _grouped_reduction(sent, average, name, op, prescale_factor, postscale_factor, process_set)
+    return _decompress(collectives.allreduce(*arguments).run(), contexts, compression)
 
 
-@_public
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+@_like(_grouped_reduction)
+def grouped_allreduce_async_(*args: Any, **kwargs: Any) -> int:
     """Begin grouped_allreduce_() and return a handle for synchronize()."""
-    op = handle_average_backwards_compatibility(op, average)
-    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
-    return start(collectives.allreduce(*arguments, in_place=True).map(tuple))
+    return start(collectives.allreduce(*_grouped_reduction(*args, **kwargs), in_place=True).map(tuple))
 
 
-@_public
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, ...]:
+@_like(_grouped_reduction)
+def grouped_allreduce_(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """Reduce several tensors in place, all of them or none; arguments as of allreduce()."""
-    op = handle_average_backwards_compatibility(op, average)
-    arguments = _arguments(as_list(tensors), op, name, prescale_factor, postscale_factor, process_set)
-    return tuple(collectives.allreduce(*arguments, in_place=True).run())
+    return tuple(collectives.allreduce(*_grouped_reduction(*args, **kwargs), in_place=True).run())
 
 
 @_public
@@ -389,17 +367,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's share of the reduction of each tensor, all of them or none; arguments as of allreduce()."""
-
-    def reduce(sent: list[torch.Tensor]) -> list[torch.Tensor]:
-        return _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
-
-    return _compressed(tensors, compression, reduce)
-
-
-@_public
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin allgather() and return a handle for synchronize()."""
-    return start(collectives.allgather(member_group(process_set), tensor, name))
+    sent, contexts = _compress(tensors, compression)
+    found = _reducescatter(sent, op, name, prescale_factor, postscale_factor, process_set).run()
+    return _decompress(found, contexts, compression)
 
 
 @_public
@@ -411,58 +381,58 @@ def allgather(
 
 
 @_public
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
-    """Begin grouped_allgather() and return a handle for synchronize()."""
-    return start(collectives.allgather(member_group(process_set), as_list(tensors), name).map(tuple))
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin allgather() and return a handle for synchronize()."""
+    return start(collectives.allgather(member_group(process_set), tensor, name))
 
 
-@_public
-def grouped_allgather(
+def _grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> tuple[torch.Tensor, ...]:
+) -> Collective[tuple[torch.Tensor, ...]]:
+    return collectives.allgather(member_group(process_set), as_list(tensors), name).map(tuple)
+
+
+@_like(_grouped_allgather)
+def grouped_allgather(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """Gather several tensors, all of them or none; gradients flow through it."""
-    return tuple(collectives.allgather(member_group(process_set), as_list(tensors), name).run())
+    return _grouped_allgather(*args, **kwargs).run()
+
+
+@_like(_grouped_allgather)
+def grouped_allgather_async(*args: Any, **kwargs: Any) -> int:
+    """Begin grouped_allgather() and return a handle for synchronize()."""
+    return start(_grouped_allgather(*args, **kwargs))
 
 
 def _broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
-) -> Collective[torch.Tensor]:
-    group, root = member_group(process_set), current().job_rank(root_rank)
-    return collectives.broadcast(group, tensor, root, name, in_place=in_place)
-
-
-@_public
-def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> tuple[Group, torch.Tensor, int, str | None]:
+    """Return the arguments of dualdist's broadcast."""
+    return member_group(process_set), tensor, current().job_rank(root_rank), name
+
+
+@_like(_broadcast)
+def broadcast_async(*args: Any, **kwargs: Any) -> int:
     """Begin broadcast() and return a handle for synchronize()."""
-    return start(_broadcast(tensor, root_rank, name, process_set))
+    return start(collectives.broadcast(*_broadcast(*args, **kwargs)))
 
 
-@_public
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+@_like(_broadcast)
+def broadcast(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Return a new tensor with the values of `root_rank`, a rank of the job; gradients flow through it."""
-    return _broadcast(tensor, root_rank, name, process_set).run()
+    return collectives.broadcast(*_broadcast(*args, **kwargs)).run()
 
 
-@_public
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+@_like(_broadcast)
+def broadcast_async_(*args: Any, **kwargs: Any) -> int:
     """Begin broadcast_() and return a handle for synchronize()."""
-    return start(_broadcast(tensor, root_rank, name, process_set, in_place=True))
+    return start(collectives.broadcast(*_broadcast(*args, **kwargs), in_place=True))
 
 
-@_public
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+@_like(_broadcast)
+def broadcast_(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Copy the values of `root_rank`, a rank of the job, to every rank in place, and return the tensor."""
-    return _broadcast(tensor, root_rank, name, process_set, in_place=True).run()
+    return collectives.broadcast(*_broadcast(*args, **kwargs), in_place=True).run()
 
 
 @_public
