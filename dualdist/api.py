@@ -335,19 +335,8 @@ def save_checkpoint(
 ) -> str: ...
 @overload
 def save_checkpoint(
-    path: str | PathLike[str],
-    *,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    sampler: Sampler | None = None,
-    keep: int | None = 3,
-    async_op: Literal[True],
-    **extra: Any,
+    path: str | PathLike[str], *, keep: int | None = 3, async_op: Literal[True], **parts: Any
 ) -> PendingSave: ...
-
-
 @disable_compile
 def save_checkpoint(
     path: str | PathLike[str],

@@ -23,7 +23,8 @@ from dualdist.session import find_group, group_or_world
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
-Splits: TypeAlias = Sequence[int] | Tensor
+Counts: TypeAlias = Sequence[int] | Tensor
+Splits: TypeAlias = Counts | None
 Async: TypeAlias = Literal[True]
 Sync: TypeAlias = Literal[False]
 
@@ -315,16 +316,16 @@ def alltoall(tensor: Tensor, splits: None = ..., *, async_op: Async, **options: 
 def alltoall(tensor: Tensor, splits: None = ..., *, async_op: Sync = ..., **options: Unpack[Common]) -> Tensor: ...
 @overload
 def alltoall(
-    tensor: Tensor, splits: Splits, *, async_op: Async, **options: Unpack[Common]
+    tensor: Tensor, splits: Counts, *, async_op: Async, **options: Unpack[Common]
 ) -> Handle[tuple[Tensor, Tensor]]: ...
 @overload
 def alltoall(
-    tensor: Tensor, splits: Splits, *, async_op: Sync = ..., **options: Unpack[Common]
+    tensor: Tensor, splits: Counts, *, async_op: Sync = ..., **options: Unpack[Common]
 ) -> tuple[Tensor, Tensor]: ...
 @disable_compile
 def alltoall(
     tensor: Tensor,
-    splits: Sequence[int] | Tensor | None = None,
+    splits: Splits = None,
     *,
     name: str | None = None,
     group: Group | None = None,
@@ -400,22 +401,17 @@ def grouped_reducescatter(tensors: Sequence[Tensor], op: Op = "mean", *, async_o
 
 @overload
 def scatter(
-    tensor: Tensor | None, root: int = ..., splits: Splits | None = ..., *, async_op: Async, **options: Unpack[Common]
+    tensor: Tensor | None, root: int = ..., splits: Splits = ..., *, async_op: Async, **options: Unpack[Common]
 ) -> Handle[Tensor]: ...
 @overload
 def scatter(
-    tensor: Tensor | None,
-    root: int = ...,
-    splits: Splits | None = ...,
-    *,
-    async_op: Sync = ...,
-    **options: Unpack[Common],
+    tensor: Tensor | None, root: int = ..., splits: Splits = ..., *, async_op: Sync = ..., **options: Unpack[Common]
 ) -> Tensor: ...
 @disable_compile
 def scatter(
     tensor: Tensor | None,
     root: int = 0,
-    splits: Sequence[int] | Tensor | None = None,
+    splits: Splits = None,
     *,
     name: str | None = None,
     group: Group | None = None,

@@ -143,7 +143,11 @@ def init(backend: str | None = None, *, timeout_s: float = 300) -> None:
     if environ.get(TIMELINE):
         _start_timeline(session, environ[TIMELINE])
     if environ.get(SLOW_RANKS, "0") not in ("", "0"):
-        _report_slow_ranks(session)
+        from dualdist.diagnostics.stragglers import StragglerReport
+
+        report = StragglerReport(session)
+        session.close_callbacks.append(report)
+        atexit.register(report)  # for programs that end without shutdown()
     if plan is not None and _process.recorder is None:
         _process.recorder = _recorder(session, *plan, began)
 
@@ -156,14 +160,6 @@ def _next_name(environ: MutableMapping[str, str], timeout_s: float) -> str:
         environ.update(next_slot(environ, timeout_s))
         _process.rendezvous_store = RendezvousStore()  # an unused one: another process may be rank 0 now
     return f"dualdist/{ELASTIC}"  # not numbered: ranks that were started later have had fewer sessions
-
-
-def _report_slow_ranks(session: Session) -> None:
-    from dualdist.diagnostics.stragglers import StragglerReport
-
-    report = StragglerReport(session)
-    session.close_callbacks.append(report)
-    atexit.register(report)  # for programs that end without shutdown()
 
 
 def _recording_plan(environ: Mapping[str, str]) -> tuple[Path, int, int] | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
 
-from dualdist import session
+from dualdist import logging, session
 from dualdist.backends import registry
 from dualdist.backends.horovod.driver import is_elastic, watch_hosts
 from dualdist.elastic.training_state import RanksChanged, State, Stopped, last_step
@@ -98,7 +98,7 @@ def reinitialize(reason: str) -> None:
     """Shut down and initialize again with the ranks that there are now; every remaining rank calls this."""
     old = session.current()
     backend, timeout_s = old.backend.name, old.timeout_s
-    print_on_rank_0(f"{reason}; the remaining ranks initialize again")
+    logging.print(f"dualdist: {reason}; the remaining ranks initialize again", file=sys.stderr)
     for attempt in range(ATTEMPTS):
         with contextlib.suppress(DualdistError):  # the peers may be gone
             if session.is_open():
@@ -109,9 +109,4 @@ def reinitialize(reason: str) -> None:
         except (CollectiveError, RendezvousError):
             if attempt == ATTEMPTS - 1:
                 raise
-    print_on_rank_0(f"continuing with {session.current().topology.size} ranks")
-
-
-def print_on_rank_0(message: str) -> None:
-    if session.current().topology.rank == 0:
-        print(f"dualdist: {message}", file=sys.stderr, flush=True)
+    logging.print(f"dualdist: continuing with {session.current().topology.size} ranks", file=sys.stderr)

@@ -94,7 +94,7 @@ def shutdown() -> None:
     try:
         if job is not None:
             for process_set in job.sets.values():
-                process_set._invalidate()
+                process_set.process_set_id = None
             global_process_set.ranks = []
             if job.timeline is not None:
                 job.timeline.close()
@@ -291,9 +291,8 @@ class HorovodTimeline:
         self._rows: dict[str, int] = {}
         self._start = time.monotonic()
         self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  (open until close())
-        self._file.write("[\n")
         since_epoch = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
-        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}, first=True)
+        self._file.write("[\n" + json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": since_epoch}))
 
     def __call__(self, event: str, request: CollectiveRequest | None) -> None:
         """Record an event of a collective; for Group.observer."""
@@ -343,9 +342,9 @@ class HorovodTimeline:
     def _emit(self, phase: str, row: int, **fields: Any) -> None:
         self._write({"ph": phase, "pid": row, "ts": int((time.monotonic() - self._start) * 1e6), **fields})
 
-    def _write(self, event: dict[str, Any], *, first: bool = False) -> None:
+    def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None, "callers have looked"
-        self._file.write(("" if first else ",\n") + json.dumps(event))
+        self._file.write(",\n" + json.dumps(event))
         self._file.flush()
 
 

@@ -38,13 +38,8 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """Sends floating point tensors in 16 bits."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        return CASTS["fp16"].compress(tensor)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return CASTS["fp16"].decompress(tensor, ctx)
+    compress = staticmethod(CASTS["fp16"].compress)
+    decompress = staticmethod(CASTS["fp16"].decompress)
 
 
 class Compression:

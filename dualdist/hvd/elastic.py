@@ -12,19 +12,19 @@ import math
 import os
 import queue
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from enum import IntFlag
 from itertools import cycle, islice
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.utils.data
 
-from dualdist import session
+from dualdist import logging, session
 from dualdist.backends.horovod.driver import HOSTNAME, INTERFACE, LOCAL_RANK, is_elastic, watch_hosts
 from dualdist.ddp.optimizer import move_to_group
-from dualdist.elastic import run_loop
 from dualdist.environments.horovodrun import STORE_ADDRESS, STORE_PORT
 from dualdist.errors import CollectiveError, DualdistError, MismatchError
 from dualdist.hvd.common import HorovodInternalError, HostsUpdatedInterrupt
@@ -45,19 +45,12 @@ class HostUpdateResult(IntFlag):
     mixed = removed | added
 
 
-class Listener(Protocol):
-    """An object that is notified of changed hosts, such as a State."""
-
-    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Called from any thread; a later change has a greater timestamp."""
-
-
 class WorkerNotificationManager:
-    """Notifies listeners of the host changes that horovodrun's elastic driver reports."""
+    """Notifies states of the host changes that horovodrun's elastic driver reports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: set[Listener] = set()
+        self._listeners: set[State] = set()
         self._hears = False
 
     def init(
@@ -78,11 +71,11 @@ class WorkerNotificationManager:
             watch_hosts(environ, lambda timestamp, how: self.handle_hosts_updated(timestamp, HostUpdateResult(how)))
             self._hears = True
 
-    def register_listener(self, listener: Listener) -> None:
+    def register_listener(self, listener: State) -> None:
         with self._lock:
             self._listeners.add(listener)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: State) -> None:
         with self._lock:
             self._listeners.remove(listener)
 
@@ -226,7 +219,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]
                     why = "hosts were lost" if update.skip_sync else "hosts came or went"
                     in_sync = update.skip_sync
                 if session.is_open():
-                    run_loop.print_on_rank_0(f"{why}; the remaining ranks initialize again")
+                    logging.print(f"dualdist: {why}; the remaining ranks initialize again", file=sys.stderr)
                 state._forget_host_updates()
                 reset()
                 state.on_reset()
@@ -269,11 +262,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
-        self.num_replicas = 0
-        self.rank = 0
-        self.remaining_indices: list[int] = []
-        self.num_samples = 0
-        self.total_size = 0
         self.processed_num = 0
         self.reset()
 

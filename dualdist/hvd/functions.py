@@ -40,15 +40,7 @@ def _pairs(params: Any) -> list[tuple[str, Any]]:
         return list(params.items())
     if isinstance(params, (str, torch.Tensor)) or not isinstance(params, Iterable):
         raise UsageError(f"params of type {type(params)}: expected a state_dict, named parameters or parameters")
-    given = list(params)
-    return [
-        pair if isinstance(pair, tuple) and pair[0] is not None else (f"{number:09}", _last(pair))
-        for number, pair in enumerate(given)
-    ]
-
-
-def _last(pair: Any) -> Any:
-    return pair[1] if isinstance(pair, tuple) else pair
+    return [pair if isinstance(pair, tuple) else (f"{number:09}", pair) for number, pair in enumerate(params)]
 
 
 def broadcast_optimizer_state(
@@ -81,20 +73,16 @@ def broadcast_object(
         name: identifies the call between ranks; if None, calls are numbered.
         process_set: the ranks that take part.
     """
+    name = name and f"{name}.object"  # differs from that of a tensor under way
     with horovods_errors():
         root = current().job_rank(root_rank)
-        return broadcast_state.broadcast_object(member_group(process_set), obj, root, _object_name(name), _dumps())
+        return broadcast_state.broadcast_object(member_group(process_set), obj, root, name, _dumps())
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Return the objects of all ranks, in rank order; objects are pickled."""
     with horovods_errors():
-        return broadcast_state.allgather_object(current().base, obj, _object_name(name), _dumps())
-
-
-def _object_name(name: str | None) -> str | None:
-    """Return a name that differs from that of a tensor under way."""
-    return None if name is None else f"{name}.object"
+        return broadcast_state.allgather_object(current().base, obj, name and f"{name}.object", _dumps())
 
 
 def _dumps() -> Callable[[Any], bytes]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from dualdist.ddp.compression import GradientCompressor as AnyCompressor
 from dualdist.ddp.optimizer import get_wrapper, names_by_id, unwrap_optimizer, wrap_optimizer
 from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
-from dualdist.hvd.common import horovods_errors
+from dualdist.hvd.common import horovods_errors, split_list
 from dualdist.hvd.compression import Compression
 from dualdist.hvd.mpi_ops import Adasum, Average, Sum
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, group_of
@@ -102,8 +101,9 @@ def DistributedOptimizer(
                 next_group=lambda: group_of(process_set),
                 errors=horovods_errors,
             )
-    controls = _Controls(optimizer, skips=op != Adasum or size() == 1)
-    controls.attach(
+    _Controls(
+        optimizer,
+        skips=op != Adasum or size() == 1,
         _parameter_names={param: name for name, param in sorted(named, key=lambda pair: pair[0])},
         _compression=compression,
         _groups=groups,
@@ -118,33 +118,31 @@ def DistributedOptimizer(
 
 
 class _Controls:
-    """The methods that DistributedOptimizer adds to an optimizer."""
+    """The methods that DistributedOptimizer adds to an optimizer.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, skips: bool) -> None:
+    They are attributes of this optimizer object, beside those `known`; copies and pickles of it have none of them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, skips: bool, **known: Any) -> None:
         self._optimizer = optimizer
         self._skips = skips
         self._is_synchronized = False
         self._is_skipping = False
-        self.undo: Callable[[], None] = lambda: None
-
-    def attach(self, **known: Any) -> None:
-        """Set the attributes on this optimizer object; copies and pickles of it have none of them."""
-        attributes = known | {
+        self._attributes = known | {
             CONTROLS: self,
             "synchronize": self.synchronize,
             "skip_synchronize": self.skip_synchronize,
             "set_backward_passes_per_step": self.set_backward_passes_per_step,
         }
-        for name, value in attributes.items():
-            setattr(self._optimizer, name, value)
-        hook = self._optimizer.register_step_pre_hook(self._before_step)
+        for name, value in self._attributes.items():
+            setattr(optimizer, name, value)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-        def undo() -> None:
-            hook.remove()
-            for name in attributes:
-                delattr(self._optimizer, name)
-
-        self.undo = undo
+    def undo(self) -> None:
+        """Remove what was added."""
+        self._hook.remove()
+        for name in self._attributes:
+            delattr(self._optimizer, name)
 
     def synchronize(self) -> None:
         """Reduce the gradients, also after fewer backward passes than backward_passes_per_step.
@@ -224,9 +222,7 @@ def _fused_groups(
     if groups <= 0:
         raise UsageError(f"groups={groups}: expected a number above 0, or lists of parameters")
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    width, more = divmod(len(params), groups)
-    starts = [number * width + min(number, more) for number in range(groups + 1)]
-    return [params[start:end] for start, end in itertools.pairwise(starts) if end > start]
+    return [part for part in split_list(params, groups) if part]
 
 
 def _compressor(compression: Any) -> AnyCompressor | None:

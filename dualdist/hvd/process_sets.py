@@ -79,18 +79,13 @@ class ProcessSet:
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        if isinstance(ranks_or_comm, Iterable):
-            ranks = sorted(ranks_or_comm)
-            if any(not isinstance(rank, int) for rank in ranks):
-                raise UsageError(f"ProcessSet({ranks!r}): expected ranks, or an mpi4py communicator")
-            self.ranks = ranks
-        elif hasattr(ranks_or_comm, "Get_group"):
+        if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
-        else:
+            return
+        ranks: list[Any] = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if any(not isinstance(rank, int) for rank in ranks):
             raise UsageError(f"ProcessSet({ranks_or_comm!r}): expected ranks, or an mpi4py communicator")
-
-    def _invalidate(self) -> None:
-        self.process_set_id = None
+        self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """Return the number of ranks in the set, or None before it is registered."""
@@ -143,7 +138,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise UsageError(f"process sets are removed {WHERE}")
     if number is None or number == 0 or number not in job.groups:
         return False
-    process_set._invalidate()
+    process_set.process_set_id = None
     del job.sets[number]
     session.remove_group(job.groups.pop(number))
     return True
