@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dualdist import api, session
+from dualdist import api, logging, session
 from dualdist.checkpoint.state import StateCopy, check_part_names, has_state
 from dualdist.collectives.broadcast_state import (
     allgather_object,
@@ -257,7 +257,7 @@ def _stop(reason: str, path: str | PathLike[str] | None) -> NoReturn:
     message = f"stopped after a step, as requested by {reason}; a job that loads {path} resumes from there"
     if session.current().topology.rank == 0:
         last_step().notice.acknowledge()
-        print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr, flush=True)
+    logging.print(f"dualdist: {message} (exit code {REQUEUE})", file=sys.stderr)
     raise Stopped(message)
 
 

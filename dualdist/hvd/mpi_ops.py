@@ -92,16 +92,20 @@ def shutdown(*args: Any, **kwargs: Any) -> None:
     basics.shutdown(*args, **kwargs)
 
 
+def require_adasum(process_set: ProcessSet) -> None:
+    """Raise NotImplementedError where Horovod 0.28.1 has no Adasum."""
+    if process_set.process_set_id != 0:
+        raise NotImplementedError("Adasum works on all ranks, not on other process sets")
+    if size() & (size() - 1):
+        raise NotImplementedError(f"Adasum pairs the ranks: their number is a power of two, not {size()}")
+
+
 def _op_of(op: int, tensors: Tensors, process_set: ProcessSet) -> Op:
     """Return dualdist's op. Horovod averages integers too: the sum, divided in float64 and truncated."""
     if op not in OPS:
         raise UsageError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     if op == Adasum:
-        members = process_set.size() or 1
-        if process_set.process_set_id != 0:
-            raise NotImplementedError("Adasum works on all ranks, not on other process sets")
-        if members & (members - 1):
-            raise NotImplementedError(f"Adasum pairs the ranks: their number is a power of two, not {members}")
+        require_adasum(process_set)
     are_integers = {tensor.dtype in INTEGERS for tensor in tensors}
     if op == Average and True in are_integers:
         if len(are_integers) > 1:

@@ -18,7 +18,7 @@ from dualdist.errors import UsageError
 from dualdist.hvd.basics import size
 from dualdist.hvd.common import horovods_errors, split_list
 from dualdist.hvd.compression import Compression
-from dualdist.hvd.mpi_ops import Adasum, Average, Sum
+from dualdist.hvd.mpi_ops import Adasum, Average, Sum, require_adasum
 from dualdist.hvd.process_sets import ProcessSet, global_process_set, group_of
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -79,10 +79,8 @@ def DistributedOptimizer(
     named = _named(optimizer, named_parameters)
     names_by_id(optimizer, named)
     fused_groups = _fused_groups(optimizer, groups)
-    if op == Adasum and size() > 1 and process_set is not global_process_set:
-        raise NotImplementedError("op=Adasum works on all ranks, not on other process sets")
-    if op == Adasum and size() & (size() - 1):
-        raise NotImplementedError(f"op=Adasum pairs the ranks: their number is a power of two, not {size()}")
+    if op == Adasum:
+        require_adasum(process_set)
     config = ReducerConfig(GRADIENT_OPS[op], _compressor(compression), gradient_predivide_factor, sparse_as_dense)
     group = group_of(process_set)
     before = getattr(optimizer, CONTROLS, None)
