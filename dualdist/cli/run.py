@@ -272,8 +272,8 @@ def run(args: argparse.Namespace) -> int:
     for name in (*RESOURCES, "write", "submit"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is an option of job scripts: add --scheduler NAME")
-    launcher, ranks = _resolve(request)
     hosts = request.other_hosts
+    launcher, ranks = _resolve(request, has_hosts=bool(hosts))
     for _, message in find_conflicts(
         launcher,
         request.backend,
@@ -314,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.outcome is None else report.outcome.code
 
 
-def _resolve(request: RunRequest) -> tuple[str, int]:
+def _resolve(request: RunRequest, *, has_hosts: bool) -> tuple[str, int]:
     """Return the launcher and the number of ranks; report defaults on stderr."""
     launcher, reason = request.launcher, "no -np was given"
     if launcher is None:
@@ -322,7 +322,7 @@ def _resolve(request: RunRequest) -> tuple[str, int]:
             {**os.environ, **request.env},
             request.backend,
             request.transport,
-            has_hosts=bool(request.other_hosts),
+            has_hosts=has_hosts,
             is_elastic=request.min_ranks is not None,
         )
     uses_allocation = ALL[require_choice(launcher, ALL, "launcher")].uses_allocation

@@ -56,13 +56,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
     A line is "a slots=2" or "a:2", or "a" as often as it has slots; # begins a comment.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"host file {path}: cannot read it: {reason}") from error
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_text(path, "host file").splitlines(), 1):
         words = line.partition("#")[0].strip()
         if not words:
             continue
@@ -74,6 +69,15 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     if not found:
         raise UsageError(f"host file {path}: it names no host; expected lines such as `a slots=2`")
     return merge_hosts(found)
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file that the user named; `what` is its kind in an error."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"{path}: cannot read this {what}: {reason}") from error
 
 
 def merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:

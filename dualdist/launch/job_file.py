@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from dualdist.backends import registry
 from dualdist.errors import UsageError
-from dualdist.launch.hosts import parse_hosts
+from dualdist.launch.hosts import parse_hosts, read_text
 from dualdist.launch.job import (
     Host,
     check_job_name,
@@ -36,24 +36,20 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 NULL = ("~", "null", "Null", "NULL", "")
 
 
-class YamlError(Exception):
-    """The text is not YAML, or has a key twice; `line` counts from 1."""
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
-
-
 @dataclass
 class YamlDocument:
-    """The value of a YAML file, with the line of each part.
+    """The value of a YAML file, with the line of each part; `name` is the file in errors.
 
     Every scalar is a string as it is written, or None: the schema converts it. YAML 1.1, which PyYAML implements, would
     read `on` as a boolean and 2:00:00 as the number 7200.
     """
 
+    name: str
     value: Any = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def error(self, line: int, message: str) -> UsageError:
+        return UsageError(f"{self.name}:{line}: {message}")
 
     def line(self, path: KeyPath) -> int:
         """Return the line of the value, or of the closest parent with one."""
@@ -69,7 +65,7 @@ class YamlDocument:
             return [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
         if "\0" in node.value:
-            raise YamlError("a string with a NUL byte: no program can take it as an argument", line)
+            raise self.error(line, "a string with a NUL byte: no program can take it as an argument")
         is_text = len(path) > 1 and path[0] in ("args", "env")  # as it is written, whatever it says
         return None if node.style is None and node.value in NULL and not is_text else node.value
 
@@ -78,29 +74,29 @@ class YamlDocument:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise YamlError("a key is a word, not a list or a mapping", line)
+                raise self.error(line, "a key is a word, not a list or a mapping")
             name = str(key.value)
             child = (*path, name)
             if name in found:
-                raise YamlError(f"{name!r} is given twice, first on line {self.lines[child]}", line)
+                raise self.error(line, f"{name!r} is given twice, first on line {self.lines[child]}")
             self.lines[child] = line
             found[name] = self.convert(value, child)
         return found
 
 
-def read_yaml(text: str) -> YamlDocument:
-    """Return the only document of the text; YamlError if it is none."""
-    document = YamlDocument()
+def read_yaml(text: str, name: str) -> YamlDocument:
+    """Return the only document of the text; UsageError if it is none."""
+    document = YamlDocument(name)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         document.value = None if node is None else document.convert(node, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise YamlError(f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1) from error
+        raise document.error(mark.line + 1 if mark else 1, f"not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
-        raise YamlError(f"not YAML: {' '.join(str(error).split())}", 1) from error
+        raise document.error(1, f"not YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise YamlError("lists and mappings are nested too deep, or one is an alias of itself", 1) from error
+        raise document.error(1, "lists and mappings are nested too deep, or one is an alias of itself") from error
     return document
 
 
@@ -211,35 +207,28 @@ def load(path: Path, *, is_script: bool = False, horovod_has_mpi: bool | None = 
     Raises:
         UsageError: with one line for each error of the file, which begins with file and line.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"{path}: cannot read this job file: {reason}") from error
+    text = read_text(path, "job file")
     return loads(text, str(path), is_script=is_script, horovod_has_mpi=horovod_has_mpi)
 
 
 def loads(text: str, name: str, *, is_script: bool = False, horovod_has_mpi: bool | None = None) -> JobFile:
     """Read a job file from a text; `name` is the file in errors. See load()."""
-    try:
-        document = read_yaml(text)
-    except YamlError as error:
-        raise UsageError(f"{name}:{error.line}: {error}") from error
+    document = read_yaml(text, name)
     if not isinstance(document.value, Mapping | None):
         expected = "a mapping, as `program: train.py` on one line and `ranks: 2` on the next"
-        raise UsageError(f"{name}:1: a job file is {expected}")
+        raise document.error(1, f"a job file is {expected}")
     try:
         job = JobFile.model_validate(document.value or {})
     except ValidationError as error:
-        raise UsageError(_format_errors(name, document, _schema_errors(error))) from error
-    if errors := _format_errors(name, document, _conflicts(job, is_script, horovod_has_mpi)):
+        raise UsageError(_format_errors(document, _schema_errors(error))) from error
+    if errors := _format_errors(document, _conflicts(job, is_script, horovod_has_mpi)):
         raise UsageError(errors)
     return job
 
 
-def _format_errors(name: str, document: YamlDocument, errors: Iterator[tuple[KeyPath, str]]) -> str:
+def _format_errors(document: YamlDocument, errors: Iterator[tuple[KeyPath, str]]) -> str:
     found = sorted({(document.line(path), message) for path, message in errors})
-    return "\n".join(f"{name}:{line}: {message}" for line, message in found)
+    return "\n".join(str(document.error(line, message)) for line, message in found)
 
 
 def _schema_errors(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:

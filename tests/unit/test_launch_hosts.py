@@ -61,7 +61,7 @@ def test_malformed_host_files_are_refused_with_the_line(tmp_path: Path, text: st
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(UsageError, match=message):
         hosts.read_hostfile(tmp_path / "hosts")
-    with pytest.raises(UsageError, match="cannot read it: No such file"):
+    with pytest.raises(UsageError, match="cannot read this host file: No such file"):
         hosts.read_hostfile(tmp_path / "nowhere")
 
 
