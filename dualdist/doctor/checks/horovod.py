@@ -34,24 +34,15 @@ def find(context: DoctorContext) -> Iterator[Finding]:
         )
         return
     rebuild = context.command("dualdist", "install-horovod", "--force")
+    built_for = f"Horovod {record.horovod} was built for"
     if torch is not None and not record.fits(torch):
-        yield Finding(
-            level,
-            "horovod-other-torch",
-            f"Horovod {record.horovod} was built for torch {record.torch}, but torch {torch} is installed",
-            "its extension module does not load with another torch",
-            REBUILD,
-            rebuild,
-        )
+        installed = f"torch {record.torch}, but torch {torch} is installed"
+        why = "its extension module does not load with another torch"
+        yield Finding(level, "horovod-other-torch", f"{built_for} {installed}", why, REBUILD, rebuild)
     if record.python is not None and context.facts.abi_tag and record.python != context.facts.abi_tag:
-        yield Finding(
-            level,
-            "horovod-other-python",
-            f"Horovod {record.horovod} was built for {record.python}, but this Python is {context.facts.abi_tag}",
-            "its extension module does not load in another Python",
-            REBUILD,
-            rebuild,
-        )
+        installed = f"{record.python}, but this Python is {context.facts.abi_tag}"
+        why = "its extension module does not load in another Python"
+        yield Finding(level, "horovod-other-python", f"{built_for} {installed}", why, REBUILD, rebuild)
     yield from _check_mpi(context, record, level, rebuild)
     # A Horovod that dualdist did not build, and that cannot be imported, has neither field.
     if context.visible_gpus and record.nccl is None and record.gloo is not None:
