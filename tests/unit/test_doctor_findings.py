@@ -33,7 +33,6 @@ from dualdist.doctor import to_json
 from dualdist.doctor.diagnosis import collect_fixes
 from dualdist.doctor.facts import InstallationFacts, Mpi4pyProbe, MpiProgram, parse_srun_mpi_types
 from dualdist.environments import detect
-from dualdist.launch.execute import parse_mpi_version
 
 # A valid launch, but not of a training: a script or a shell in an allocation of several tasks.
 OUTSIDE_STEP = {
@@ -209,23 +208,6 @@ def test_the_text_shows_topology_backends_and_findings() -> None:
     assert "WORLD_SIZE not set" in unknown.findings[0].message
     assert "unknown: the variables are invalid" in "\n".join(format_diagnosis(unknown, Painter(io.StringIO(), {})))
     assert str(MpiProgram("mpirun", "/x", "unknown", "")) == "/x (an unknown MPI)"
-
-
-@pytest.mark.parametrize(
-    ("library", "family"),
-    [
-        ("Open MPI v4.1.8, package: Open MPI user@localhost", "openmpi4"),
-        ("Open MPI v5.0.11, package: Open MPI", "openmpi5"),
-        ("Open MPI 4.1.8", "openmpi4"),
-        ("MPICH Version:\t4.0.2\nMPICH Release date", "mpich"),
-        ("Intel(R) MPI Library 2021.11 for Linux* OS", "mpich"),
-        ("MVAPICH2 2.3.7", "mpich"),
-        ("Fujitsu MPI Library 4.0.1", "unknown"),
-        ("", "unknown"),
-    ],
-)
-def test_mpi_family_of_library_versions(library: str, family: str) -> None:
-    assert parse_mpi_version(library) == family
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,13 @@ def test_the_ranks_of_a_recorded_launch_agree(name: str) -> None:
         assert len({getattr(topology, field) for topology in found}) == 1, field
 
 
-def test_an_exported_master_address_is_used_under_srun_and_mpirun() -> None:
+def test_the_override_takes_precedence_without_checks_and_an_exported_address_over_none() -> None:
     master = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     for table in ("slurm_srun-none_N2x2", "openmpi-4.1.4_mpirun", "mpich_hydra"):
         found = detect(recorded(table) | master)
         assert (found.address, found.port, found.rendezvous) == ("n1", 29500, "address")
     found = detect(recorded("horovodrun_gloo_more") | master)
     assert (found.address, found.rendezvous) == (None, "horovod")
-
-
-def test_the_override_takes_precedence_without_checks() -> None:
     said = {"DUALDIST_RANK": "5", "DUALDIST_SIZE": "6", "DUALDIST_ADDRESS": "n1", "DUALDIST_PORT": "29500"}
     for rows in RECORDS.values():
         found = detect(rows[0]["env"] | said)

@@ -55,16 +55,13 @@ def test_logs_name_the_rank_once_and_other_ranks_are_quiet(base_env: Mapping[str
 PROGRESS = "import dualdist as dd; print([x for x in dd.progress(range(30), 'epoch 1')] == list(range(30)))"
 
 
-def test_progress_is_a_line_in_a_file_on_rank_0_only(base_env: Mapping[str, str]) -> None:
+def test_progress_is_a_line_in_a_file_on_rank_0_only_and_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
     first, last = (python({**base_env, **of_rank(rank)}, "-c", PROGRESS) for rank in (0, 2))
     assert first.stdout == last.stdout == "True\n"
     assert last.stderr == ""
     assert first.stderr.startswith("epoch 1: 100% 30/30 in 0:00, ")
     assert first.stderr.count("\n") == 1
     assert "\r" not in first.stderr
-
-
-def test_progress_is_a_bar_on_a_terminal(base_env: Mapping[str, str]) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen:
         with os.fdopen(theirs, "wb") as terminal:

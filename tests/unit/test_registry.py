@@ -44,13 +44,20 @@ def install(folder: Path, name: str, value: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[dualdist.backends]\n{value}\n")
 
 
-def test_the_built_in_backends_are_found_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_built_in_backends_are_found_without_metadata_and_a_program_registers_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
     assert registry.names() == BUILTIN
     assert registry.choices() == ("auto", *BUILTIN)
     assert [registry.get(name).name for name in (*BUILTIN, "single")] == [*BUILTIN, "single"]
     assert [registry.get(name).launcher for name in BUILTIN] == ["torchrun", "horovodrun", "mpirun"]
     assert [name for name in BUILTIN if registry.get(name).needs_mpi] == ["mpi"]
+    spec = registry.register("mine", lambda context: pytest.fail("not started"), ("tcp",), needs_mpi=True)
+    assert registry.get("mine") is spec
+    assert registry.names() == (*BUILTIN, "mine")
+    assert registry.needs_mpi("mine", None)
+    assert not registry.needs_mpi("native", "gloo")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
@@ -82,14 +89,6 @@ def test_a_benchmark_of_raw_libraries_refuses_a_backend_over_another_one(
     assert main(["bench", benchmark, "--backend", "sockets", "--dry-run"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"backend 'sockets': bench {benchmark} compares a backend with the raw library beneath it, one of" in line
-
-
-def test_a_program_registers_a_backend() -> None:
-    spec = registry.register("mine", lambda context: pytest.fail("not started"), ("tcp",), needs_mpi=True)
-    assert registry.get("mine") is spec
-    assert registry.names() == (*BUILTIN, "mine")
-    assert registry.needs_mpi("mine", None)
-    assert not registry.needs_mpi("native", "gloo")
 
 
 @pytest.mark.parametrize("name", ["native", "single", "auto", "mine"])

@@ -189,7 +189,7 @@ def test_ranks_on_two_nodes_find_their_interfaces_by_either_kind_of_address(addr
 def test_addresses_and_reports_survive_serialization_and_garbage_is_refused(tmp_path: Path) -> None:
     address = StoreAddress("host", ("10.0.0.1", "10.0.0.2"), 1234)
     assert StoreAddress.loads(address.dumps()) == address
-    for garbage in ("", "{}", "[1]", '["a", 3, 4]', "null"):
+    for garbage in ("", "{}", "[1]", '["a", 3, 4]', '["a", ["b"], 0]', "null"):
         with pytest.raises(RendezvousError):
             StoreAddress.loads(garbage)
     mine = reports(('host/with "quotes" and ü', None, 3))[0]

@@ -195,9 +195,8 @@ def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> 
     assert make_redactor({})(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_other_text_is_kept() -> None:
+    for text in (
         "type: pip install --no-deps torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu",
         "host 'a' cannot be reached by ssh: it requires a password: put your public key there",
         "SLURM_NTASKS=4, but this process is no task of a Slurm step",
@@ -205,10 +204,8 @@ def test_text_that_looks_like_a_secret_is_redacted(text: str, expected: str) -> 
         "TOKENIZERS_PARALLELISM=false MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
         "its key is unknown: run `ssh a`",
         "a@b is an address",
-    ],
-)
-def test_other_text_is_kept(text: str) -> None:
-    assert make_redactor(PLAIN)(text) == text
+    ):
+        assert make_redactor(PLAIN)(text) == text
 
 
 def test_output_never_names_unrelated_variables() -> None:
