@@ -43,17 +43,15 @@ def nbytes(params: Sequence[torch.Tensor], bucket: Sequence[int]) -> int:
 
 
 @given(PARAMETERS)
-def test_every_parameter_is_in_one_bucket_of_its_dtype(specs: list[tuple[int, torch.dtype]]) -> None:
+def test_every_parameter_is_in_one_bucket_of_its_dtype_that_the_last_one_fills(
+    specs: list[tuple[int, torch.dtype]],
+) -> None:
     params = parameters(specs)
     buckets = plan_buckets(params, backwards(params), ReducerConfig())
     assert sorted(number for bucket in buckets for number in bucket) == list(range(len(params)))
     for bucket in buckets:
         assert len({params[number].dtype for number in bucket}) == 1
         assert list(bucket) == sorted(bucket, reverse=True), "autograd finishes the last ones first"
-
-
-@given(PARAMETERS)
-def test_a_bucket_is_closed_by_the_parameter_that_fills_it(specs: list[tuple[int, torch.dtype]]) -> None:
     params = parameters(specs)
     for bucket in plan_buckets(params, backwards(params), ReducerConfig()):
         assert nbytes(params, bucket[:-1]) < BUCKET_BYTES

@@ -35,7 +35,7 @@ def test_a_budget_is_parsed_with_its_unit_and_durations_are_formatted(text: str,
     assert shown == ["45 s", "89 s", "5 min", "3 h 20 min"]
 
 
-def test_tables_omit_columns_without_values() -> None:
+def test_tables_and_csv_have_what_was_launched(tmp_path: Path) -> None:
     speed, cost = tables(
         summarize([CONTENDER], [], [launch(CONTENDER.key, number, 0.1) for number in range(3)], "complete")
     )
@@ -44,9 +44,6 @@ def test_tables_omit_columns_without_values() -> None:
     assert "TCP MiB/step" in cost.columns
     assert not {"GPU MiB", "8 B us", "efficiency"} & set(cost.columns)
     assert all(len(row) == len(table.columns) for table in (speed, cost) for row in table.rows)
-
-
-def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:
     failed = Launch(contender="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
     write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed], {CONTENDER.key: CONTENDER.label})
     with (tmp_path / "a.csv").open() as file:

@@ -170,7 +170,7 @@ def test_findings_name_the_problem_and_the_fix() -> None:
     assert "srun -n 4 python script.py" in result.fix
 
 
-def test_the_worst_finding_comes_first_and_sets_the_exit_code() -> None:
+def test_the_worst_finding_sets_the_exit_code_and_only_safe_commands_are_fixes() -> None:
     mild = with_versions(with_facts(horovod=None, mpi_programs=(OPENMPI4, MPICH)), horovod=None)
     assert diagnosis({}, FACTS).exit_code == 0
     assert diagnosis({}, mild).exit_code == 0
@@ -180,9 +180,6 @@ def test_the_worst_finding_comes_first_and_sets_the_exit_code() -> None:
     result = diagnosis({}, worst)
     assert (result.exit_code, result.findings[0].level, result.findings[-1].level) == (2, "error", "info")
     assert to_json(result)["exit_code"] == 2
-
-
-def test_only_safe_commands_are_fixes_and_each_appears_once() -> None:
     bare = diagnosis({}, BARE)
     assert list(collect_fixes(bare.findings)) == [("/v/python", "-m", "pip", "install", "torch")]
     broken = with_horovod(torch="2.12.0", python="cpython-39", gloo=False)

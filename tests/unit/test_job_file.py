@@ -148,7 +148,7 @@ def test_a_mistake_is_one_message_with_its_line(text: str, message: str) -> None
     assert errors_of(text) == [f"job.yaml:{message}"]
 
 
-def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
+def test_mpirun_without_mpi_and_launchers_of_job_scripts_alone_are_refused() -> None:
     text = "launcher: mpirun\nbackend: horovod"
     (message,) = errors_of(text, horovod_has_mpi=False)
     assert message.startswith("job.yaml:1: mpirun starts MPI, but the installed Horovod was built without it: ")
@@ -157,9 +157,6 @@ def test_mpirun_with_a_horovod_that_has_no_mpi_is_refused() -> None:
     for has_mpi in (True, None):
         assert loads(text, "job.yaml", horovod_has_mpi=has_mpi).backend == "horovod"
     assert loads(f"{text}\ntransport: gloo", "job.yaml", horovod_has_mpi=False).transport == "gloo"
-
-
-def test_a_launcher_of_job_scripts_alone_is_refused_without_a_scheduler() -> None:
     for name in {name for scheduler in SCHEDULERS.values() for name in scheduler.launchers}:
         assert loads(f"launcher: {name}", "job.yaml", is_script=True).launcher == name
     (message,) = errors_of("ranks: 2\nlauncher: jsrun")

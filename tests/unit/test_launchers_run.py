@@ -54,7 +54,7 @@ def test_code_and_output_are_captured_and_variables_come_on_top_of_ours(monkeypa
     assert Path(find_site().tools["torchrun"]).parent == Path(sys.executable).parent
 
 
-def test_timeout_ends_every_process_and_names_the_running_ones(tmp_path: Path) -> None:
+def test_processes_of_a_job_that_times_out_or_outlives_its_launcher_are_ended_and_named(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(LaunchError) as caught:
         run_command(python(PARENT, str(file), "600"), timeout_s=2, what="the training")
@@ -63,9 +63,6 @@ def test_timeout_ends_every_process_and_names_the_running_ones(tmp_path: Path) -
     assert f"{pid} (" in message
     assert "child started" in message
     assert has_ended(pid)
-
-
-def test_process_that_outlives_its_launcher_is_ended_and_reported(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with pytest.raises(LaunchError, match=r"the training ended, but left processes behind"):
         run_command(python(PARENT, str(file), "0"), timeout_s=60, what="the training")

@@ -85,7 +85,7 @@ def test_the_first_line_names_the_missing_ranks(
     assert "rank 1 did not arrive: in barrier 'b.10'" in format_report("barrier 'b.1'", REASON, [b1, b10], [])
 
 
-def test_stacks_follow_once_per_position() -> None:
+def test_stacks_follow_once_per_position_and_a_missing_store_is_named() -> None:
     missing = [at(IN_PROGRAM, {1: 6.0, 3: 6.0}, HERE), at(IN_PROGRAM, {2: 6.0}, ("<program>", 9, "load"))]
     found = format_report(WHAT, REASON, missing, [SilentRank(4, BUSY, (HERE,), 4711)]).splitlines()
     assert found[1:] == [
@@ -96,9 +96,6 @@ def test_stacks_follow_once_per_position() -> None:
         "  Stack of rank 4:",
         '    File "<program>", line 7, in train',
     ]
-
-
-def test_without_a_store_the_report_names_its_server() -> None:
     found = format_report(WHAT, REASON, [], [], is_store_there=False)
     assert (
         "the store of the job, which rank 0 or its launcher serves, does not answer; see rank 0's last output" in found

@@ -37,22 +37,14 @@ def joined(exchanges: int, rounds: int = 0, clock_s: float = 0.0) -> RankRequest
 
 
 @given(ROWS)
-def test_requests_survive_serialization(rows: list[RankRequests]) -> None:
-    for one in rows:
-        assert RankRequests.loads(one.dumps()) == one
-
-
-@given(ROWS)
-def test_only_what_all_active_ranks_request_is_agreed(rows: list[RankRequests]) -> None:
+def test_only_what_all_active_ranks_request_is_agreed_and_only_what_can_never_be_is_refused(
+    rows: list[RankRequests],
+) -> None:
     decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     everywhere = set.intersection(*[{o.name for o in one.requests} for one in active]) if active else set()
     assert set(decision.agreed) == everywhere
     assert (decision.last_joined is not None) == (not active)
-
-
-@given(ROWS)
-def test_only_what_can_never_be_performed_is_refused(rows: list[RankRequests]) -> None:
     decision = compute_response(rows, range(len(rows)))
     active = [one for one in rows if one.joined is None]
     if decision.refused:
@@ -60,12 +52,18 @@ def test_only_what_can_never_be_performed_is_refused(rows: list[RankRequests]) -
         assert {name for name, _ in decision.refused} == {one.waiting for one in active}
     elif active and not decision.agreed:
         assert not all(one.waiting for one in active), "nobody would ever go on"
+    for one in rows:
+        assert RankRequests.loads(one.dumps()) == one
 
 
-def test_nothing_is_refused_while_a_rank_is_not_blocked_and_the_first_active_ranks_order_counts() -> None:
+def test_the_first_active_rank_gives_the_order_and_the_last_to_join_took_part_most() -> None:
     rows = [joined(1), row("b", "a", "c"), row("a", "c", "b")]
     assert compute_response(rows, range(3)) == Response(agreed=("b", "a", "c"))
     assert compute_response([row("a", waiting=True), row("b")], range(2)) == Response()
+    assert compute_response([joined(5), joined(4)], range(2)).last_joined == 0
+    assert compute_response([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
+    assert compute_response([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
+    assert compute_response([joined(4), joined(4)], (3, 7)).last_joined == 7
 
 
 def test_a_refusal_lists_the_arguments_of_each_rank_but_no_long_lists() -> None:
@@ -91,10 +89,3 @@ def test_requests_of_other_kinds_or_names_are_all_refused() -> None:
     rows = [RankRequests((request("x", "allgather"),), "x"), joined(3)]
     assert "rank 1 called join" in compute_response(rows, range(2)).refused[0][1]
     assert compute_response([row("x"), joined(3)], range(2)).agreed == ("x",)
-
-
-def test_the_last_to_join_took_part_in_most_exchanges() -> None:
-    assert compute_response([joined(5), joined(4)], range(2)).last_joined == 0
-    assert compute_response([joined(4, rounds=9), joined(4, rounds=8)], range(2)).last_joined == 0
-    assert compute_response([joined(4, 8, clock_s=2.0), joined(4, 8, clock_s=1.0)], range(2)).last_joined == 0
-    assert compute_response([joined(4), joined(4)], (3, 7)).last_joined == 7

@@ -67,7 +67,7 @@ def test_all_ranks_stop_after_the_same_step(seed: int) -> None:
     assert words.startswith("word ")
 
 
-def test_a_finished_rank_does_not_block_the_others() -> None:
+def test_other_ranks_block_nobody_if_finished_and_are_named_if_silent() -> None:
     """Its last step is before the one after which the others would stop, so they finish too."""
     done, other = ranks_of(2)
     for _ in range(9):
@@ -75,10 +75,6 @@ def test_a_finished_rank_does_not_block_the_others() -> None:
     done.close()
     assert steps_of(other, 0, requested_at=3) == (10, STOP, "word 3 on rank 1")
     other.close()
-
-
-def test_a_silent_rank_is_named_and_without_a_request_nobody_waits_for_it() -> None:
-    """The other rank never starts."""
     store = TcpStore(dist.HashStore(), "", "the test's store")
     here = LastStep(PreemptionNotice(), store, "key", range(2), 0, poll_s=POLL_S, answer_s=0.3)
     here.start()

@@ -113,7 +113,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def test_epochs_differ_and_advance() -> None:
+def test_length_is_that_of_the_current_iteration_and_epochs_advance() -> None:
     sampler = sampler_of()
     loader = loader_of(sampler)
     first, second = batches(loader), batches(loader)
@@ -122,6 +122,17 @@ def test_epochs_differ_and_advance() -> None:
     assert (sampler.epoch, sampler.position) == (2, 0)
     sampler.set_epoch(0)
     assert batches(loader) == first
+    sampler = sampler_of(22)
+    loader = loader_of(sampler, drop_last=True)
+    for number, _ in enumerate(loader):
+        assert len(loader) == 5
+        if number == 1:
+            break
+    iterator = iter(loader)
+    assert len(loader) == 3
+    assert len(list(iterator)) == 3
+    assert list(iterator) == []
+    assert (sampler.epoch, len(loader)) == (1, 5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -159,20 +170,6 @@ def test_a_state_of_the_last_step_resumes_at_the_end_of_its_epoch() -> None:
     assert broken_off.epoch == 0
     assert len(batches(loader_of(broken_off))) == 5, "the next epoch"
     assert broken_off.epoch == 2
-
-
-def test_length_is_that_of_the_current_iteration() -> None:
-    sampler = sampler_of(22)
-    loader = loader_of(sampler, drop_last=True)
-    for number, _ in enumerate(loader):
-        assert len(loader) == 5
-        if number == 1:
-            break
-    iterator = iter(loader)
-    assert len(loader) == 3
-    assert len(list(iterator)) == 3
-    assert list(iterator) == []
-    assert (sampler.epoch, len(loader)) == (1, 5)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_overlapping_communication_uses_separate_tracks(tmp_path: Path) -> None:
         assert len(lanes) == most
 
 
-def test_clock_drift_is_interpolated() -> None:
+def test_clock_drift_is_interpolated_and_offsets_are_the_middle_of_their_bounds() -> None:
     """1 ms ahead at 10 s, 3 ms at 20 s."""
     clock = ClockModel(0, ClockOffset(1e6, 0.0, 10 * 10**9), ClockOffset(3e6, 0.0, 20 * 10**9))
     assert clock.microseconds(10 * 10**9) == 10e6 - 1e3
@@ -84,9 +84,6 @@ def test_clock_drift_is_interpolated() -> None:
     assert clock.microseconds(20 * 10**9) == 20e6 - 3e3
     assert clock.microseconds(5 * 10**9) == 5e6 - 1e3
     assert clock_from(5_000).microseconds(7_500) == 2.5
-
-
-def test_the_offset_is_the_middle_of_the_bounds_or_zero_within_them() -> None:
     assert offset_between(-5, 7, 1) == ClockOffset(0.0, 7.0, 1)
     assert offset_between(100, 140, 1) == ClockOffset(120.0, 20.0, 1)
     assert offset_between(-140, -100, 1) == ClockOffset(-120.0, 20.0, 1)
