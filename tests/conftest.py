@@ -1,10 +1,9 @@
-"""For every test: nothing leaks, and programs are started from a clean environment under a time limit."""
+"""Fixtures of all tests: leak checks, a clean environment for programs, clusters and hosts."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from harness.jobs import Launch
 # By fixture.
 SHARED = {"_cluster": "slurm", "hasty": "slurm", "_two_hosts": "hosts", "image": "docker"}
 LEFT_S = 5.0
-"""How long what ran on the hosts may outlive `dualdist run`."""
+"""Limit in which processes on the hosts end after `dualdist run`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def left_in_shared_memory(config: pytest.Config) -> list[str]:
-    """Return the files in shared memory that were not there before the tests, and that nobody uses any more."""
+    """Return unused files in shared memory that were not there before the tests."""
     return leaks.unused(leaks.shared_memory() - config.stash[SHARED_MEMORY])
 
 
@@ -91,8 +90,8 @@ def _orphans_stay_ours() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interrupts_are_heard() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and so would every program of the tests."""
+def _sigint_interrupts() -> None:
+    """A shell makes background processes ignore Ctrl-C, which programs of the tests would inherit."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -171,8 +170,8 @@ def _two_hosts(
 def two_hosts(_two_hosts: hosts.Hosts) -> Iterator[hosts.Hosts]:
     """The session's hosts, idle; a rank or a launcher that is still there a little after the test fails it."""
     yield _two_hosts
-    deadline = time.monotonic() + LEFT_S
-    ours = ("dualdist", "_program.py", "/faults/")
-    while (left := [line for word in ours for line in _two_hosts.processes(word)]) and time.monotonic() < deadline:
-        time.sleep(hosts.POLL_S)
-    assert not left, f"left on the hosts: {left}"
+
+    def left() -> list[str]:
+        return [line for word in ("dualdist", "_program.py", "/faults/") for line in _two_hosts.processes(word)]
+
+    assert slurm_cluster.eventually(lambda: not left(), within_s=LEFT_S), f"left on the hosts: {left()}"

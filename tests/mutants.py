@@ -1,10 +1,10 @@
 """Break the package on purpose, in small ways drawn at random, and count which of them `make test` finds.
 
-    python tests/mutants.py [--count 80] [--seed 1] [--json FILE]
+    python tests/mutants.py [--count 80] [--seed 1] [--full]
 
-Each mutant first meets alone the unit tests that name its module and, where ranks run its code, all laws in the
-reference cell. Those that survive are put into one tree, against all tests of `make test`; where that fails, they are
-halved until it is known which of them were found. `--full` holds the rest against `make test-all`, too.
+Each mutant is first tested alone by the unit tests that name its module and, where ranks run its code, by all laws in
+the reference cell. The survivors are tested together by all tests of `make test`, and halved until it is known which of
+them were found; with `--full`, those of `make test-all` are run on the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import json
 import os
 import random
 import re
@@ -20,16 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
-# What is broken, in equal parts, and whether ranks run it.
+# The code that is changed, in equal parts, and whether ranks run it.
 AREAS: dict[str, tuple[Sequence[str], bool]] = {
     "gradients": (["ddp"], True),
     "collectives": (["collectives", "operations.py", "backends"], True),
@@ -45,7 +40,6 @@ COMPARISONS = {
 }  # fmt: skip
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
 LIMIT_S = 1500.0
-WORKERS = 2
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ def is_text(node: ast.BinOp) -> bool:
 
 
 def mutants_of(path: Path, area: str) -> Iterator[Mutant]:
-    """Yield all mutants of a file: what its functions do, and not its annotations or the texts of its errors."""
+    """Yield all mutants of a file's functions, except in annotations and in the texts of errors."""
     text = path.read_text()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -126,19 +120,23 @@ def inside_functions(tree: ast.AST, is_inside: bool = False) -> Iterator[ast.AST
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Return mutants drawn at random, equally many from each area."""
+    """Return mutants drawn at random, equally many from each area; no two overlap."""
     chance = random.Random(seed)
     drawn: list[Mutant] = []
-    for number, (area, (places, _)) in enumerate(AREAS.items()):
+    for number, (area, (places, _)) in enumerate(AREAS.items(), start=1):
         found = [ROOT / "dualdist" / place for place in places]
         files = [file for place in found for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
         every = [mutant for file in files for mutant in mutants_of(file, area)]
-        drawn += chance.sample(every, count * (number + 1) // len(AREAS) - count * number // len(AREAS))
+        for mutant in chance.sample(every, len(every)):
+            if len(drawn) == count * number // len(AREAS):
+                break
+            if all(m.path != mutant.path or m.end <= mutant.start or mutant.end <= m.start for m in drawn):
+                drawn.append(mutant)
     return drawn
 
 
 def first_tests(mutant: Mutant) -> list[list[str]]:
-    """Return the arguments of pytest for what is most likely to find the mutant."""
+    """Return arguments of pytest for the tests that are most likely to find the mutant."""
     module = Path(mutant.path)
     name = module.parent.name if module.stem == "__init__" else module.stem
     word = re.compile(rf"\b{name}\b")
@@ -147,99 +145,67 @@ def first_tests(mutant: Mutant) -> list[list[str]]:
     return [*unit, *([REFERENCE] if AREAS[mutant.area][1] else [])]
 
 
-class Trees:
-    """Copies of the repository, in which mutants are put and tests are run."""
+class Tree:
+    """A copy of the repository, in which mutants are put and tests are run."""
 
     def __init__(self, folder: Path) -> None:
-        self._free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(WORKERS):
-            tree = folder / f"tree-{number}"
-            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"))
-            self._free.put(tree)
+        self._folder = folder / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, self._folder, ignore=ignored)
 
     def passes(self, mutants: Sequence[Mutant], commands: Sequence[Sequence[str]]) -> bool:
-        """Return True if all the pytest commands pass with all the mutants in one tree."""
-        tree = self._free.get()
+        """Return True if all the pytest commands pass with all the mutants."""
+        for path in {mutant.path for mutant in mutants}:
+            raw = (ROOT / path).read_bytes()
+            for mutant in sorted((m for m in mutants if m.path == path), key=lambda m: -m.start):
+                raw = raw[: mutant.start] + mutant.new.encode() + raw[mutant.end :]
+            (self._folder / path).write_bytes(raw)
         try:
-            for path in {mutant.path for mutant in mutants}:
-                raw = (ROOT / path).read_bytes()
-                for mutant in sorted((m for m in mutants if m.path == path), key=lambda m: -m.start):
-                    raw = raw[: mutant.start] + mutant.new.encode() + raw[mutant.end :]
-                (tree / path).write_bytes(raw)
-            return all(self._run(tree, command) for command in commands)
+            return all(self._run(command) for command in commands)
         finally:
             for mutant in mutants:
-                shutil.copyfile(ROOT / mutant.path, tree / mutant.path)
-            self._free.put(tree)
+                shutil.copyfile(ROOT / mutant.path, self._folder / mutant.path)
 
-    def _run(self, tree: Path, command: Sequence[str]) -> bool:
+    def _run(self, command: Sequence[str]) -> bool:
         argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *command]
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            done = subprocess.run(argv, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(argv, cwd=self._folder, env=env, capture_output=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             return False
         return done.returncode in (0, 5)  # 5: nothing was collected
 
-
-def survivors(trees: Trees, mutants: Sequence[Mutant], command: Sequence[str]) -> list[Mutant]:
-    """Return the mutants with which the tests pass: all at once, else each half by itself."""
-    if not mutants or trees.passes(mutants, [command]):
-        return list(mutants)
-    if len(mutants) == 1:
-        return []
-    middle = len(mutants) // 2
-    return [*survivors(trees, mutants[:middle], command), *survivors(trees, mutants[middle:], command)]
-
-
-def without_overlap(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
-    """Return the mutants in groups that can be put into one tree."""
-    groups: list[list[Mutant]] = []
-    for mutant in mutants:
-        for group in groups:
-            if all(m.path != mutant.path or m.end <= mutant.start or mutant.end <= m.start for m in group):
-                group.append(mutant)
-                break
-        else:
-            groups.append([mutant])
-    return groups
+    def survivors(self, mutants: Sequence[Mutant], command: Sequence[str]) -> list[Mutant]:
+        """Return the mutants with which the tests pass: all at once, else each half on its own."""
+        if not mutants or self.passes(mutants, [command]):
+            return list(mutants)
+        if len(mutants) == 1:
+            return []
+        middle = len(mutants) // 2
+        return [*self.survivors(mutants[:middle], command), *self.survivors(mutants[middle:], command)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--full", action="store_true", help="hold survivors against make test-all, too")
-    parser.add_argument("--first-only", action="store_true", help="stop after the tests that each mutant meets alone")
-    parser.add_argument("--json", type=Path, help="where the mutants and what became of them are written")
+    parser.add_argument("--full", action="store_true", help="test survivors by `make test-all`, too")
     options = parser.parse_args()
     drawn = draw(options.count, options.seed)
-    fate: dict[Mutant, str] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(WORKERS) as pool:
-        trees = Trees(Path(folder))
-
-        def meet_first_tests(mutant: Mutant) -> tuple[Mutant, bool, float]:
-            began = time.monotonic()
-            return mutant, trees.passes([mutant], first_tests(mutant)), time.monotonic() - began
-
-        for mutant, lives, seconds in pool.map(meet_first_tests, drawn):
-            fate[mutant] = "lives" if lives else "first tests"
-            print(f"{fate[mutant]:12} {seconds:6.0f} s  {mutant}", flush=True)
-        for name, tier in (("make test", "not full"), ("make test-all", "full"))[: 1 + options.full]:
-            if options.first_only:
-                break
-            living = [mutant for mutant, how in fate.items() if how == "lives"]
-            command = ["-m", tier, "-n", str(WORKERS), "--dist", "loadgroup", "--no-loadscope-reorder"]
-            for group in without_overlap(living):
-                kept = survivors(trees, group, command)
-                fate |= {mutant: name for mutant in group if mutant not in kept}
-    if options.json:
-        options.json.write_text(json.dumps([{**asdict(m), "found by": fate[m]} for m in fate], indent=1))
+    living = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Tree(Path(folder))
+        for mutant in drawn:
+            if tree.passes([mutant], first_tests(mutant)):
+                living.append(mutant)
+            print("lives" if mutant in living else "found", mutant, flush=True)
+        for tier in ("not full", "full")[: 1 + options.full]:
+            living = tree.survivors(living, ["-m", tier, "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"])
     print("\n| area | mutants | found | live |\n|---|---|---|---|")
     for area in AREAS:
-        counts = Counter(how for mutant, how in fate.items() if mutant.area == area)
-        print(f"| {area} | {counts.total()} | {counts.total() - counts['lives']} | {counts['lives']} |")
-    print(*(f"lives: {mutant}" for mutant, how in fate.items() if how == "lives"), sep="\n")
+        count, live = (sum(mutant.area == area for mutant in mutants) for mutants in (drawn, living))
+        print(f"| {area} | {count} | {count - live} | {live} |")
+    print(*(f"lives: {mutant}" for mutant in living), sep="\n")
 
 
 if __name__ == "__main__":

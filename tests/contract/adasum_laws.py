@@ -54,7 +54,7 @@ class AllRanks:
 
 def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rtol: float = 1e-5) -> None:
     model = net()
-    everybody = AllRanks(model, make)
+    all_ranks = AllRanks(model, make)
     optimizer = wrap(make(model), model)
     for step in range(2):
 
@@ -65,7 +65,7 @@ def assert_steps_are_combined(wrap: Wrap, make: Make = sgd, passes: int = 1, rto
             optimizer.step()
 
         take(dd.rank(), model, optimizer)
-        expected = everybody.step(take)
+        expected = all_ranks.step(take)
         assert_close(parameters(model), expected, rtol, rtol / 10)
     assert_same_everywhere(model)
     assert str(optimizer.state_dict()["param_groups"]) == str(make(net()).state_dict()["param_groups"])
@@ -111,7 +111,7 @@ def an_overflow_on_one_rank_skips_the_adasum_step_on_all() -> None:
     for fused in (False, True):
         model = net()
         make = (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True)) if fused else sgd
-        everybody = AllRanks(model, make)
+        all_ranks = AllRanks(model, make)
         optimizer = by_hvd(op=hvd.Adasum)(make(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(3):
@@ -127,7 +127,7 @@ def an_overflow_on_one_rank_skips_the_adasum_step_on_all() -> None:
                 loss_of(model, rank, step).backward()
                 optimizer.step()
 
-            expected = before if step == 1 else everybody.step(take)
+            expected = before if step == 1 else all_ranks.step(take)
             assert scaler.get_scale() == (2.0 if step else 4.0)
             assert_close(parameters(model), expected)
 
@@ -145,8 +145,8 @@ def closures_run_independently_before_adasum() -> None:
         return torch.optim.LBFGS(model.parameters(), **options)
 
     model = net().double()
-    everybody = AllRanks(model, make)
-    for rank, each in enumerate(everybody.optimizers):
+    all_ranks = AllRanks(model, make)
+    for rank, each in enumerate(all_ranks.optimizers):
         each.param_groups[0].update(max_iter=2 + rank, max_eval=10 + rank)
     optimizer = by_dd(op="adasum")(make(model), model)
 
@@ -155,7 +155,7 @@ def closures_run_independently_before_adasum() -> None:
 
     for _ in range(2):
         take(dd.rank(), model, optimizer)
-        expected = everybody.step(take)
+        expected = all_ranks.step(take)
         assert_close(parameters(model), expected, 1e-9, 1e-9)
 
 

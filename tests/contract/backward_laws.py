@@ -28,7 +28,7 @@ from dualdist.errors import CollectiveError, UsageError
 @law_alone
 def gradients_of_an_interrupted_backward_add_to_the_next() -> None:
     """Without zero_grad() in between."""
-    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a bucket of its own, sent at once
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a separate bucket, sent at once
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
     scale = float(dd.rank() + 1)
     mean = mean_scale()
@@ -46,7 +46,7 @@ def gradients_of_an_interrupted_backward_add_to_the_next() -> None:
 @law_alone
 def every_rank_drops_the_reduction_that_an_interrupted_backward_began() -> None:
     """Ranks raise at different points, or one raises alone before or after a bucket was sent; each retries."""
-    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a bucket of its own, sent at once
+    first, last = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1 << 19))  # a separate bucket, sent at once
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, last], lr=0.1))
 
     def interrupt(place: str) -> None:

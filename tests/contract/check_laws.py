@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -86,6 +87,19 @@ def wrapped(model: nn.Module, every: int = 1, **options: object) -> torch.optim.
     return dd.wrap_optimizer(optimizer, model.named_parameters(), check_every=every, **options)  # type: ignore[arg-type]
 
 
+def training(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> Callable[[], None]:
+    """Return a function that takes a step on this rank's next batches."""
+    numbers = itertools.count()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            loss_of(model, dd.rank(), next(numbers)).backward()
+        optimizer.step()
+
+    return step
+
+
 def corrupt(model: nn.Module, value: float) -> None:
     """Replace an element of the next gradient of the middle layer on the wrong rank, or on the only one."""
     parameter = model[2].bias  # type: ignore[index]
@@ -107,7 +121,7 @@ def non_finite_gradients_prevent_the_step() -> None:
         model = net()
         optimizer = wrapped(model, **options)
         for value, word in ((math.nan, "NaN"), (-math.inf, "infinite")):
-            step = Steps(model, optimizer, int(options.get("accumulate", 1)))  # type: ignore[call-overload]
+            step = training(model, optimizer, int(options.get("accumulate", 1)))  # type: ignore[call-overload]
             step()
             before, states = digest(model), str(optimizer.state_dict())
             corrupt(model, value)
@@ -130,23 +144,6 @@ def overflow_of_the_compressed_sum_is_reported_without_a_rank() -> None:
     else:
         raises(NonFiniteError, optimizer.step, "w (finite on every rank, but not their sum)")
         assert weight.tolist() == [1.0, 1.0]
-
-
-class Steps:
-    """Trains on this rank's batches."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._accumulate = accumulate
-        self._count = 0
-
-    def __call__(self) -> None:
-        self._optimizer.zero_grad()
-        for _ in range(self._accumulate):
-            self._count += 1
-            loss_of(self._model, dd.rank(), self._count).backward()
-        self._optimizer.step()
 
 
 @law
@@ -180,7 +177,7 @@ def non_finite_gradients_that_are_repaired_or_skipped_by_a_scaler_are_no_error()
 def drift_is_found_within_check_every_steps() -> None:
     model = net()
     optimizer = wrapped(model, every=2)
-    step = Steps(model, optimizer)
+    step = training(model, optimizer)
     step()
     if is_wrong():
         with torch.no_grad():
@@ -198,7 +195,7 @@ def drift_is_found_within_check_every_steps() -> None:
 @law
 def different_initial_parameters_are_found_before_the_first_step() -> None:
     model = net(seed=dd.rank())
-    differs(Steps(model, wrapped(model, every=100)), "before step 1", "0.weight")
+    differs(training(model, wrapped(model, every=100)), "before step 1", "0.weight")
 
 
 @law
@@ -232,7 +229,7 @@ def sparse_gradients_and_joined_ranks_are_checked() -> None:
 
     step(1.0)
     raises(NonFiniteError, lambda: step(math.nan if dd.rank() == last else 1.0), f"(NaN on rank {last})")
-    if dd.rank() == last:  # goes on alone, and parameters are not compared while others have joined
+    if dd.rank() == last:  # continues alone; parameters are not compared while others have joined
         step(1.0)
         raises(NonFiniteError, lambda: step(math.inf), f"(infinite on rank {last})")
         step(2.0)
@@ -263,7 +260,7 @@ def slow_ranks_are_named_with_their_delay() -> None:
             place = found.ranks.index(slow)
             assert found.slowest == slow, found
             assert found.was_last[place] >= 5, found
-            # Of the 0.6 s that it slept; on a busy machine everybody is late now and then.
+            # Of the 0.6 s that it slept; on a busy machine every rank is late now and then.
             assert 0.3 < found.caused_s[place] < 5.0, found
             assert found.waited_for_s[place][place] == 0.0
             assert f"waited most for rank {slow}" in str(found)

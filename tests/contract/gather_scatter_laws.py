@@ -58,8 +58,8 @@ def gather_returns_all_rows_on_the_root_and_none_elsewhere() -> None:
         for dtype in DTYPES:
             mine = torch.full((dd.rank(), 2), dd.rank() % 2).to(dtype)
             found = dd.gather(mine, root)
-            everybody = torch.cat([torch.full((rank, 2), rank % 2).to(dtype) for rank in ranks()])
-            expected = everybody if dd.rank() == root else everybody[:0]
+            all_ranks = torch.cat([torch.full((rank, 2), rank % 2).to(dtype) for rank in ranks()])
+            expected = all_ranks if dd.rank() == root else all_ranks[:0]
             assert (found.dtype, found.shape) == (dtype, expected.shape)
             assert found.tolist() == expected.tolist(), (root, dtype)
         numbers = list(ranks()) if dd.rank() == root else []

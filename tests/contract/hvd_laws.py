@@ -133,7 +133,7 @@ def hvd_timeline_shows_collectives_buckets_and_process_sets() -> None:
     size, steps = dd.size(), 3
     model = net()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    loss_of(model, dd.rank()).backward()  # before the trace, for the buckets are planned anew after the first round
+    loss_of(model, dd.rank()).backward()  # before the trace, for the buckets are planned again after the first round
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         hvd.start_timeline(str(path))

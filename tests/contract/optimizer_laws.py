@@ -59,7 +59,7 @@ def assert_trains_like_one_process(
 ) -> None:
     """Check gradients before each step and parameters at the end against one process on the members' batches.
 
-    A step has `passes` backwards, or as many as `backwards` says; step() reduces what is not reduced then.
+    A step has `passes` backwards, or as many as `backwards` says; step() reduces gradients that are not reduced yet.
     """
     model = net() if model is None else model
     alone = copy.deepcopy(model)
@@ -254,7 +254,7 @@ def process_sets_train_independently() -> None:
 
 @law
 def training_matches_distributed_data_parallel() -> None:
-    """Where torch has the same option: accumulation is no_sync(), compression a communication hook."""
+    """For options that torch has: accumulation is no_sync(), compression a communication hook."""
     if dd.backend() != "native":
         return
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook

@@ -1,4 +1,4 @@
-"""How laws are registered, and what they are checked against: plain torch in this process, on all ranks' batches."""
+"""Registration of laws, and the oracles that they compare with: plain torch in this process, on all ranks' batches."""
 
 from __future__ import annotations
 

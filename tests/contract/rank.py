@@ -1,8 +1,8 @@
-"""What every rank of a contract job runs: one task after the other, as the tests ask for them.
+"""A rank of a contract job, which runs one task after the other, as the tests ask for them.
 
 python rank.py [BACKEND]
 
-A task is a law, or one of TASKS. Laws share a session, but for those that ask for one of their own.
+A task is a law, or one of TASKS. Laws share a session, except those in ALONE.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo.utils  # DistributedDataParallel would import it later, when it is in the collector's sight
+import torch._dynamo.utils  # DistributedDataParallel would import it later, after gc.freeze()
 from contract.laws import ALONE, LAWS
 from contract.oracle import digest, loss_of, net, raises
 from harness.rank_pool import serve
@@ -28,14 +28,15 @@ SEED = 3
 CLIP = 0.5
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 TIMEOUT_S = 40
+TOPOLOGY = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "launcher", "backend", "transport")
 
 
-def train(model: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """STEPS steps with momentum, weight decay and clipping, on this rank's part of the batches."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train STEPS steps with momentum, weight decay and clipping, on this rank's part of the batches."""
     for step in range(STEPS):
         optimizer.zero_grad()
         mine = range(dd.rank(), BATCHES, dd.size())
-        sum(loss_of(parallel, number, step) / len(mine) for number in mine).backward()
+        sum(loss_of(model, number, step) / len(mine) for number in mine).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
 
@@ -45,45 +46,19 @@ def trained_by_dualdist() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     dd.broadcast_parameters(model)
     dd.wrap_optimizer(optimizer, model.named_parameters())
-    train(model, model, optimizer)
-    return {"hash": digest(model), "parameters": values(model)}
-
-
-def trained_by_ddp() -> dict[str, Any]:
-    """The default process group is torch's own, so DistributedDataParallel works beside dualdist."""
-    model = net(SEED)
-    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    train(model, parallel, torch.optim.SGD(model.parameters(), **SGD))
-    return values(model)
-
-
-def values(model: nn.Module) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    train(model, optimizer)
+    return {"hash": digest(model), "parameters": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
 
 
 def topology() -> dict[str, object]:
-    return {
-        "rank": dd.rank(),
-        "size": dd.size(),
-        "local_rank": dd.local_rank(),
-        "local_size": dd.local_size(),
-        "node_rank": dd.node_rank(),
-        "num_nodes": dd.num_nodes(),
-        "launcher": dd.launcher(),
-        "backend": dd.backend(),
-        "transport": dd.transport(),
-    }
+    return {name: getattr(dd, name)() for name in TOPOLOGY}
 
 
-TASKS: Mapping[str, Callable[[], object]] = {
-    "topology": topology,
-    "training": trained_by_dualdist,
-    "training by DDP": trained_by_ddp,
-}
+TASKS: Mapping[str, Callable[[], object]] = {"topology": topology, "training": trained_by_dualdist}
 
 
 class Tasks:
-    """The tasks of one rank, each in the session that it asks for."""
+    """The tasks of one rank: laws in ALONE have a session of their own."""
 
     def __init__(self, backend: str | None) -> None:
         self._backend = backend
@@ -101,14 +76,14 @@ class Tasks:
             try:
                 return self._alone[name]()
             finally:
-                if dd.is_initialized():  # else it has failed between two sessions of its own
+                if dd.is_initialized():  # else it failed between two sessions
                     dd.shutdown()
         if not dd.is_initialized():
             self.init()
         return self._shared[name]()
 
     def _two_sessions(self) -> dict[str, object]:
-        """An optimizer that one session wrapped is wrapped again in the next one."""
+        """Wrap an optimizer in one session, and again in the next one."""
         rank = dd.rank()
         weight = nn.Parameter(torch.ones(1))
         optimizer = dd.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
@@ -125,7 +100,7 @@ class Tasks:
 
 def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # wrapping an optimizer collects garbage, which takes 0.1 s and more among all the objects of torch
+    gc.freeze()  # wrapping an optimizer collects garbage, which takes 0.1 s with all the objects of torch
     tasks = Tasks(arguments[0] if arguments else None)
     raises(NotInitializedError, dd.rank, "before dd.init()")
     tasks.init()

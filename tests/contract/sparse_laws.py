@@ -9,16 +9,7 @@ from collections.abc import Callable
 
 import torch
 from contract.optimizer_laws import Fixed, Wrap, by_dd, by_hvd
-from contract.oracle import (
-    assert_close,
-    assert_same_everywhere,
-    gradients,
-    law,
-    law_alone,
-    raises,
-    ranks,
-    refuse,
-)
+from contract.oracle import assert_close, assert_same_everywhere, gradients, law, law_alone, raises, ranks, refuse
 from torch import nn
 
 import dualdist as dd
@@ -42,7 +33,7 @@ class Tied(nn.Module):
 
 
 def assert_sparse_trains(wrap: Wrap, make: Callable[[nn.Module], torch.optim.Optimizer], op: str = "mean") -> None:
-    """Rank r uses row r; in the second step rank 0 uses none, in the third nobody does, in the last all do again."""
+    """Rank r uses row r; in the second step rank 0 uses none, in the third no rank does, in the last all do."""
     model = Tied()
     alone = copy.deepcopy(model)
     optimizer, plain = wrap(make(model), model), make(alone)
@@ -189,7 +180,7 @@ def gradients_once_dense_are_sent_dense_on_async_devices() -> None:
 @law_alone
 def sparse_gradients_sent_by_an_interrupted_backward_are_dropped() -> None:
     """It raises on rank 0 only, which retries."""
-    first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a bucket of its own
+    first, table = nn.Parameter(torch.ones(1)), nn.Embedding(1 << 19, 1, sparse=True)  # a separate bucket
     optimizer = dd.wrap_optimizer(torch.optim.SGD([first, table.weight], lr=0.1))
 
     for _ in range(2):

@@ -165,7 +165,7 @@ def closures_train_lbfgs_like_one_process() -> None:
 
 @law
 def loss_scaling_skips_every_ranks_step_if_one_overflows() -> None:
-    """In the other steps the mean, or the sum, is what is unscaled and clipped."""
+    """In the other steps the mean, or the sum, is unscaled and clipped."""
     for wrap, factor in ((by_dd(), 1 / dd.size()), (by_hvd(), 1 / dd.size()), (by_hvd(op=hvd.Sum), 1.0)):
         model, alone = net(), net()
         optimizer, plain = wrap(sgd(model), model), sgd(alone)

@@ -56,17 +56,17 @@ def check(
         batches = [batch_of(rank + 10 * step, rows(rank), shape, dtype) for rank in ranks()]
         starts = [0, *itertools.accumulate(len(batch) for batch in batches)]
         own = slice(starts[dd.rank()], starts[dd.rank() + 1])
-        everybody = torch.cat(batches).requires_grad_()
+        all_rows = torch.cat(batches).requires_grad_()
         given = batches[dd.rank()].requires_grad_()
-        found, expected = mine(given), whole(everybody)
+        found, expected = mine(given), whole(all_rows)
         close = {"rtol": tolerance, "atol": tolerance}
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected[own], **close)
         (found * weights_like(given.detach())).sum().backward()
-        (expected * weights_like(everybody.detach())).sum().backward()
+        (expected * weights_like(all_rows.detach())).sum().backward()
         assert given.grad is not None
-        assert everybody.grad is not None
-        torch.testing.assert_close(given.grad, everybody.grad[own], **close)
+        assert all_rows.grad is not None
+        torch.testing.assert_close(given.grad, all_rows.grad[own], **close)
     for parameter, right in zip(mine.parameters(), whole.parameters(), strict=True):
         total = dd.allreduce(parameter.grad, "sum")  # type: ignore[arg-type]
         torch.testing.assert_close(total, right.grad, rtol=tolerance, atol=tolerance * starts[-1])
@@ -76,7 +76,7 @@ def check(
         torch.testing.assert_close(buffer, right, **close, msg=lambda m, n=name: f"{n}: {m}")
     buffers = dd.allgather_object([buffer.tolist() for buffer in mine.buffers()])
     assert all(other == buffers[0] for other in buffers), "every rank has the same bits"
-    torch.testing.assert_close(mine.eval()(given), whole.eval()(everybody)[own], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.eval()(given), whole.eval()(all_rows)[own], rtol=tolerance, atol=tolerance)
 
 
 @law
@@ -118,9 +118,9 @@ def sync_batch_norm_keeps_a_small_variance_beside_a_large_mean() -> None:
     layer = dd.SyncBatchNorm(CHANNELS, momentum=1.0)
     batches = [batch_of(rank, 50, ()) / 10 + 1000 for rank in ranks()]
     layer(batches[dd.rank()])
-    everybody = torch.cat(batches).double()
-    torch.testing.assert_close(layer.running_var.double(), everybody.var(0), rtol=1e-3, atol=0)
-    torch.testing.assert_close(layer.running_mean.double(), everybody.mean(0), rtol=1e-6, atol=0)
+    all_rows = torch.cat(batches).double()
+    torch.testing.assert_close(layer.running_var.double(), all_rows.var(0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(layer.running_mean.double(), all_rows.mean(0), rtol=1e-6, atol=0)
 
 
 @law
@@ -135,18 +135,18 @@ def sync_batch_norm_is_as_exact_as_its_input() -> None:
             whole = nn.BatchNorm1d(CHANNELS, eps=1e-9, **options).double()
             for step in range(2):
                 batches = [batch_of(rank + 10 * step, 8, (), torch.float64) / 100 + mean for rank in ranks()]
-                everybody = torch.cat(batches).requires_grad_()
+                all_rows = torch.cat(batches).requires_grad_()
                 given = batches[dd.rank()].requires_grad_()
                 own = slice(8 * dd.rank(), 8 * dd.rank() + 8)
-                found, expected = mine(given), whole(everybody)
+                found, expected = mine(given), whole(all_rows)
                 close = dict.fromkeys(("rtol", "atol"), 1e-10 + 1e-13 * mean)
                 torch.testing.assert_close(found, expected[own], **close)
                 (found * weights_like((given.detach() - mean) * 100)).sum().backward()
-                (expected * weights_like((everybody.detach() - mean) * 100)).sum().backward()
+                (expected * weights_like((all_rows.detach() - mean) * 100)).sum().backward()
                 assert given.grad is not None
-                assert everybody.grad is not None
-                close["atol"] *= everybody.grad.abs().max().item()
-                torch.testing.assert_close(given.grad, everybody.grad[own], **close)
+                assert all_rows.grad is not None
+                close["atol"] *= all_rows.grad.abs().max().item()
+                torch.testing.assert_close(given.grad, all_rows.grad[own], **close)
 
 
 @law
@@ -238,8 +238,8 @@ def sync_batch_norm_refuses_invalid_input() -> None:
     raises(UsageError, lambda: layer(torch.ones(2, CHANNELS + 1)), f"(n, {CHANNELS}, ...)")
     rows = 1 if dd.rank() == 0 else 0
     raises(ValueError, lambda: layer(torch.ones(rows, CHANNELS)), "value")
-    nobody = torch.ones(0, CHANNELS, requires_grad=True)
+    empty = torch.ones(0, CHANNELS, requires_grad=True)
     for running in (layer.running_mean, layer.running_var):
         running.fill_(7)
-    layer(nobody).sum().backward()
+    layer(empty).sum().backward()
     assert layer.running_mean.tolist() == layer.running_var.tolist() == [7] * CHANNELS, "no values, no change"

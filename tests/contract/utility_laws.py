@@ -105,7 +105,7 @@ def the_timeline_shows_compute_and_communication_of_all_ranks() -> None:
         dd.barrier()
         dd.shutdown()
         if rank == 0:
-            assert len(list(folder.iterdir())) == 2, "a later session has a file of its own"
+            assert len(list(folder.iterdir())) == 2, "a later session writes another file"
             for each in folder.iterdir():
                 each.unlink()
             folder.rmdir()

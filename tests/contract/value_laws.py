@@ -28,9 +28,9 @@ def plain(tensor: torch.Tensor) -> list[float]:
 
 @law
 def every_dtype_is_reduced_by_every_op() -> None:
-    everybody = [[rank + 1.0, 2.0, 1.0] for rank in ranks()]
-    mine = everybody[dd.rank()]
-    columns = list(zip(*everybody, strict=True))
+    all_ranks = [[rank + 1.0, 2.0, 1.0] for rank in ranks()]
+    mine = all_ranks[dd.rank()]
+    columns = list(zip(*all_ranks, strict=True))
     oracle = {
         "sum": [sum(column) for column in columns],
         "min": [min(column) for column in columns],
@@ -64,11 +64,11 @@ def booleans_are_reduced_logically() -> None:
 def min_and_max_propagate_nan() -> None:
     """As torch.maximum does: on whichever rank it is, with either sign, in every collective that reduces."""
     inf, nan = math.inf, math.nan
-    everybody = torch.tensor([[-1.5, 0.0, -inf, inf, 2.0, -3.0, -7.0, 1e-40]]).repeat(dd.size(), 1)
-    everybody += torch.arange(dd.size()).view(-1, 1)
-    everybody[0, 4], everybody[-1, 5], everybody[0, 6] = nan, nan, -torch.tensor(nan)
+    all_ranks = torch.tensor([[-1.5, 0.0, -inf, inf, 2.0, -3.0, -7.0, 1e-40]]).repeat(dd.size(), 1)
+    all_ranks += torch.arange(dd.size()).view(-1, 1)
+    all_ranks[0, 4], all_ranks[-1, 5], all_ranks[0, 6] = nan, nan, -torch.tensor(nan)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2):
-        given = everybody.to(dtype)
+        given = all_ranks.to(dtype)
         wide = given.double()
         for op, expected in (("max", wide.amax(0)), ("min", wide.amin(0))):
             expected[4:7] = nan
@@ -176,17 +176,17 @@ def alltoall_sends_equal_or_given_numbers_of_rows() -> None:
 def reducescatter_gives_the_remainder_to_the_first_ranks() -> None:
     for count in (0, 1, dd.size(), 2 * dd.size() + 1):
         mine = torch.arange(count * 2).view(count, 2) * (dd.rank() + 1)
-        everybody = torch.stack([torch.arange(count * 2).view(count, 2) * (rank + 1) for rank in ranks()])
+        all_ranks = torch.stack([torch.arange(count * 2).view(count, 2) * (rank + 1) for rank in ranks()])
         each, more = divmod(count, dd.size())
         start = dd.rank() * each + min(dd.rank(), more)
         share = slice(start, start + each + (dd.rank() < more))
-        oracle = {"sum": everybody.sum(0), "max": everybody.amax(0), "min": everybody.amin(0)}
+        oracle = {"sum": all_ranks.sum(0), "max": all_ranks.amax(0), "min": all_ranks.amin(0)}
         for op, expected in oracle.items():
             assert torch.equal(dd.reducescatter(mine, op), expected[share]), (count, op)  # type: ignore[call-overload]
-        assert torch.equal(dd.reducescatter(mine.double()), everybody.double().mean(0)[share])
+        assert torch.equal(dd.reducescatter(mine.double()), all_ranks.double().mean(0)[share])
         grouped = dd.grouped_reducescatter([mine.int(), mine.to(torch.uint8)], "sum")
-        assert torch.equal(grouped[0], everybody.sum(0).int()[share])
-        assert torch.equal(grouped[1], everybody.sum(0).to(torch.uint8)[share])
+        assert torch.equal(grouped[0], all_ranks.sum(0).int()[share])
+        assert torch.equal(grouped[1], all_ranks.sum(0).to(torch.uint8)[share])
 
 
 @law
@@ -215,11 +215,11 @@ def adasum_of_tensors_combines_ranks_pairwise() -> None:
     if dd.size() == 3:
         raises(UsageError, lambda: dd.allreduce(torch.ones(2), "adasum"), "power of two")
         return
-    everybody = [
+    all_ranks = [
         torch.randn(50, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in ranks()
     ]
-    expected = adasum(everybody)
-    mine = everybody[dd.rank()]
+    expected = adasum(all_ranks)
+    mine = all_ranks[dd.rank()]
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2)):
         found = dd.allreduce(mine.to(dtype), "adasum")
         torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance, atol=tolerance)

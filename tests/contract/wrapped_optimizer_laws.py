@@ -34,31 +34,6 @@ import dualdist.hvd as hvd
 
 
 @law
-def gradients_can_be_clipped_before_the_step() -> None:
-    """With and without synchronize(); clipped gradients are not reduced again."""
-    for horovods in (True, False):
-        model = net()
-        optimizer, alone = by_hvd()(sgd(model), model), net()
-        plain = sgd(alone)
-        for step in range(2):
-            optimizer.zero_grad()
-            plain.zero_grad()
-            loss_of(model, dd.rank(), step).backward()
-            (total_loss(alone, step) / dd.size()).backward()
-            if horovods:
-                optimizer.synchronize()
-            for each in (model, alone):
-                nn.utils.clip_grad_norm_(each.parameters(), 0.01)
-            if horovods:
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
-            plain.step()
-            assert_close(gradients(model), gradients(alone))
-
-
-@law
 def a_step_after_synchronize_warns_and_does_not_reduce_again() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd_sgd(weight, op=hvd.Sum)

@@ -1,12 +1,10 @@
-"""docker/compose.yaml as it is: two hosts on a network of Docker's own, which reach each other by ssh."""
+"""docker/compose.yaml: two hosts on a Docker network, which reach each other by ssh."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,22 +13,23 @@ from harness.base_env import ROOT
 from harness.docker import Image
 from harness.installed import lack
 from harness.jobs import Launch, Outcome
+from harness.slurm import eventually
+from launch.running import commands
 
 pytestmark = pytest.mark.timeout(3600)
 
 FILE = ROOT / "docker" / "compose.yaml"
 UP_S = 60.0
-# So that training takes seconds; the lines of the README stay as a person types them.
+# Appended to the README's lines, so that training takes seconds.
 SHORT = ("--model=mlp", "--epochs=4", "--max-steps=4", "--summary=/job/summary.json")
-README = (ROOT / "docker" / "README.md").read_text().splitlines()
-TYPED = ("docker", "compose", "-f", "docker/compose.yaml", "exec", "hosta")
-LINES = [shlex.split(line)[len(TYPED) :] for line in README if line.startswith(f"{' '.join(TYPED)} ")]
+TYPED = "docker compose -f docker/compose.yaml exec hosta"
+LINES = [words[len(TYPED.split()) :] for words in commands(ROOT / "docker" / "README.md", TYPED)]
 UNASKED = ("-o", "BatchMode=yes")
 
 
 @dataclass(frozen=True)
 class Compose:
-    """The hosts that are up; compose is the command and its options."""
+    """Running hosts; `compose` is the command and its options."""
 
     launch: Launch
     compose: tuple[str, ...]
@@ -56,9 +55,9 @@ def hosts(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
     both = Compose(launch, (*words, "--file", str(FILE), "--project-name", f"dualdist-test-{os.getpid()}"))
     both("up", "--detach")
     try:
-        deadline = time.monotonic() + UP_S
-        while not all(both.ssh(*pair, check=False).rc == 0 for pair in (("hosta", "hostb"), ("hostb", "hosta"))):
-            assert time.monotonic() < deadline, both("logs").stdout
+        pairs = (("hosta", "hostb"), ("hostb", "hosta"))
+        up = eventually(lambda: all(both.ssh(*pair, check=False).rc == 0 for pair in pairs), within_s=UP_S)
+        assert up, both("logs").stdout
         yield both
     finally:
         both("down", "--volumes", "--timeout", "1")
@@ -79,8 +78,8 @@ def test_all_launchers_are_among_the_lines() -> None:
     assert [line[0] for line in LINES] == ["mpirun", "horovodrun", "dualdist"]
 
 
-def test_nobody_else_gets_in(hosts: Compose) -> None:
-    """Without the key that the two share a password is of no use, and a server that does not have it is not trusted."""
+def test_ssh_needs_the_shared_keys(hosts: Compose) -> None:
+    """A client without the key is refused, whatever its password; a server without it is not trusted."""
     keyless = ("-F", "none", "-p", "2222", "-o", "StrictHostKeyChecking=no")
     refused = hosts.ssh("hosta", "hostb", *keyless, *UNASKED, check=False)
     assert "Permission denied (publickey)" in refused.stderr

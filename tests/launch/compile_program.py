@@ -1,4 +1,4 @@
-"""What ranks check of torch.compile: python compile_program.py BACKEND. Each check's name says what holds."""
+"""Checks of torch.compile on each rank: python compile_program.py BACKEND. A check's name says what holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualdist import hvd
 from dualdist.errors import MismatchError, UsageError
 
 CHECKS: dict[str, Callable[[], None]] = {}
-# All follow the program alike; the latter two also make the graph of the gradients, and the last one generates code.
+# All trace the program alike; the latter two also trace gradients, and the last one generates code.
 COMPILERS = ("eager", "aot_eager", "inductor")
 
 
@@ -36,16 +36,16 @@ def mine() -> torch.Tensor:
     return torch.arange(4.0) + dd.rank()
 
 
-def of_everybody() -> list[torch.Tensor]:
+def of_all_ranks() -> list[torch.Tensor]:
     return [torch.arange(4.0) + rank for rank in ranks()]
 
 
-def is_followed() -> bool:
+def is_traced() -> bool:
     return dd.backend() == "native"
 
 
 def refused(function: Callable[..., Any], *arguments: Any) -> None:
-    """fullgraph=True does not go, and the user reads why; without, the same function runs."""
+    """Check that fullgraph=True is refused with the reason."""
     message = ""
     try:
         compiled(function, fullgraph=True)(*arguments)
@@ -58,7 +58,7 @@ def refused(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 @check
-def a_compiled_model_trains_to_the_values_of_one_that_is_not() -> None:
+def a_compiled_model_trains_like_an_eager_one() -> None:
     """Compiled code adds in another order: 1e-5 is far above the rounding of five steps, and far below an error."""
     reference = net()
     optimizer = dd.wrap_optimizer(torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9))
@@ -82,36 +82,31 @@ def steps(forward: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 @check
-def allreduce_has_the_values_that_it_has_without_compiler() -> None:
-    everybody = torch.stack(of_everybody()) * 2
-    oracle = {
-        "sum": everybody.sum(0),
-        "mean": everybody.mean(0),
-        "min": everybody.amin(0),
-        "max": everybody.amax(0),
-        "product": everybody.prod(0),
-    }
+def compiled_allreduce_has_the_values_of_eager_allreduce() -> None:
+    stacked = torch.stack(of_all_ranks()) * 2
+    methods = {"sum": "sum", "mean": "mean", "min": "amin", "max": "amax", "product": "prod"}
+    oracle = {op: getattr(stacked, method)(0) for op, method in methods.items()}
     for op, expected in oracle.items():
         torch.compiler.reset()
 
         def function(x: torch.Tensor, op: str = op) -> torch.Tensor:
             return dd.allreduce(x * 2, op) + 1  # type: ignore[call-overload, no-any-return]
 
-        found = compiled(function, fullgraph=is_followed())(mine())
+        found = compiled(function, fullgraph=is_traced())(mine())
         assert torch.equal(found, expected + 1), (op, found)
         if op != "mean":
             for dtype in (torch.int16, torch.int64, torch.bfloat16):
-                found = compiled(function, fullgraph=is_followed())(mine().to(dtype))
+                found = compiled(function, fullgraph=is_traced())(mine().to(dtype))
                 assert found.dtype == dtype
                 assert torch.equal(found, expected.to(dtype) + 1), (op, dtype, found)
     torch.compiler.reset()
-    scaled = compiled(lambda x: dd.allreduce(x, prescale=2.0, postscale=3.0), fullgraph=is_followed())
+    scaled = compiled(lambda x: dd.allreduce(x, prescale=2.0, postscale=3.0), fullgraph=is_traced())
     assert torch.equal(scaled(mine()), oracle["mean"] * 3)
 
 
 @check
-def ranks_agree_inside_a_graph_as_elsewhere() -> None:
-    """Also where one rank is compiled and another is not, or only the last one compiles anew."""
+def mismatches_inside_a_graph_are_errors() -> None:
+    """Also where only some ranks are compiled, or only the last one recompiles."""
 
     def function(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return dd.allreduce(x * 2, op) + 1  # type: ignore[call-overload, no-any-return]
@@ -119,18 +114,18 @@ def ranks_agree_inside_a_graph_as_elsewhere() -> None:
     odd = dd.rank() == dd.size() - 1
     for compiler in COMPILERS:
         torch.compiler.reset()
-        step = compiled(function, fullgraph=is_followed(), compiler=compiler)
+        step = compiled(function, fullgraph=is_traced(), compiler=compiler)
         for some_are_not in (False, True):
             call = function if some_are_not and odd else step
             wrong = [(torch.ones(2 + odd),), (torch.ones(2), "max" if odd else "sum"), (mine().to(dtype(odd)),)]
             for arguments in wrong if dd.size() > 1 else ():
                 raises(MismatchError, lambda call=call, arguments=arguments: call(*arguments), "different arguments")
-            assert torch.equal(call(mine()), torch.stack(of_everybody()).sum(0) * 2 + 1)
+            assert torch.equal(call(mine()), torch.stack(of_all_ranks()).sum(0) * 2 + 1)
             given = torch.full((2, 3, 4, 4), torch.nan if odd else 1.0).to(memory_format=torch.channels_last)
             assert call(given).is_contiguous(memory_format=torch.channels_last)
             assert call(given, "max").isnan().all()
             logic = torch.tensor([True, odd])
-            assert compiled(lambda t: dd.allreduce(t, "sum"), fullgraph=is_followed())(logic).all()
+            assert compiled(lambda t: dd.allreduce(t, "sum"), fullgraph=is_traced())(logic).all()
 
 
 def dtype(is_odd: bool) -> torch.dtype:
@@ -138,7 +133,7 @@ def dtype(is_odd: bool) -> torch.dtype:
 
 
 @check
-def generated_code_reduces_and_differentiates() -> None:
+def compiled_allreduce_is_differentiated() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (dd.allreduce(x.sin()) * torch.arange(4.0) * (dd.rank() + 1)).sum()
 
@@ -146,40 +141,38 @@ def generated_code_reduces_and_differentiates() -> None:
     for compiler in COMPILERS:
         torch.compiler.reset()
         x = mine().requires_grad_()
-        found = compiled(function, fullgraph=is_followed(), compiler=compiler)(x)
-        mean = sum(other.sin() for other in of_everybody()) / dd.size()
+        found = compiled(function, fullgraph=is_traced(), compiler=compiler)(x)
+        mean = sum(other.sin() for other in of_all_ranks()) / dd.size()
         torch.testing.assert_close(found.detach(), (mean * torch.arange(4.0) * (dd.rank() + 1)).sum())
         found.backward()
         torch.testing.assert_close(x.grad, mean_weight * x.detach().cos())
 
 
 @check
-def horovods_allreduce_is_followed_too() -> None:
+def hvd_allreduce_is_compiled() -> None:
     hvd.init()
-    everybody = torch.stack(of_everybody()) * 2
+    stacked = torch.stack(of_all_ranks()) * 2
     odd = dd.rank() == dd.size() - 1
     for compiler in COMPILERS:
         torch.compiler.reset()
-        step = compiled(lambda x: hvd.allreduce(x * 2, op=hvd.Sum) + 1, fullgraph=is_followed(), compiler=compiler)
-        torch.testing.assert_close(step(mine()), everybody.sum(0) + 1)
+        step = compiled(lambda x: hvd.allreduce(x * 2, op=hvd.Sum) + 1, fullgraph=is_traced(), compiler=compiler)
+        torch.testing.assert_close(step(mine()), stacked.sum(0) + 1)
         raises(hvd.HorovodInternalError, lambda step=step: step(torch.ones(2 + odd)), "different arguments")
         x = mine().requires_grad_()
-        mean = compiled(
-            lambda x: hvd.allreduce(x * 2, postscale_factor=3.0), fullgraph=is_followed(), compiler=compiler
-        )
-        found = mean(x)
-        torch.testing.assert_close(found.detach(), everybody.mean(0) * 3)
+        scaled = lambda x: hvd.allreduce(x * 2, postscale_factor=3.0)  # noqa: E731
+        found = compiled(scaled, fullgraph=is_traced(), compiler=compiler)(x)
+        torch.testing.assert_close(found.detach(), stacked.mean(0) * 3)
         (found * (dd.rank() + 1)).sum().backward()
         torch.testing.assert_close(x.grad, torch.full((4,), 6.0 * sum(rank + 1 for rank in ranks()) / dd.size()))
     torch.compiler.reset()
     refused(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16), mine())
     refused(lambda x: hvd.allgather(x), mine())
     broken = compiled(lambda x: hvd.synchronize(hvd.allreduce_async(x * 2, op=hvd.Sum)) + hvd.allgather(x).sum())
-    torch.testing.assert_close(broken(mine()), everybody.sum(0) + everybody.sum() / 2)
+    torch.testing.assert_close(broken(mine()), stacked.sum(0) + stacked.sum() / 2)
 
 
 @check
-def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
+def allreduce_over_a_group_is_compiled_until_the_group_is_removed() -> None:
     for turn in range(2):
         torch.compiler.reset()  # an error makes it give up on the function
         group = dd.new_group(range(turn, dd.size()))
@@ -187,9 +180,9 @@ def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
         def function(x: torch.Tensor, group: Any = group) -> torch.Tensor:
             return dd.allreduce(x, "sum", group=group)
 
-        step = compiled(function, fullgraph=is_followed())
+        step = compiled(function, fullgraph=is_traced())
         if group.is_member:
-            assert torch.equal(step(mine()), torch.stack(of_everybody())[turn:].sum(0))
+            assert torch.equal(step(mine()), torch.stack(of_all_ranks())[turn:].sum(0))
         dd.remove_group(group)
         try:
             compiled(function)(mine())
@@ -199,16 +192,16 @@ def a_group_is_reduced_by_itself_and_forgotten_with_it() -> None:
 
 
 @check
-def a_graph_keeps_its_group_while_others_come_and_go() -> None:
+def a_graph_keeps_its_group_while_others_change() -> None:
     first, whole = dd.new_group([0]), dd.new_group(ranks())
-    step = compiled(lambda x: dd.allreduce(x, "sum", group=whole), fullgraph=is_followed())
+    step = compiled(lambda x: dd.allreduce(x, "sum", group=whole), fullgraph=is_traced())
     x, y = mine().requires_grad_(), mine().requires_grad_()
     results = step(x), step(y)
     dd.remove_group(first)
     others = [dd.new_group([0])]
     results[0].sum().backward()
     assert torch.equal(x.grad, torch.full((4,), float(dd.size())))
-    assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+    assert torch.equal(step(mine()), torch.stack(of_all_ranks()).sum(0))
     dd.remove_group(whole)
     others.append(dd.new_group(ranks()))
     raises(UsageError, results[1].sum().backward, "closed")
@@ -217,23 +210,23 @@ def a_graph_keeps_its_group_while_others_come_and_go() -> None:
 
 
 @check
-def what_cannot_be_followed_is_refused_with_a_reason_and_runs_between_graphs() -> None:
+def fullgraph_is_refused_for_what_runs_between_graphs() -> None:
     refused(lambda x: dd.allreduce(x, "adasum"), mine())
     refused(lambda x: dd.allreduce(x, async_op=True).wait(), mine())
     refused(lambda x: dd.allreduce(x, "max"), mine().requires_grad_())
     refused(lambda x: dd.allgather(x), mine())
     refused(dd.SyncBatchNorm(1), mine().view(4, 1))
-    if not is_followed():
+    if not is_traced():
         refused(lambda x: dd.allreduce(x), mine())
-    everybody = torch.stack(of_everybody())
-    assert torch.equal(compiled(lambda x: dd.allreduce(x, async_op=True).wait() * 2)(mine()), everybody.mean(0) * 2)
+    stacked = torch.stack(of_all_ranks())
+    assert torch.equal(compiled(lambda x: dd.allreduce(x, async_op=True).wait() * 2)(mine()), stacked.mean(0) * 2)
     handle = compiled(lambda x: dd.allreduce(x + 1, "max", async_op=True))(mine())
-    assert torch.equal(handle.wait(), everybody.amax(0) + 1)
+    assert torch.equal(handle.wait(), stacked.amax(0) + 1)
 
 
 @check
-def other_operations_run_between_graphs() -> None:
-    everybody, size = torch.stack(of_everybody()), dd.size()
+def other_collectives_run_between_graphs() -> None:
+    stacked, size = torch.stack(of_all_ranks()), dd.size()
 
     def function(x: torch.Tensor) -> list[torch.Tensor]:
         x = x * 1
@@ -251,13 +244,13 @@ def other_operations_run_between_graphs() -> None:
         return results
 
     expected = [
-        everybody.flatten(),
-        everybody[-1],
+        stacked.flatten(),
+        stacked[-1],
         None,
-        everybody.sum(0),
-        everybody.amax(0),
-        everybody.flatten(),
-        everybody.sum(0),
+        stacked.sum(0),
+        stacked.amax(0),
+        stacked.flatten(),
+        stacked.sum(0),
         torch.arange(size),
     ]
     step = compiled(function)
@@ -268,26 +261,21 @@ def other_operations_run_between_graphs() -> None:
 
 
 @check
-def scatter_and_gather_run_between_graphs() -> None:
-    everybody, size = torch.stack(of_everybody()), dd.size()
+def scatter_gather_and_gradients_run_between_graphs() -> None:
+    stacked, size = torch.stack(of_all_ranks()), dd.size()
     step = compiled(lambda x: (dd.scatter(torch.cat([x * 2] * size)) / 2, dd.gather(x * 1) + 1))
     for _ in range(3):
-        dealt, collected = step(mine())
-        assert torch.equal(dealt, everybody[0])
-        assert torch.equal(collected, everybody.flatten()[: everybody.numel() * (dd.rank() == 0)] + 1)
-
-
-@check
-def gradients_flow_through_operations_between_graphs() -> None:
+        scattered, gathered = step(mine())
+        assert torch.equal(scattered, stacked[0])
+        assert torch.equal(gathered, stacked.flatten()[: stacked.numel() * (dd.rank() == 0)] + 1)
     x = mine().requires_grad_()
-    compiled(lambda x: (dd.allgather(x * 3) * torch.arange(4.0 * dd.size())).sum())(x).backward()
-    start = 4 * dd.rank()
-    torch.testing.assert_close(x.grad, 3 * torch.arange(start, start + 4.0))
+    compiled(lambda x: (dd.allgather(x * 3) * torch.arange(4.0 * size)).sum())(x).backward()
+    torch.testing.assert_close(x.grad, 3 * torch.arange(4.0 * size)[4 * dd.rank() : 4 * dd.rank() + 4])
 
 
 @check
-def many_kinds_of_tensors_are_no_reason_to_give_up() -> None:
-    """torch.compile gives up, with a warning, on code that it has compiled eight times: here ours alone could be."""
+def many_shapes_do_not_exceed_the_recompile_limit() -> None:
+    """torch.compile gives up, with a warning, on code that it has compiled eight times."""
 
     def one_of_many(operation: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         return operation(x, async_op=True).wait()  # type: ignore[no-any-return]
@@ -300,7 +288,7 @@ def many_kinds_of_tensors_are_no_reason_to_give_up() -> None:
 
 
 @check
-def batch_norm_over_all_ranks_runs_between_graphs() -> None:
+def sync_batch_norm_runs_between_graphs() -> None:
     layer = nn.Sequential(nn.Linear(6, 3), dd.SyncBatchNorm(3), nn.Tanh())
     dd.broadcast_parameters(layer)
     twin = copy.deepcopy(layer)
@@ -316,13 +304,13 @@ def batch_norm_over_all_ranks_runs_between_graphs() -> None:
 
 
 @check
-def a_new_session_is_compiled_anew() -> None:
-    step = compiled(lambda x: dd.allreduce(x, "sum"), fullgraph=is_followed())
+def a_new_session_recompiles() -> None:
+    step = compiled(lambda x: dd.allreduce(x, "sum"), fullgraph=is_traced())
     for _ in range(2):
-        assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+        assert torch.equal(step(mine()), torch.stack(of_all_ranks()).sum(0))
         dd.shutdown()
         dd.init(sys.argv[1], timeout_s=60)
-        assert torch.equal(step(mine()), torch.stack(of_everybody()).sum(0))
+        assert torch.equal(step(mine()), torch.stack(of_all_ranks()).sum(0))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A training by Horovod's elastic names, unhurt and then with failures on all ranks: elastic_program.py HURT_AT ..."""
+"""An elastic training by Horovod's names, undisturbed and then with failures on all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dualdist.hvd.common import HorovodInternalError
 BATCHES = 6
 
 
-def trained(hurt_at: list[int]) -> dict[str, Any]:
-    """What a training ends with, which fails on all ranks after each of these batches."""
+def trained(fail_at: list[int]) -> dict[str, Any]:
+    """Train, failing on all ranks after each of these batches, and return the result."""
     hvd.init()
     model = net(seed=hvd.rank())  # the state makes them alike
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -33,8 +33,8 @@ def trained(hurt_at: list[int]) -> dict[str, Any]:
             optimizer.step()
             state.seen.append(state.batch)
             state.batch += 1
-            if state.batch in hurt_at:
-                hurt_at.remove(state.batch)
+            if state.batch in fail_at:
+                fail_at.remove(state.batch)
                 raise HorovodInternalError("as where a network fails between two ranks that both live on")
             if state.batch % 2 == 0:
                 state.commit()
@@ -47,10 +47,10 @@ def trained(hurt_at: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    unhurt = trained([])
-    hurt = trained([int(number) for number in sys.argv[1:]])
+    undisturbed = trained([])
+    failing = trained([int(number) for number in sys.argv[1:]])
     hvd.init()
-    report(hvd.rank(), {"unhurt": unhurt, "hurt": hurt})
+    report(hvd.rank(), {"undisturbed": undisturbed, "failing": failing})
     hvd.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""An elastic script, as people have written it for Horovod; a rank is lost and comes back: elastic_script.py BATCHES"""
+"""An elastic Horovod script of which a rank is lost and returns: elastic_script.py BATCHES"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that runs the examples it is told to, one after the other in one process: python example_rank.py EXAMPLES."""
+"""A rank that runs examples on request, one after the other in one process: python example_rank.py EXAMPLES."""
 
 from __future__ import annotations
 

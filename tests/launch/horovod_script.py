@@ -1,7 +1,4 @@
-"""A script as people have written them for Horovod: it knows nothing of dualdist, and is started under the face.
-
-What it reports beside its results tells the test what `horovod` was, for which it looks at no variable.
-"""
+"""A Horovod script without a word of dualdist, started by `python -m dualdist.hvd`; it reports what `horovod` was."""
 
 from __future__ import annotations
 

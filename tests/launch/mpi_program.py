@@ -1,4 +1,4 @@
-"""Every operation over MPI against exact sums, where MPI is not as usual: python mpi_program.py pieces|one-thread."""
+"""Collectives over MPI compared with exact sums, in unusual cases: python mpi_program.py pieces|one-thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(count: int) -> None:
 
 
 class Meet(torch.autograd.Function):
-    """What SyncBatchNorm does: the ranks meet in the midst of a backward."""
+    """A collective within backward(), as SyncBatchNorm has."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Meet(torch.autograd.Function):
 
 
 def meet_with_a_bucket_full_on_one_rank() -> None:
-    """The last rank's bucket is not full yet when it waits for the others, whose own is, and must not hold them up."""
+    """The last rank waits in a backward's collective before its bucket is full, the others after: it must not block."""
     first, large, last = (torch.nn.Parameter(torch.ones(count)) for count in (3, 1 << 20, 3))
     dd.wrap_optimizer(torch.optim.SGD([first, large, last], lr=1.0))
     loss = Meet.apply(first).sum() + large.sum()

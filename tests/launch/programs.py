@@ -35,7 +35,7 @@ def cannot_be_sent_back() -> Any:
 
 
 class Unsendable(Exception):
-    """It is made from two values and pickled as one."""
+    """Cannot be unpickled: made from two values, pickled as one."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first}, {second}")
@@ -53,18 +53,12 @@ def one_dies_while_others_wait() -> None:
 
 
 def beside_an_existing_group(rank: int, size: int, init_method: str) -> None:
-    """The program sets torch.distributed up itself; dualdist uses that group and leaves it alone."""
+    """Use the program's own process group by dualdist, and again after dd.shutdown()."""
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
     dd.init(timeout_s=30)
-    seen = {
-        "rank": dd.rank(),
-        "size": dd.size(),
-        "local_rank": dd.local_rank(),
-        "local_size": dd.local_size(),
-        "backend": dd.backend(),
-        "transport": dd.transport(),
-        "sum": dd.allreduce(torch.tensor(float(rank + 1)), "sum").item(),
-    }
+    names = ("rank", "size", "local_rank", "local_size", "backend", "transport")
+    seen = {name: getattr(dd, name)() for name in names}
+    seen["sum"] = dd.allreduce(torch.tensor(float(rank + 1)), "sum").item()
     dd.shutdown()
     still = torch.ones(1)
     dist.all_reduce(still)

@@ -1,4 +1,4 @@
-"""A training that is left in the middle of an epoch, and one that goes on there with other ranks."""
+"""A training that stops in the middle of an epoch, and resumes there on other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: torc
 
 
 def train(folder: str, steps: int, workers: int) -> dict[str, Any]:
-    """One epoch from the newest checkpoint on; left after so many steps, of which the last is saved."""
+    """Train one epoch from the newest checkpoint; stop and save after `steps` steps."""
     torch.set_num_threads(1)
     dd.init(timeout_s=40)
     model = make_model()

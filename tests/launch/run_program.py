@@ -1,4 +1,4 @@
-"""One rank of a job of `dualdist run`, without torch: says where it is, then ends as it is told.
+"""One rank of a job of `dualdist run`, without torch: prints its topology, then ends as HOW says.
 
 python run_program.py [HOW [RANK]]
 """

@@ -1,66 +1,169 @@
-"""`dualdist run` and its kin as tests start them, and how what they print is read."""
+"""Helpers to start `dualdist run`, job scripts and single ranks, and to read what these print and report."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 from harness import mpi, problem
-from harness.jobs import Job, Launch, Outcome
+from harness.jobs import REPORT_DIR, Job, Launch, Outcome, collect
+from harness.slurm import eventually
 
 PROGRAM = str(Path(__file__).with_name("run_program.py"))
 TINY_RANK = str(Path(problem.__file__).with_name("tiny_rank.py"))
 RUN = (sys.executable, "-m", "dualdist", "run")
+TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
 LAUNCHERS = ("torchrun", "horovodrun", "horovodrun-mpi", "mpirun", "spawn")
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+# The second network of each host of two_hosts leads nowhere.
+AWAY = {"OMPI_MCA_oob_tcp_if_include": "eth0", "OMPI_MCA_btl_tcp_if_include": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}
+# More than two gradients are added in an order of the backend's own, each sum rounding to 2**-24 of its size.
+TOLERANCE = 1e-6
 WAIT_S = 60.0
+
+# There is no server of PBS or LSF here. These do on one host what the manuals say that pbsdsh and jsrun do: pbsdsh's
+# tasks have their own host names, which dualdist takes for other hosts, and none of our variables.
+PBSDSH = """#!/bin/sh
+# pbsdsh -n INDEX -- PROGRAM ARGUMENT...
+index=$2; shift 3
+exec env -i PATH=/usr/bin:/bin PBS_JOBID="$PBS_JOBID" PBS_NODENUM="$index" HOSTS="${0%pbsdsh}hosts" \\
+    unshare --uts --mount sh -c 'mount --bind "$HOSTS" /etc/hosts; hostname "node$PBS_NODENUM"; exec "$@"' sh "$@"
+"""
+JSRUN = """#!/bin/sh
+# jsrun --nrs N --rs_per_host N ... --bind B PROGRAM ARGUMENT...
+sets=$2; host=$4; shift 12
+rank=0
+while [ $rank -lt $sets ]; do
+    JSM_NAMESPACE_RANK=$rank JSM_NAMESPACE_SIZE=$sets JSM_NAMESPACE_LOCAL_RANK=$((rank % host)) \\
+        JSM_NAMESPACE_LOCAL_SIZE=$host "$@" &
+    rank=$((rank + 1))
+done
+wait
+"""
+
+
+def blocks(readme: Path, language: str = "") -> list[str]:
+    """Return the fenced blocks of a README in a language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL)
+    return [body for named, body in found if named == language]
+
+
+def commands(readme: Path, begin: str) -> list[list[str]]:
+    """Return the words of a README's lines that begin so."""
+    lines = readme.read_text().splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{begin} ")]
+
+
+def check_refused(launch: Launch, argv: Sequence[str], expected: str, env: Mapping[str, str] | None = None) -> None:
+    """Check that a `dualdist` command ends with code 1 and one line on stderr that contains `expected`."""
+    outcome = launch(argv, env=env, check=False)
+    assert outcome.rc == 1, str(outcome)
+    assert expected in outcome.stderr
+    assert outcome.stderr.startswith(f"dualdist {argv[3]}: ")
+    assert len(outcome.stderr.splitlines()) == 1
+    assert outcome.stdout == ""
 
 
 def lines(text: str) -> list[str]:
+    """Return the lines of PROGRAM's ranks, sorted."""
     return sorted(line for line in text.splitlines() if re.search(r"(out|err) \d", line))
 
 
 def last_words(stderr: str) -> list[str]:
-    """What `dualdist run` said at the very end."""
+    """Return the last message of `dualdist run`, by lines."""
     return stderr[stderr.rindex("dualdist run: ") :].splitlines()
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"no {paths}"
-        time.sleep(0.02)
+    assert eventually(lambda: all(path.exists() for path in paths), within_s=WAIT_S), f"no {paths}"
 
 
 def start(launch: Launch, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Job:
-    """As launch.start(), but for so long nobody else ends what argv leaves behind."""
+    """Start a job like launch.start(), whose guard leaves it WAIT_S to end the processes that it started."""
     return Job(argv, env={**launch.env, **(env or {})}, cwd=launch.directory, grace_s=WAIT_S)
 
 
 def interrupted(launch: Launch, argv: Sequence[str], once_it_says: str) -> Outcome:
-    """How the command ended that got Ctrl-C then."""
+    """Send Ctrl-C to the command once its output has these words, and return its outcome."""
     with launch.start(argv) as job:
-        deadline = time.monotonic() + WAIT_S
-        while once_it_says not in job.output():
-            assert time.monotonic() < deadline, job.output()
-            time.sleep(0.02)
+        assert eventually(lambda: once_it_says in job.output(), within_s=WAIT_S), job.output()
         (command, *_) = psutil.Process(job.pid).children()
         command.send_signal(signal.SIGINT)
         return job.wait(WAIT_S)
 
 
-def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[str, str]]:
-    """`dualdist run` and its variables, of an interpreter that has MPICH's mpirun beside it."""
+def side_by_side(launch: Launch, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[Outcome]:
+    """Run commands, each with its variables, at the same time."""
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(launch.start(argv, env=env)) for argv, env in commands]
+        return [job.wait(100) for job in jobs]
+
+
+def collected(
+    launch: Launch, size: int, run: Callable[[dict[str, str]], Outcome | Sequence[Outcome]]
+) -> list[dict[str, Any]]:
+    """Return the reports of the ranks that `run` starts, given the variable that says where these report."""
+    folder = Path(tempfile.mkdtemp(prefix="reports-", dir=launch.directory))
+    found = run({REPORT_DIR: str(folder)})
+    outcomes = [found] if isinstance(found, Outcome) else found
+    return collect(folder, size, next((outcome for outcome in outcomes if outcome.rc), outcomes[0]))
+
+
+def rank_env(rank: int, size: int, local_rank: int = 0, local_size: int = 1) -> dict[str, str]:
+    """Return the variables of a rank without a launcher."""
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    return {f"DUALDIST_{name}": str(number) for name, number in numbers.items()}
+
+
+def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same: str) -> None:
+    """Check that ranks fill node after node, report `same` and exact sums, and have what one process trains."""
+    size = sum(per_node)
+    expected = problem.trained_by_one_process(size)
+    places = [(node, local_rank) for node, count in enumerate(per_node) for local_rank in range(count)]
+    for rank, (seen, (node, local_rank)) in enumerate(zip(reports, places, strict=True)):
+        place = {"rank": rank, "size": size, "node_rank": node, "num_nodes": len(per_node)}
+        place |= {"local_rank": local_rank, "local_size": per_node[node]}
+        wanted = {**place, **same, "sum": [(1 << size) - 1, size << 40]}
+        assert {name: seen[name] for name in wanted} == wanted
+        assert seen["parameters"] == reports[0]["parameters"], "ranks differ"
+    tolerance = {"rel": TOLERANCE, "abs": TOLERANCE} if size > 2 else {"rel": 0, "abs": 0}
+    assert reports[0]["parameters"] == pytest.approx(expected, **tolerance)
+
+
+def stand_in(launch: Launch, name: str, text: str) -> dict[str, str]:
+    """Write a program, and return a PATH on which it comes first."""
     folder = launch.directory / "bin"
-    folder.mkdir()
-    python = folder / "python3"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{launch.env['PATH']}"}
+
+
+def written(launch: Launch, *options: str, program: Sequence[str]) -> Path:
+    """Return the job script that `dualdist run --write` writes."""
+    path = launch.directory / "job.sh"
+    launch([*RUN, *options, "--write", str(path), *program])
+    return path
+
+
+def run_with_mpich(launch: Launch, mpich: mpi.MPICH) -> tuple[list[str], dict[str, str]]:
+    """Return `dualdist run`, with its variables, by an interpreter that has MPICH's mpirun beside it."""
+    stand_in(launch, "mpirun", f'#!/bin/sh\nexec {mpich.mpiexec} "$@"\n')
+    python = launch.directory / "bin" / "python3"
     python.symlink_to(Path(sys.executable).resolve())
-    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {mpich.mpiexec} "$@"\n')
-    (folder / "mpirun").chmod(0o755)
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     run = [str(python), "-m", "dualdist", "run", "--launcher", "mpirun", "--tag-output"]
     return run, {"PYTHONPATH": f"{launch.env['PYTHONPATH']}:{packages}"}

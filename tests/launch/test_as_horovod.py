@@ -1,4 +1,4 @@
-"""A script that imports horovod.torch runs unchanged on the face, under every launcher and on both backends."""
+"""A script that imports horovod.torch runs unchanged, under every launcher and on both backends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from harness import problem
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
 from harness.slurm import Slurm
+from launch.running import RUN, TORCHRUN
 
 SCRIPT = str(Path(__file__).with_name("horovod_script.py"))
-FACE = ("-m", "dualdist.hvd")
+HVD = ("-m", "dualdist.hvd")
 SIZE = 2
 WORDS = ("--epochs", "-np", "3", "-m")
-"""The script's own arguments, which launchers know, too."""
-RUN = (sys.executable, "-m", "dualdist", "run")
-TORCHRUN = ("torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={SIZE}")
+"""Arguments of the script that launchers have, too."""
 STARTS: dict[str, Callable[[OpenMPI], list[str]]] = {
-    "torchrun": lambda openmpi: [*TORCHRUN, *FACE, SCRIPT],
-    "horovodrun": lambda openmpi: ["horovodrun", "--gloo", "-np", str(SIZE), sys.executable, *FACE, SCRIPT],
-    "mpirun": lambda openmpi: [*openmpi.run(SIZE), sys.executable, *FACE, SCRIPT],
+    "torchrun": lambda openmpi: [*TORCHRUN, *HVD, SCRIPT],
+    "horovodrun": lambda openmpi: ["horovodrun", "--gloo", "-np", str(SIZE), sys.executable, *HVD, SCRIPT],
+    "mpirun": lambda openmpi: [*openmpi.run(SIZE), sys.executable, *HVD, SCRIPT],
     "dualdist run": lambda openmpi: [*RUN, "-np", str(SIZE), "--as-horovod", SCRIPT],
     "dualdist run, a module": lambda openmpi: [
         *(*RUN, "-np", str(SIZE), "--launcher", "mpirun"),
@@ -66,11 +65,11 @@ def test_dualdist_run_in_a_slurm_allocation_takes_srun(launch: Launch, slurm: Sl
 
 
 def test_horovod_script_runs_alone_without_a_launcher(launch: Launch) -> None:
-    check(launch.reports([sys.executable, *FACE, SCRIPT, *WORDS], 1), 1, "native")
+    check(launch.reports([sys.executable, *HVD, SCRIPT, *WORDS], 1), 1, "native")
 
 
 @pytest.mark.parametrize("backend", ["native", "horovod"])
-def test_horovod_run_starts_ranks_from_a_script_under_the_face(launch: Launch, backend: str) -> None:
+def test_horovod_run_starts_ranks_from_a_script_under_dualdist_hvd(launch: Launch, backend: str) -> None:
     script = launch.directory / "script.py"
     script.write_text(
         "import horovod, torch\n"
@@ -84,7 +83,7 @@ def test_horovod_run_starts_ranks_from_a_script_under_the_face(launch: Launch, b
         "print('once')\n"
         "print(horovod.run(work, (1,), {'last': 2}, num_proc=3, use_gloo=True))\n"
     )
-    outcome = launch([sys.executable, *FACE, str(script)], env={"DUALDIST_BACKEND": backend})
+    outcome = launch([sys.executable, *HVD, str(script)], env={"DUALDIST_BACKEND": backend})
     assert outcome.stdout.splitlines() == ["once", "[(0, 90), (1, 90), (2, 90)]"]
 
 

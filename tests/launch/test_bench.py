@@ -13,45 +13,33 @@ import pytest
 from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.mpi import OpenMPI
-from launch.running import interrupted
+from launch.running import check_refused, commands, interrupted
 
 BENCH = (sys.executable, "-m", "dualdist", "bench")
-# The README's lines, which the options behind them make short.
-SHOWN = [
-    shlex.split(line, comments=True)[2:]
-    for line in (ROOT / "README.md").read_text().splitlines()
-    if line.startswith("dualdist bench ")
-]
+# The README's lines; tests append options that make them short.
+SHOWN = [words[2:] for words in commands(ROOT / "README.md", "dualdist bench")]
 QUICK_STEP = ("step", "--model", "mlp", "--batch", "2", "--steps", "2", "--warmup", "1", "--rounds", "2")
 ROUNDS = 2
 
 
 def shown(*begin: str) -> list[str]:
-    """Return the README's line that begins so."""
+    """Return the words of the README's line that begins so."""
     (words,) = (words for words in SHOWN if words[: len(begin)] == list(begin))
     return words
 
 
-def record(launch: Launch, *words: str, timeout_s: float = 240.0) -> dict[str, Any]:
+def record(launch: Launch, *words: str) -> dict[str, Any]:
     """Run the benchmark and return its JSON record."""
-    outcome = launch([*BENCH, *words, "--json", "-"], timeout_s=timeout_s)
+    outcome = launch([*BENCH, *words, "--json", "-"], timeout_s=240)
     kept: dict[str, Any] = json.loads(outcome.stdout)
     return kept
 
 
 def check_record(kept: dict[str, Any], benchmark: str, jobs: int) -> None:
     """Check that the record holds command, machine, versions and settings."""
-    assert set(kept) == {
-        "schema",
-        "benchmark",
-        "command",
-        "timestamp",
-        "machine",
-        "versions",
-        "settings",
-        "results",
-        "jobs",
-    }
+    assert set(kept) == set(
+        ["schema", "benchmark", "command", "timestamp", "machine", "versions", "settings", "results", "jobs"]
+    )
     assert (kept["schema"], kept["benchmark"]) == (2, benchmark)
     assert kept["command"].startswith(f"dualdist bench {benchmark}")
     assert kept["machine"]["cores"] >= 1
@@ -134,9 +122,8 @@ def test_allreduce_measures_both_calls_and_the_raw_ones(launch: Launch) -> None:
 
 
 def test_startup_times_new_processes_of_every_backend(launch: Launch) -> None:
-    kept = record(
-        launch, *shown("startup", "--ranks"), "--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1"
-    )
+    words = ("--rounds", "1", "--backend", "native,horovod:mpi", "--ranks", "2,1")
+    kept = record(launch, *shown("startup", "--ranks"), *words)
     check_record(kept, "startup", jobs=8)
     found = [(result["launcher"], result["ranks"]) for result in kept["results"]]
     assert found == [("torchrun", 1), ("torchrun", 2), ("mpirun", 1), ("mpirun", 2)]
@@ -211,17 +198,8 @@ def test_by_default_all_backends_that_can_run_are_measured(launch: Launch, openm
 
 @pytest.mark.smoke
 def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path) -> None:
-    words = (
-        *QUICK_STEP,
-        "--no-memory",
-        "--backend",
-        "native",
-        "--contenders",
-        "none",
-        "--keep",
-        str(tmp_path / "kept"),
-    )
-    (line,) = launch([*BENCH, *words, "--dry-run"]).stdout.splitlines()
+    words = ("--no-memory", "--backend=native", "--contenders=none", f"--keep={tmp_path / 'kept'}")
+    (line,) = launch([*BENCH, *QUICK_STEP, *words, "--dry-run"]).stdout.splitlines()
     launch(shlex.split(line))
     (report,) = (tmp_path / "kept").iterdir()
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
@@ -252,15 +230,8 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
         (("scale", "--backend", "native,horovod"), "one backend at a time"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(
-    launch: Launch, words: tuple[str, ...], expected: str
-) -> None:
-    outcome = launch([*BENCH, *words], check=False)
-    assert outcome.rc == 1, str(outcome)
-    assert expected in outcome.stderr
-    assert outcome.stderr.startswith("dualdist bench: ")
-    assert len(outcome.stderr.splitlines()) == 1
-    assert outcome.stdout == ""
+def test_invalid_options_are_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], expected: str) -> None:
+    check_refused(launch, [*BENCH, *words], expected)
 
 
 def test_a_failed_job_is_reported_with_command_and_error(launch: Launch) -> None:
@@ -281,13 +252,14 @@ def test_a_job_that_exceeds_its_timeout_is_ended(launch: Launch) -> None:
 
 def test_results_are_reported_with_failures(launch: Launch, tmp_path: Path) -> None:
     words = ("--sizes", "8,64K", "--rounds", "2", "--launches", "2", "--block-s", "0.005", "--device", "cpu")
-    kept = str(tmp_path / "kept.json")
-    outcome = launch([*BENCH, "allreduce", *words, "--backend", "native:nccl,native:gloo", "--json", kept], check=False)
+    file = tmp_path / "kept.json"
+    words = (*words, "--backend", "native:nccl,native:gloo", "--json", str(file))
+    outcome = launch([*BENCH, "allreduce", *words], check=False)
     assert outcome.rc == 1
-    (result,) = json.loads(Path(kept).read_text())["results"]
+    kept = json.loads(file.read_text())
+    (result,) = kept["results"]
     assert (result["transport"], result["launches"]) == ("gloo", 2)
-    jobs = json.loads(Path(kept).read_text())["jobs"]
-    assert ["error" in job for job in jobs] == [False, False, True, True]
+    assert ["error" in job for job in kept["jobs"]] == [False, False, True, True]
     assert "latency and bandwidth" in outcome.stdout or "64 KiB" in outcome.stdout
     assert "DUALDIST_TRANSPORT=nccl" in outcome.stderr
     assert "it failed before, and was not launched again" in outcome.stdout

@@ -11,23 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.base_env import ROOT
 from harness.jobs import Launch, Outcome
 from harness.mpi import OpenMPI
-from launch.running import interrupted
+from launch.running import TORCHRUN, check_refused, commands, interrupted
 
 from dualdist.rendezvous import backend_selection
 from dualdist.rendezvous.backend_selection import ChoiceConditions, SavedChoice
 
 COMPARE = (sys.executable, "-m", "dualdist", "compare")
-# The README's lines that begin so; the options behind them make them short.
-SHOWN = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("dualdist compare ")]
-OF_MODEL, OF_SCRIPT = (
-    shlex.split(next(line for line in SHOWN if option in line), comments=True)[2:] for option in ("--model", "--script")
-)
+# The README's lines; tests append options that make them short.
+SHOWN = commands(ROOT / "README.md", "dualdist compare")
+OF_MODEL, OF_SCRIPT = (next(words[2:] for words in SHOWN if option in words) for option in ("--model", "--script"))
 QUICK = ("--model", "mlp", "--batch", "8", "--steps", "8", "--warmup", "2", "--transports", "gloo", "--device", "cpu")
 SCRIPTS = ("--launchers", "mpirun", "--transports", "gloo", "--device", "cpu", "--baselines", "")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -70,8 +67,8 @@ class Compared:
 
     def __init__(self, outcome: Outcome, folder: Path) -> None:
         self.outcome, self.folder = outcome, folder
-        self.kept: dict[str, Any] = json.loads((folder / "kept.json").read_text())
-        self.result: dict[str, Any] = self.kept["results"]
+        self.kept = json.loads((folder / "kept.json").read_text())
+        self.result = self.kept["results"]
         self.contenders = {contender["label"]: contender for contender in self.result["contenders"]}
 
 
@@ -198,13 +195,16 @@ def test_an_interrupted_run_reports_its_launches_and_is_resumed(launch: Launch) 
     assert outcome.rc == 130, str(outcome)
     assert "launches  1, interrupted" in outcome.stdout
     assert outcome.left == ()
-    before = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
+
+    def times() -> list[int]:
+        return [path.stat().st_mtime_ns for path in (launch.directory / "out" / "launches").iterdir()]
+
+    before = times()
     again = launch(words)
     assert "[1/2] resumed" in again.stderr
     assert "launches  2, complete" in again.stdout
-    after = [path.stat().st_mtime_ns for path in sorted((launch.directory / "out" / "launches").iterdir())]
-    assert len(after) == 2
-    assert before[0] in after  # not measured again
+    assert len(times()) == 2
+    assert before[0] in times()  # not measured again
     assert launch([*words, "--dry-run"]).stdout == ""
     other = launch([*words, "--seed", "7"], check=False)
     assert other.rc == 1
@@ -224,12 +224,8 @@ def test_a_script_is_timed_and_ended_after_its_steps(launch: Launch, script: Pat
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config")}
     outcome = launch([*COMPARE, *line, *words, "--json", "-", "--", "seeded"], env=env)
     kept = json.loads(outcome.stdout)
-    assert kept["results"]["equivalence"] == {
-        "criterion": "bit-identical",
-        "launches": 2,
-        "steps": 15,
-        "mismatches": {},
-    }
+    same = {"criterion": "bit-identical", "launches": 2, "steps": 15, "mismatches": {}}
+    assert kept["results"]["equivalence"] == same
     assert kept["results"]["verdict"]["sentence"].startswith("1 launch is too few to compare")
     for job in kept["jobs"]:
         assert job["command"].endswith("train.py seeded")
@@ -274,7 +270,7 @@ def choice(backend: str) -> SavedChoice:
 
 @pytest.fixture
 def config(launch: Launch) -> Iterator[dict[str, str]]:
-    """The environment of a user who has saved a choice that auto would not make by itself."""
+    """Yield variables of a user whose saved choice differs from that of auto."""
     env = {"XDG_CONFIG_HOME": str(launch.directory / "config"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     backend_selection.save_choices(backend_selection.choices_path(env), [choice("horovod")])
     yield env
@@ -293,8 +289,7 @@ for asked in ("auto", None, "native"):
 
 def test_auto_takes_the_saved_choice_and_logs_it_once(launch: Launch, config: dict[str, str]) -> None:
     (launch.directory / "tell.py").write_text(TELL)
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"]
-    outcome = launch(torchrun, env=config)
+    outcome = launch([*TORCHRUN, "tell.py"], env=config)
     assert sorted(outcome.stdout.split()) == ["horovod/gloo"] * 4 + ["native/shm"] * 2
     assert outcome.stderr.count("dualdist: horovod over gloo, as dualdist compare found on 2026-01-01: 1.31x") == 1
 
@@ -302,15 +297,14 @@ def test_auto_takes_the_saved_choice_and_logs_it_once(launch: Launch, config: di
 def test_a_saved_transport_that_does_not_open_is_logged_with_the_one_used(
     launch: Launch, config: dict[str, str]
 ) -> None:
-    backend_selection.save_choices(
-        backend_selection.choices_path(config), [replace(choice("native"), transport="nccl")]
-    )  # there is no GPU
+    without_gpu = replace(choice("native"), transport="nccl")
+    backend_selection.save_choices(backend_selection.choices_path(config), [without_gpu])
     (launch.directory / "tell.py").write_text(TELL)
-    outcome = launch(["torchrun", "--standalone", "--nproc-per-node=2", "tell.py"], env=config)
+    outcome = launch([*TORCHRUN, "tell.py"], env=config)
     assert set(outcome.stdout.split()) == {"native/shm"}
-    (told,) = [line for line in outcome.stderr.splitlines() if line.startswith("dualdist: ")]
-    assert told.startswith("dualdist: native over nccl, as dualdist compare found on 2026-01-01: ")
-    assert told.endswith("; here it runs over shm instead")
+    (logged,) = [line for line in outcome.stderr.splitlines() if line.startswith("dualdist: ")]
+    assert logged.startswith("dualdist: native over nccl, as dualdist compare found on 2026-01-01: ")
+    assert logged.endswith("; here it runs over shm instead")
 
 
 @pytest.mark.smoke
@@ -346,9 +340,4 @@ def test_dry_run_prints_every_launch_in_order_and_runs_nothing(launch: Launch) -
 )
 def test_invalid_arguments_are_refused_in_one_sentence(launch: Launch, words: tuple[str, ...], expected: str) -> None:
     device = () if "--device" in words else ("--device", "cpu")
-    outcome = launch([*COMPARE, *words, *device], env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
-    assert outcome.rc == 1, str(outcome)
-    assert expected in outcome.stderr
-    assert outcome.stderr.startswith("dualdist compare: ")
-    assert len(outcome.stderr.splitlines()) == 1
-    assert outcome.stdout == ""
+    check_refused(launch, [*COMPARE, *words, *device], expected, {"CUDA_VISIBLE_DEVICES": ""})

@@ -1,4 +1,4 @@
-"""Programs that torch.compile compiles: the values of those that it does not, on both backends, and no noise."""
+"""Compiled programs compute what they compute without compiler, on both backends, and print no warnings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness.jobs import REPORT_DIR, Launch, collect
+from launch.running import TORCHRUN
 
 PROGRAM = str(Path(__file__).with_name("compile_program.py"))
 # Three, so that some of the ranks are several and not all.
@@ -19,7 +20,7 @@ def test_compiled_programs_compute_what_they_compute_without_compiler(
     launch: Launch, backend: str, tmp_path: Path
 ) -> None:
     size = SIZES[backend]
-    argv = ["torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={size}", PROGRAM, backend]
+    argv = [*TORCHRUN[:-1], f"--nproc-per-node={size}", PROGRAM, backend]
     (reports := tmp_path / "reports").mkdir()
     outcome = launch(argv, env={REPORT_DIR: str(reports)}, timeout_s=200)
     for report in collect(reports, size, outcome):

@@ -1,4 +1,4 @@
-"""The doctor inside a real Slurm: scripts that start one task, one task with all GPUs, an srun without PMIx."""
+"""The doctor inside a real Slurm: scripts with one task, one task with all GPUs, an srun without PMIx."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from harness.jobs import Launch
 from harness.slurm import Slurm
 
-# Without site-packages: of torch nothing is asked here, and to import it takes long.
+# Without site-packages: torch is not needed, and its import takes long.
 DOCTOR = (sys.executable, "-S", "-m", "dualdist", "doctor", "--json")
 
 
 def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) -> list[dict[str, dict[str, Any]]]:
-    """The findings of the doctor in a batch script of its own, started with each of these words before it."""
+    """Return the doctor's findings in a batch script, started after each of these words."""
     files = [launch.directory / f"report-{number}.json" for number in range(len(before))]
     lines = [f"{words} {shlex.join([*DOCTOR, str(file)])}" for words, file in zip(before, files, strict=True)]
     path = launch.directory / "batch.sh"
@@ -27,7 +27,7 @@ def batch(slurm: Slurm, launch: Launch, options: tuple[str, ...], *before: str) 
 
 
 @pytest.mark.smoke
-def test_a_script_and_its_one_task_are_told_what_to_start(slurm: Slurm, launch: Launch) -> None:
+def test_a_script_and_its_one_task_get_a_fix(slurm: Slurm, launch: Launch) -> None:
     srun = "srun -N1 -n1 --gres=gpu:2 --mpi=none"
     script, task, step = batch(slurm, launch, ("-N2", "-n4", "--gres=gpu:2"), "", srun, "srun -n4 --mpi=none")
     assert "SLURM_NTASKS=4, but this process is not a task" in script["slurm-one-process"]["message"]
@@ -45,7 +45,7 @@ def test_a_script_that_names_no_number_of_tasks(slurm: Slurm, launch: Launch) ->
 
 
 def test_an_srun_without_pmix(slurm: Slurm, launch: Launch) -> None:
-    """As a Slurm that was built without it: the same plug-ins, but for PMIx's."""
+    """As a Slurm that was built without it: the same plug-ins, except PMIx's."""
     config = launch(["scontrol", "show", "config"], env=slurm.env).stdout
     (line,) = [line for line in config.splitlines() if line.startswith("PluginDir")]
     folder = launch.directory / "plugins"
@@ -57,6 +57,6 @@ def test_an_srun_without_pmix(slurm: Slurm, launch: Launch) -> None:
     own.write_text(f"{Path(slurm.env['SLURM_CONF']).read_text()}PluginDir={folder}\n")
     for conf, backend, level in ((own, "native", "info"), (own, "mpi", "error"), (slurm.env["SLURM_CONF"], "mpi", "")):
         env = {**slurm.env, "SLURM_CONF": str(conf), "DUALDIST_BACKEND": backend}
-        said = json.loads(launch([*DOCTOR, "-"], env=env, check=False).stdout)
-        found = {each["name"]: each for each in said["findings"]}
-        assert found.get("srun-without-pmix", {"level": ""})["level"] == level, said
+        report = json.loads(launch([*DOCTOR, "-"], env=env, check=False).stdout)
+        found = {each["name"]: each for each in report["findings"]}
+        assert found.get("srun-without-pmix", {"level": ""})["level"] == level, report

@@ -20,36 +20,32 @@ from harness.base_env import ROOT
 from harness.jobs import Launch
 from harness.rank_pool import RankPool
 from launch import example_rank
+from launch.running import blocks
 from launch.test_demo import DEMO
 
 EXAMPLES = ROOT / "examples"
-README = (EXAMPLES / "README.md").read_text()
+README = EXAMPLES / "README.md"
 HOROVOD = {"DUALDIST_BACKEND": "horovod"}
 # Of the README's table: the program, the command, and what it prints, where the columns have that.
 ROW = r"^\| \[([\w.]+)\]\(\1\) \|[^|]*\| (?:`([^`|]+)`|[^`|]+) \| (?:`([^`|]+)`|[^`|]+) \|$"
-ROWS = re.findall(ROW, README, re.MULTILINE)
+ROWS = re.findall(ROW, README.read_text(), re.MULTILINE)
 # A number with decimals.
 DECIMAL = r"(\d+\.\d+)"
 
 
-def blocks(language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [text for opening, text in fenced if opening == language]
-
-
-def told() -> dict[str, list[str]]:
-    """The README's command lines, in its table and in its blocks, by the program that they start."""
+def command_lines() -> dict[str, list[str]]:
+    """Return the README's command lines, of its table and its blocks, by the program that they start."""
     found: dict[str, list[str]] = {}
-    for line in [*(command for _, command, _ in ROWS if command), *"".join(blocks("")).splitlines()]:
+    for line in [*(command for _, command, _ in ROWS if command), *"".join(blocks(README)).splitlines()]:
         found.setdefault(re.findall(r"examples/([\w.]+)", line)[0], []).append(line)
     return found
 
 
-COMMANDS = told()
+COMMANDS = command_lines()
 
 
 def commands(program: str) -> list[list[str]]:
-    """What the README says to type, in a folder of the test's."""
+    """Return the README's command lines of a program, which run in another folder."""
     return [
         [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(line)]
         for line in COMMANDS.pop(program)
@@ -59,7 +55,6 @@ def commands(program: str) -> list[list[str]]:
 (TRY,) = commands("demo.py")
 (ALONE,) = commands("single_process.py")
 (TRAIN,) = commands("train.py")
-(COLLECTIVES,) = commands("collectives.py")
 (SPAWN,) = commands("spawn.py")
 (DATA_PARALLEL,) = commands("data_parallel.py")
 (MODEL_PARALLEL,) = commands("model_parallel.py")
@@ -72,8 +67,8 @@ MEETINGS = commands("rendezvous.py")
 (NOTEBOOK,) = commands("notebook.ipynb")
 
 
-def prints_as_told(program: str, text: str) -> None:
-    """A line of it is that which the README shows, but for the numbers."""
+def check_line(program: str, text: str) -> None:
+    """Check that a line of the text is the README's, except for numbers."""
     (line,) = (words for name, _, words in ROWS if name == program)
     parts = re.split(r"[0-9a-f]{16}|\d[\d.]*", line)
     assert len(parts) > 1, f"{program}: the README shows no line with a number"
@@ -82,7 +77,7 @@ def prints_as_told(program: str, text: str) -> None:
 
 
 def numbers(pattern: str, text: str) -> list[float]:
-    """What the pattern's group holds wherever it matches; at least once."""
+    """Return the group of each match of the pattern; there must be one."""
     found = [float(number) for number in re.findall(pattern, text)]
     assert found, f"{pattern!r} is not in\n{text}"
     return found
@@ -97,7 +92,7 @@ def test_every_example_stands_in_the_readme_and_every_command_is_run_here() -> N
     assert {program for program, *_ in ROWS} == {
         path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")
     }
-    assert not COMMANDS
+    assert list(COMMANDS) == ["collectives.py"]  # which test_the_example_runs starts
     assert [Path(word).name for word in TRY] == ["python", Path(DEMO[1]).name]  # which test_demo.py runs
 
 
@@ -109,7 +104,7 @@ def test_the_readme_shows_the_difference_between_one_process_and_many() -> None:
     )
     lines = list(difflib.unified_diff(alone, together, "single_process.py", "train.py", n=1))
     shown = [line if not line.startswith("@@") else "@@\n" for line in lines]
-    assert "".join(shown) == blocks("diff")[0]
+    assert "".join(shown) == blocks(README, "diff")[0]
 
 
 @pytest.mark.smoke
@@ -166,9 +161,9 @@ def test_the_example_runs(ranks: RankPool, name: str) -> None:
     begin = "-m dualdist.hvd " if name == "horovod_script.py" else ""
     printed = ranks.run(f"{begin}{EXAMPLES / name} {BRIEFLY[name]}")
     if name == "collectives.py":
-        assert printed[0] == blocks("text")[0]
+        assert printed[0] == blocks(README, "text")[0]
     else:
-        prints_as_told(name, printed[0])
+        check_line(name, printed[0])
 
 
 @pytest.mark.smoke
@@ -180,8 +175,8 @@ def test_train_py_on_two_ranks_is_single_process_py_on_the_whole_batch(launch: L
     short = ("--model=mlp", "--epochs=2", "--max-steps=60", "--clip=1")
     alone = launch([*ALONE, *short, "--batch-size=32", "--summary=one.json", "--plot=one.png"])
     together = launch([*TRAIN, *short, "--batch-size=16", "--summary=two.json"])
-    prints_as_told("single_process.py", alone.stdout)
-    prints_as_told("train.py", together.stdout)
+    check_line("single_process.py", alone.stdout)
+    check_line("train.py", together.stdout)
     one, two = (json.loads((launch.directory / name).read_text()) for name in ("one.json", "two.json"))
     assert (one["ranks"], two["ranks"], one["steps"], two["steps"]) == (1, 2, 60, 60)
     # Sums of 32 floats in another order, over 60 steps: the loss agrees to about 1e-6.
@@ -192,15 +187,11 @@ def test_train_py_on_two_ranks_is_single_process_py_on_the_whole_batch(launch: L
     assert (launch.directory / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_collectives_prints_what_the_readme_shows(launch: Launch) -> None:
-    assert launch(COLLECTIVES).stdout == blocks("text")[0]
-
-
 @pytest.mark.smoke("native")
 @pytest.mark.parametrize("backend", ["native", "horovod"])
 def test_spawned_ranks_train_together(launch: Launch, backend: str) -> None:
     text = launch([*SPAWN, "--epochs=1"], env={"DUALDIST_BACKEND": backend}).stdout
-    prints_as_told("spawn.py", text)
+    check_line("spawn.py", text)
     first, second = re.findall(rf"^rank (\d): the loss went from {DECIMAL} to {DECIMAL}$", text, re.MULTILINE)
     assert (first[0], second[0]) == ("0", "1")
     assert first[1:] == second[1:]
@@ -224,19 +215,19 @@ def test_ranks_started_by_hand_meet(launch: Launch, free_ports: list[int]) -> No
         way = ("tcp://", "file://", "env://")[number // 2]
         words = f"rank {number % 2} of 2 met the others by {way}.*: all ranks add up to 1\n"
         assert re.fullmatch(words, outcome.stdout), str(outcome)
-    prints_as_told("rendezvous.py", outcomes[-1].stdout)
+    check_line("rendezvous.py", outcomes[-1].stdout)
 
 
 @pytest.fixture
 def free_ports() -> list[int]:
-    """Two on which nobody listens."""
+    """Return two unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         return [each.getsockname()[1] for each in sockets]
 
 
-def test_the_notebook_says_again_what_it_said(launch: Launch) -> None:
-    """Its cells run in a kernel of Jupyter's, and print what is kept in it, but for the last digits of losses."""
+def test_the_notebook_prints_its_saved_outputs(launch: Launch) -> None:
+    """Its cells run in a Jupyter kernel; decimals may differ."""
     kept, again = Path(NOTEBOOK[-1]), launch.directory / "notebook.ipynb"
     shutil.copy(kept, again)
     paths = {"PYTHONPATH": f"{launch.env['PYTHONPATH']}:{EXAMPLES}", "IPYTHONDIR": str(launch.directory)}
@@ -257,7 +248,7 @@ def printed(notebook: dict[str, Any]) -> str:
 
 def test_data_parallel_trains_the_same_and_is_timed(launch: Launch) -> None:
     text = launch([*DATA_PARALLEL, "--steps=2", "--rounds=1", "--batch-size=8"]).stdout
-    prints_as_told("data_parallel.py", text)
+    check_line("data_parallel.py", text)
     assert "16 images a step, on 2 CPU threads" in text
     there, here = numbers(rf"loss {DECIMAL}", text)
     assert here == pytest.approx(there, abs=2e-4)
@@ -270,7 +261,7 @@ def test_two_stages_on_two_ranks_train_as_on_one(launch: Launch) -> None:
     """The steps of one rank see the batches of both. At the example's own rate rounding grows to one per cent."""
     short = ("--epochs=2", "--lr=0.05")
     together = launch([*MODEL_PARALLEL, *short], env=HOROVOD).stdout
-    prints_as_told("model_parallel.py", together)
+    check_line("model_parallel.py", together)
     two = numbers(rf"loss {DECIMAL} on 2 ranks", together)
     alone = launch([sys.executable, MODEL_PARALLEL[-1], *short, "--batch-size=64"]).stdout
     assert two == pytest.approx(numbers(rf"loss {DECIMAL} on 1 ranks", alone), abs=2e-4)
@@ -281,7 +272,7 @@ def test_cifar10_is_timed_beside_one_process_and_goes_on_from_its_snapshot(launc
     """On one rank, too."""
     short = ("--limit=64", "--batch-size=8", "--lr=0.01", "--snapshots=kept")
     text = launch([*CIFAR10, *short, "--epochs=2"]).stdout
-    prints_as_told("cifar10.py", text)
+    check_line("cifar10.py", text)
     assert len(numbers(r"one process, without dualdist: (\d+) images/s", text)) == 1
     speeds, ratios = numbers(r"(\d+) images/s on 2 ranks", text), numbers(rf"{DECIMAL} times one process", text)
     assert speeds[0] / ratios[0] == pytest.approx(speeds[1] / ratios[1], rel=0.05)
@@ -298,9 +289,9 @@ def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
     assert re.match(rf"epoch 1/1: loss {DECIMAL}, .* lr 0.00200\nevery", first), first
     again = launch([*IMAGENET, *short, "--epochs=3"], env=HOROVOD).stdout
     half_and_none = r"epoch 2/3: .* lr 0.00100\nepoch 3/3: .* lr 0.00000\nevery"
-    goes_on = rf"goes on with epoch 2, best so far {DECIMAL}\n{half_and_none}"
-    assert re.match(goes_on, again), again
-    prints_as_told("imagenet.py", again)
+    resumed = rf"goes on with epoch 2, best so far {DECIMAL}\n{half_and_none}"
+    assert re.match(resumed, again), again
+    check_line("imagenet.py", again)
     assert falls(numbers(rf"loss {DECIMAL}", first + again))
     newest = max((launch.directory / "run").glob("*.pt"))
     alone = [sys.executable, next(word for word in IMAGENET if word.endswith(".py")), f"--weights={newest}"]
@@ -310,7 +301,7 @@ def test_imagenet_goes_on_where_it_was(launch: Launch) -> None:
 
 def test_mingpt_learns_and_its_curves_are_kept(launch: Launch) -> None:
     text = launch([*GPT, "--steps=12", "--write=40"]).stdout
-    prints_as_told("mingpt.py", text)
+    check_line("mingpt.py", text)
     losses = numbers(rf"step \d+/12: loss {DECIMAL}", text)
     assert falls(losses)
     agreed = re.search(r"^every rank has the parameters [0-9a-f]{16}\n", text, re.MULTILINE)
@@ -328,8 +319,8 @@ def kept_curve(folder: Path) -> list[float]:
     return [event.value for event in events.Scalars("loss")]
 
 
-def test_a_killed_rank_costs_nothing_but_time(launch: Launch) -> None:
-    """The parameters are to the bit those of a run that nobody disturbed, on another backend."""
+def test_a_killed_rank_changes_no_parameter(launch: Launch) -> None:
+    """They equal those of an undisturbed run on another backend to the bit."""
     killed = launch([*KILLED, "--epochs=1"]).stdout.splitlines()
     assert killed[:3] == [
         "2 ranks begin with step 0, at image 0 of epoch 0",
@@ -340,7 +331,7 @@ def test_a_killed_rank_costs_nothing_but_time(launch: Launch) -> None:
     calm = launch([*KILLED[: KILLED.index("--kill")], *undisturbed], env=HOROVOD).stdout.splitlines()
     assert calm[0] == killed[0]
     assert calm[1:] == killed[3:]
-    prints_as_told("fault_tolerance.py", calm[1])
+    check_line("fault_tolerance.py", calm[1])
     assert "done after step 45: " in calm[1]
 
 
@@ -349,7 +340,7 @@ def test_a_horovod_script_trains_the_same_on_both_backends_and_on_horovod_alone(
         launch([*argv, "--epochs=2"]).stdout.splitlines() for argv in (SCRIPT, SCRIPT_ON_HOROVOD, SCRIPT_ALONE)
     )
     assert len(native) == 2
-    prints_as_told("horovod_script.py", native[-1])
+    check_line("horovod_script.py", native[-1])
     assert falls(numbers(rf"loss {DECIMAL}", "\n".join(native)))
     assert below == native
     # horovodrun prefixes what its ranks print, and a line's end on its own where that comes apart from the line.

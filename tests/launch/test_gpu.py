@@ -1,4 +1,4 @@
-"""What only a GPU can show; on a machine without one these tests say so."""
+"""Gradients on a GPU; skipped on machines without one."""
 
 from __future__ import annotations
 

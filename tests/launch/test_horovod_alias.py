@@ -1,7 +1,4 @@
-"""Horovod's names for dualdist.hvd, and programs that run under them as they would under plain python.
-
-In processes of their own, as import hooks and sys.modules are a process' own.
-"""
+"""`python -m dualdist.hvd`: Horovod's module names import dualdist.hvd, and programs run as under plain python."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.smoke
-WITH_ALIAS = (sys.executable, "-m", "dualdist.hvd")
-# As if no Horovod were installed: the installed one cannot be found.
+HVD = (sys.executable, "-m", "dualdist.hvd")
+# Hides the installed Horovod.
 NOT_INSTALLED = """\
 import sys
 class Hidden:
@@ -27,7 +24,7 @@ INSTALL = "from dualdist.hvd.alias import TABLE, install; install()\n"
 
 
 class Python:
-    """Runs programs in one folder, in a clean environment."""
+    """Runs programs in a folder and a clean environment."""
 
     def __init__(self, env: Mapping[str, str], folder: Path) -> None:
         self.env = dict(env)
@@ -37,7 +34,7 @@ class Python:
         return subprocess.run(argv, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=120)
 
     def code(self, code: str) -> str:
-        """What the code printed; it must succeed."""
+        """Run the code, and return what it printed."""
         done = self(sys.executable, "-c", code)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -56,7 +53,7 @@ def python(base_env: Mapping[str, str], tmp_path: Path) -> Python:
 
 @pytest.mark.smoke("without one")
 @pytest.mark.parametrize("place", ["", NOT_INSTALLED], ids=["beside a real Horovod", "without one"])
-def test_horovods_names_are_our_modules_and_not_copies_of_them(python: Python, place: str) -> None:
+def test_horovod_names_are_our_modules_themselves(python: Python, place: str) -> None:
     code = f"""{place}{INSTALL}
 import importlib
 for name, ours in TABLE.items():
@@ -80,27 +77,28 @@ assert allreduce is hvd.allreduce and ProcessSet is hvd.ProcessSet and HorovodIn
 assert horovod.__version__ == "0.28.1" and horovod.run is horovod.runner.run
 assert HorovodBasics("", "").rank is HorovodBasics.rank is hvd.rank and gloo_built() == bool(hvd.gloo_built())
 assert split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
-heard = []
-in_thread(heard.append, ("x",)).join()
-print(heard)
+seen = []
+in_thread(seen.append, ("x",)).join()
+print(seen)
 """
     assert python.code(code) == "['x']"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tensorflow", "keras.callbacks", "mxnet", "spark.torch", "ray"])
-def test_another_framework_is_refused_with_the_reason(python: Python, name: str) -> None:
+def test_modules_of_other_frameworks_are_refused_with_the_reason(python: Python, name: str) -> None:
     done = python(sys.executable, "-c", f"{INSTALL}import horovod.{name}")
     assert done.returncode == 1
-    package = f"horovod.{name}".split(".")[1]
+    framework = name.split(".")[0]
     assert (
-        f"No module named 'horovod.{package}': here 'horovod' is dualdist, which has horovod.torch only" in done.stderr
+        f"No module named 'horovod.{framework}': here 'horovod' is dualdist, which has horovod.torch only"
+        in done.stderr
     )
 
 
 @pytest.mark.full
-def test_a_name_that_is_nowhere_says_where_was_looked(python: Python) -> None:
-    """In particular a file of ours that Horovod has not is not found below horovod.torch."""
+def test_an_unknown_name_is_an_import_error(python: Python) -> None:
+    """Also the name of a file of ours that Horovod does not have."""
     code = f"""{NOT_INSTALLED}{INSTALL}
 import importlib
 for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
@@ -118,8 +116,13 @@ for name in ("horovod.torch.running", "horovod.runner.http.http_server"):
 
 
 @pytest.mark.full
-def test_names_that_we_lack_come_from_the_installed_horovod(python: Python) -> None:
-    code = f"""{INSTALL}
+def test_other_names_come_from_the_installed_horovod(python: Python) -> None:
+    """Also after a second install(), which changes nothing."""
+    code = f"""import sys
+{INSTALL}
+before = list(sys.meta_path), list(sys.path)
+install()
+assert (sys.meta_path, sys.path) == before
 import horovod.runner.http.http_server as server
 from horovod.runner import launch
 from horovod.runner.common.util import hosts
@@ -166,15 +169,9 @@ print(real.is_initialized())
 
 
 @pytest.mark.full
-def test_what_the_real_horovod_was_built_for_is_read_under_the_alias_too(python: Python) -> None:
+def test_the_build_record_of_the_real_horovod_is_read_under_the_alias(python: Python) -> None:
     ask = "from dualdist.horovod_build.record import read_record; print(read_record())"
     assert python.code(f"{INSTALL}{ask}") == python.code(ask) != "None"
-
-
-@pytest.mark.full
-def test_installing_twice_changes_nothing(python: Python) -> None:
-    code = f"import sys\n{INSTALL}before = list(sys.meta_path), list(sys.path)\ninstall()\n"
-    assert python.code(f"{code}print((sys.meta_path, sys.path) == before)") == "True"
 
 
 SHOW = """\
@@ -211,10 +208,10 @@ def test_a_program_sees_what_it_sees_under_plain_python(python: Python, words: S
 
 
 @pytest.mark.full
-def test_packages_around_a_module_find_dualdist(python: Python) -> None:
+def test_packages_of_a_module_import_dualdist_hvd(python: Python) -> None:
     python.write("package/__init__.py", "import horovod.torch as hvd")
     python.write("package/train.py", "from package import hvd; print(hvd.__name__)")
-    assert python(*WITH_ALIAS, "-m", "package.train").stdout == "dualdist.hvd\n"
+    assert python(*HVD, "-m", "package.train").stdout == "dualdist.hvd\n"
 
 
 ENDINGS = {
@@ -238,15 +235,15 @@ ENDINGS = {
 @pytest.mark.full
 @pytest.mark.parametrize("text", ENDINGS.values(), ids=ENDINGS.keys())
 def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str) -> None:
-    """The same traceback, without frames of ours, the same exit code, the same last words."""
+    """The same output, traceback without our frames, and exit code."""
     script = python.write("script.py", text)
-    plain, ours = python(sys.executable, script), python(*WITH_ALIAS, script)
+    plain, ours = python(sys.executable, script), python(*HVD, script)
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "error"),
     [
         ((), 2, "usage: python -m dualdist.hvd script.py"),
         (("-m",), 2, "usage:"),
@@ -256,16 +253,16 @@ def test_a_program_ends_as_it_does_under_plain_python(python: Python, text: str)
         ((".",), 2, "there is no file"),
     ],
 )
-def test_a_program_that_is_not_there_is_named(python: Python, words: Sequence[str], code: int, told: str) -> None:
-    done = python(*WITH_ALIAS, *words)
+def test_a_missing_program_is_named(python: Python, words: Sequence[str], code: int, error: str) -> None:
+    done = python(*HVD, *words)
     assert done.returncode == code
-    assert told in done.stderr
+    assert error in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.full
-def test_child_processes_of_a_program_find_dualdist_too(python: Python) -> None:
-    """As the workers of a DataLoader in Horovod's own examples: by forkserver, which imports the script again."""
+def test_child_processes_of_a_program_import_dualdist_hvd(python: Python) -> None:
+    """As the workers of a DataLoader in Horovod's examples: by forkserver, which imports the script again."""
     script = python.write(
         "script.py",
         """\
@@ -280,15 +277,15 @@ if __name__ == "__main__":
             print(method, *pool.map(name, [0]))
 """,
     )
-    done = python(*WITH_ALIAS, script)
+    done = python(*HVD, script)
     assert done.returncode == 0, done.stderr
     expected = [f"{method} ('dualdist.hvd', '0.28.1')" for method in ("fork", "forkserver", "spawn")]
     assert done.stdout.splitlines() == expected
 
 
 @pytest.mark.full
-def test_a_child_process_that_has_imported_nothing_tells_both_apart(python: Python) -> None:
-    """A rank of horovod.run gets its function by pickle: the backend asks for the real Horovod before anybody else."""
+def test_a_child_process_can_import_the_real_horovod_first(python: Python) -> None:
+    """As a rank of horovod.run, which gets its function by pickle, and whose backend imports the real Horovod."""
     python.write(
         "child.py",
         """\
@@ -311,5 +308,5 @@ if __name__ == "__main__":
         print(*pool.map(child.both, [0]))
 """,
     )
-    done = python(*WITH_ALIAS, script)
+    done = python(*HVD, script)
     assert done.stdout == "(True, 'dualdist.hvd')\n", done.stderr

@@ -1,25 +1,18 @@
-"""Two hosts, network namespaces with addresses of their own, and three ranks that train across them."""
+"""Three ranks on two hosts, started without a launcher: two on the first host, one on the second."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
-import subprocess
+import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import problem
-from harness.installed import lack
-from harness.jobs import REPORT_DIR, Launch, collect
+from harness.hosts import ADDRESSES, Hosts
+from harness.jobs import Launch
+from launch.running import TINY_RANK, check, collected, rank_env, side_by_side
 
-PROGRAM = Path(problem.__file__).with_name("tiny_rank.py")
-ADDRESSES = ("10.231.77.1", "10.231.77.2")
-# Of three ranks, both on the first host end with their batches before the other one.
+# Both ranks of the first host end with their batches before the other one.
 JOINING = """
 import torch
 import dualdist as dd
@@ -45,77 +38,41 @@ report(dd.rank(), {"transport": dd.transport(), "last": last, "weight": weight.d
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """The names of two namespaces that reach each other, each by one interface beside loopback."""
-    if shutil.which("ip") is None:
-        lack("ip", "iproute2")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    names = [f"dd{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", f"{names[0]}v", "type", "veth", "peer", "name", f"{names[1]}v")
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("link", "set", f"{name}v", "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"{name}v")
-            ip("-n", name, "link", "set", f"{name}v", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+def hosts(two_hosts: Hosts) -> Iterator[Hosts]:
+    """Two hosts with one interface each beside loopback."""
+    for space in two_hosts.spaces:
+        two_hosts.ip(space, "link", "set", "eth1", "down")
+    yield two_hosts
+    for space in two_hosts.spaces:
+        two_hosts.ip(space, "link", "set", "eth1", "up")
 
 
-@pytest.mark.parametrize("meeting", ["an address", "a file"])
+def run_of_three(launch: Launch, hosts: Hosts, given: Mapping[str, str], *words: str) -> list[dict[str, Any]]:
+    """Return the reports of `python WORDS` on three ranks, where the host name resolves to loopback on both hosts."""
+    names = launch.directory / "hosts"
+    names.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+    script = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names), sys.executable, *words)
+    places = ((0, rank_env(0, 3, 0, 2)), (0, rank_env(1, 3, 1, 2)), (1, rank_env(2, 3)))
+    commands = [(["ip", "netns", "exec", hosts.spaces[host], *script], {**env, **given}) for host, env in places]
+    return collected(launch, 3, lambda env: side_by_side(launch, [(argv, {**own, **env}) for argv, own in commands]))
+
+
+@pytest.mark.parametrize("rendezvous", ["an address", "a file"])
 @pytest.mark.parametrize("backend", ["native", "horovod"])
-def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: list[str], backend: str, meeting: str) -> None:
-    """Two ranks on the first host, one on the second; the host name resolves to loopback on both."""
+def test_ranks_of_two_hosts_train_together(launch: Launch, hosts: Hosts, backend: str, rendezvous: str) -> None:
     given = {
         "an address": {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"},
         "a file": {"DUALDIST_RENDEZVOUS": (launch.directory / "meet").as_uri()},
-    }[meeting]
-    reports = run_of_three(launch, hosts, given, str(PROGRAM), backend)
-    assert [(seen["node_rank"], seen["local_rank"], seen["num_nodes"]) for seen in reports] == [
-        (0, 0, 2),
-        (0, 1, 2),
-        (1, 0, 2),
-    ]
-    assert {seen["sum"][0] for seen in reports} == {7}
-    assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
+    }[rendezvous]
+    check(run_of_three(launch, hosts, given, TINY_RANK, backend), (2, 1), backend=backend)
 
 
-def test_a_host_whose_ranks_have_all_joined_sees_what_the_others_begin(launch: Launch, hosts: list[str]) -> None:
-    """Also where a compressor of one's own makes what is too large for Gloo's way of few values."""
+def test_a_host_whose_ranks_have_all_joined_takes_part_in_collectives_of_the_others(
+    launch: Launch, hosts: Hosts
+) -> None:
+    """Also where a custom compressor's messages are too large for Gloo's path for few values."""
     given = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
-    reports = run_of_three(launch, hosts, given, "-c", JOINING)
-    assert [(seen["transport"], seen["last"]) for seen in reports] == [("shm", 2)] * 3
-    for seen in reports:
+    for seen in run_of_three(launch, hosts, given, "-c", JOINING):
+        assert (seen["transport"], seen["last"]) == ("shm", 2)
         assert seen["weight"] == [pytest.approx(-(1 + 1 + 1 / 3 + 1 / 3))]
-
-
-def run_of_three(launch: Launch, hosts: list[str], given: Mapping[str, str], *words: str) -> list[dict[str, Any]]:
-    """What ranks report, of which two are on the first host; words follow `python`."""
-    folder = launch.directory / "reports"
-    folder.mkdir()
-    with ExitStack() as stack:
-        jobs = []
-        for rank, host, local_rank, local_size in ((0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)):
-            env = {
-                "DUALDIST_RANK": str(rank),
-                "DUALDIST_SIZE": "3",
-                "DUALDIST_LOCAL_RANK": str(local_rank),
-                "DUALDIST_LOCAL_SIZE": str(local_size),
-                REPORT_DIR: str(folder),
-                **given,
-            }
-            argv = ["ip", "netns", "exec", hosts[host], sys.executable, *words]
-            jobs.append(stack.enter_context(launch.start(argv, env=env)))
-        outcomes = [job.wait(100) for job in jobs]
-    failed = next(itertools.chain((o for o in outcomes if o.rc), outcomes))
-    return collect(folder, 3, failed)

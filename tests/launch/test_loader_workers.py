@@ -1,6 +1,4 @@
-"""A loader's workers outlive the signals that tell their rank to stop after the step, but not their rank; what they
-start themselves ends by such a signal.
-"""
+"""A loader's workers ignore preemption signals and end with their rank; processes that they start do not."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ def begin(number):
     BEGAN.with_suffix(f".{number}").touch()
 
 
-def tell(pids):
-    \"\"\"As a scheduler, which is no relative.\"\"\"
+def notify(pids):
+    \"\"\"Send the signals from another process, as a scheduler does.\"\"\"
     for name in ("TERM", "USR1"):
         subprocess.run(["kill", "-" + name, *map(str, pids)], check=True)
 
@@ -61,15 +59,15 @@ def main(start, handles):
     while start == "forkserver" and not all(BEGAN.with_suffix(f".{number}").exists() for number in range(2)):
         assert time.monotonic() < deadline  # the server is the program's, too, and its processes end by a signal
         time.sleep(0.01)
-    tell(pids)
+    notify(pids)
     seen = []
     for batch in batches:
         seen += batch.tolist()
         must_stop = dd.elastic.should_stop()
         if len(seen) < 20:
-            tell(pids)
+            notify(pids)
         elif not must_stop:
-            tell([os.getpid(), *pids])
+            notify([os.getpid(), *pids])
         if len(seen) == COUNT - 10:
             break
     assert seen == list(range(COUNT - 10)), seen
@@ -129,30 +127,26 @@ def run(folder: Path, env: Mapping[str, str], *args: str, program: str = PROGRAM
 
 @pytest.mark.smoke("fork")
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_workers_outlive_a_notice_and_end_by_their_parent_and_with_it(
+def test_workers_ignore_preemption_signals_and_end_with_their_rank(
     tmp_path: Path, base_env: Mapping[str, str], start: str
 ) -> None:
-    """From their first moment on, whether or not the program has asked yet whether it is to stop."""
+    """From their start, whether or not the program has called should_stop() before."""
     done = run(tmp_path, base_env, start, "no")
     word, pid = done.stdout.split() or [""] * 2
     assert (done.returncode, word) == (-signal.SIGKILL, "PID"), done.stdout + done.stderr
-    assert sorted(tmp_path.glob("began.*")) == [tmp_path / "began.0", tmp_path / "began.1"], (
-        "the program's own is called"
-    )
+    assert sorted(tmp_path.glob("began.*")) == [tmp_path / "began.0", tmp_path / "began.1"]  # by worker_init_fn
     left = [psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else []
     assert not psutil.wait_procs(left, timeout=15)[1]
 
 
 @pytest.mark.full
-def test_where_the_program_has_a_handler_workers_are_as_torch_has_them(
-    tmp_path: Path, base_env: Mapping[str, str]
-) -> None:
+def test_workers_keep_the_programs_signal_handler(tmp_path: Path, base_env: Mapping[str, str]) -> None:
     done = run(tmp_path, base_env, "fork", "yes")
     assert done.returncode
     assert "killed by signal: Terminated" in done.stderr
 
 
-def test_what_a_worker_starts_ends_by_a_signal(tmp_path: Path, base_env: Mapping[str, str]) -> None:
-    """What blocks a signal is inherited by the programs that a process starts, as by those that it forks."""
+def test_processes_that_a_worker_starts_end_by_a_signal(tmp_path: Path, base_env: Mapping[str, str]) -> None:
+    """Blocked signals are inherited by programs that a process starts or forks."""
     done = run(tmp_path, base_env, program=STARTS)
     assert done.stdout == "[[True], [True]]\n", done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Ranks that MPI starts where it is not as usual: messages too large for it, one thread, MPICH."""
+"""Ranks that MPI starts in unusual ways: messages larger than MPI counts, one thread at a time, MPICH."""
 
 from __future__ import annotations
 
@@ -6,41 +6,29 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import problem
 from harness.installed import lack
 from harness.jobs import Launch
 from harness.mpi import MPICH, PYPIS_MPICH, OpenMPI, of_mpich, of_pypis_mpich
+from launch.running import TINY_RANK, check
 
 PROGRAM = str(Path(__file__).with_name("mpi_program.py"))
-TINY = str(Path(problem.__file__).with_name("tiny_rank.py"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["pieces", "one-thread"])
-def test_every_operation_is_exact(openmpi: OpenMPI, launch: Launch, case: str, ranks: int) -> None:
+def test_every_collective_is_exact(openmpi: OpenMPI, launch: Launch, case: str, ranks: int) -> None:
     """Tensors that MPI cannot count in one call; an MPI that the program has started, for one thread at a time."""
     launch.reports([*openmpi.run(ranks), sys.executable, PROGRAM, case], ranks)
 
 
 @pytest.mark.parametrize("backend", ["native", "mpi"])
 @pytest.mark.parametrize("whose", ["debian", "pypi"])
-def test_mpichs_ranks_train(request: pytest.FixtureRequest, launch: Launch, whose: str, backend: str) -> None:
+def test_mpich_ranks_train(request: pytest.FixtureRequest, launch: Launch, whose: str, backend: str) -> None:
     if whose == "debian":
         mpich, env = request.getfixturevalue("mpich"), of_mpich(launch.directory)
     else:
         if not (PYPIS_MPICH / "bin" / "mpiexec").exists():
             lack("PyPI's MPICH", "mpich", f"pip install --no-deps --ignore-installed --prefix {PYPIS_MPICH}")
         mpich, env = MPICH(str(PYPIS_MPICH / "bin" / "mpiexec")), of_pypis_mpich()
-    reports = launch.reports([*mpich.run(2), sys.executable, TINY, backend], 2, env=env)
-    for rank, seen in enumerate(reports):
-        place = (
-            seen["rank"],
-            seen["size"],
-            seen["local_rank"],
-            seen["local_size"],
-            seen["node_rank"],
-            seen["num_nodes"],
-        )
-        assert place == (rank, 2, rank, 2, 0, 1)
-        assert (seen["launcher"], seen["backend"], seen["sum"]) == ("mpirun", backend, [3, 1 << 41])
-        assert seen["parameters"] == problem.trained_by_one_process(2)
+    reports = launch.reports([*mpich.run(2), sys.executable, TINY_RANK, backend], 2, env=env)
+    check(reports, (2,), launcher="mpirun", backend=backend)

@@ -1,4 +1,4 @@
-"""A run that is left in the middle of an epoch goes on with other ranks on another backend."""
+"""A run that stops in the middle of an epoch resumes on other ranks and another backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dualdist as dd
 LEFT_AFTER = 3
 
 
-def test_other_ranks_on_another_backend_see_what_is_left_once(tmp_path: Path) -> None:
+def test_other_ranks_on_another_backend_see_the_remaining_samples_once(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     before = dd.spawn(resuming_program.train, 2, (folder, LEFT_AFTER, 2), backend="native")
     after = dd.spawn(resuming_program.train, 3, (folder, SAMPLES, 0), backend="horovod")

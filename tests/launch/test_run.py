@@ -1,4 +1,4 @@
-"""`dualdist run` on one host, by every launcher: what ranks print, how a job fails, and that nothing of it stays."""
+"""`dualdist run` on one host, by every launcher: output of ranks, failures, and that no process stays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launch.running import (
     wait_for,
 )
 
-# MPI_Abort has all ranks killed at once, and what is around them.
+# MPI_Abort kills all ranks and their parents at once.
 MPICH_ABORTED = "dualdist run: rank 1 failed first, and was killed before it reported an exit code:"
 
 
@@ -33,7 +33,7 @@ def descendants(job: Job) -> list[psutil.Process]:
 
 
 def find(job: Job, *words: str) -> psutil.Process:
-    """The first descendant, parents before children, whose command line has all words."""
+    """Return the first descendant, parents before children, whose command line has all words."""
     (found, *_) = [
         process for process in descendants(job) if all(word in " ".join(process.cmdline()) for word in words)
     ]
@@ -55,15 +55,15 @@ def test_each_rank_has_a_log_of_its_own(launch: Launch, launcher: str) -> None:
     outcome = launch([*RUN, "-np", "2", "--launcher", launcher, "--log-dir", "logs", PROGRAM])
     assert lines(outcome.stdout + outcome.stderr) == []
     for rank in range(2):
-        said = (launch.directory / "logs" / f"rank-{rank}.log").read_text()
-        assert lines(said) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
+        log = (launch.directory / "logs" / f"rank-{rank}.log").read_text()
+        assert lines(log) == [f"err {rank}", f"out {rank}/2 {launcher} threads=1"]
 
 
-def test_a_log_that_cannot_be_written_is_told(launch: Launch) -> None:
+def test_a_log_that_cannot_be_written_is_an_error(launch: Launch) -> None:
     (launch.directory / "file").touch()
     outcome = launch([*RUN, "--launcher", "python", "--log-dir", "file/logs", PROGRAM], check=False)
-    told = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): choose another folder by --log-dir"
-    assert last_words(outcome.stderr) == ["dualdist run: rank 0 failed first (exit code 1):", told]
+    error = "rank 0 cannot write its log ([Errno 20] Not a directory: 'file/logs'): choose another folder by --log-dir"
+    assert last_words(outcome.stderr) == ["dualdist run: rank 0 failed first (exit code 1):", error]
     assert "Traceback" not in outcome.stderr
 
 
@@ -96,10 +96,10 @@ def test_mpichs_ranks_train_and_their_failures_are_named(launch: Launch, mpich: 
 
 
 @pytest.mark.smoke
-def test_what_a_dry_run_prints_can_be_pasted(launch: Launch) -> None:
+def test_the_output_of_a_dry_run_can_be_pasted(launch: Launch) -> None:
     for launcher in ("mpirun", "spawn"):
-        told = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", "--dry-run", PROGRAM]).stdout
-        outcome = launch(["sh", "-c", told])
+        printed = launch([*RUN, "-np", "2", "--launcher", launcher, "--tag-output", "--dry-run", PROGRAM]).stdout
+        outcome = launch(["sh", "-c", printed])
         assert lines(outcome.stdout) == [f"[{rank}] out {rank}/2 {launcher} threads=1" for rank in range(2)]
 
 
@@ -116,7 +116,7 @@ def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Lau
 
 @pytest.mark.smoke("mpirun-kill-137-ended by SIGKILL", "torchrun-raise-1-exit code 1")
 @pytest.mark.parametrize(
-    ("launcher", "how", "code", "said"),
+    ("launcher", "how", "code", "words"),
     [
         ("torchrun", "raise", 1, "exit code 1"),
         ("horovodrun", "raise", 1, "exit code 1"),
@@ -126,20 +126,20 @@ def test_a_job_file_starts_a_job_and_the_command_line_goes_before_it(launch: Lau
     ],
 )
 def test_the_first_failing_rank_is_named_last_and_gives_the_exit_code(
-    launch: Launch, launcher: str, how: str, code: int, said: str
+    launch: Launch, launcher: str, how: str, code: int, words: str
 ) -> None:
     """The other rank hangs and ignores SIGTERM."""
     outcome = launch([*RUN, "-np", "2", "--launcher", launcher, PROGRAM, how], check=False)
     assert outcome.rc == code, str(outcome)
     assert outcome.seconds < 30, str(outcome)
     first, *rest = last_words(outcome.stderr)
-    assert first.startswith(f"dualdist run: rank 1 failed first ({said}"), str(outcome)
+    assert first.startswith(f"dualdist run: rank 1 failed first ({words}"), str(outcome)
     if how == "raise":
         assert "KeyError: 'what it was about'" in rest
         assert rest[-1] == "ValueError: the first real reason"
 
 
-def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: Launch) -> None:
+def test_the_traceback_of_the_first_failure_is_shown(launch: Launch) -> None:
     script = launch.directory / "script.py"
     script.write_text(
         "import torch, dualdist as dd\n"
@@ -159,17 +159,18 @@ def test_a_traceback_that_follows_from_another_ranks_is_not_the_first(launch: La
 @pytest.mark.parametrize(
     ("launcher", "what"),
     [
-        ("torchrun", "ctrl-c"),  # which is heard here, whatever the launcher
+        ("torchrun", "ctrl-c"),  # handled here, whatever the launcher
         ("torchrun", "launcher"),
         ("mpirun", "launcher"),
         ("torchrun", "run"),
         ("horovodrun", "run"),
         ("mpirun", "run"),
         ("spawn", "run"),
+        ("spawn", "parent of a rank"),  # which cannot end its child
     ],
 )
 def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what: str) -> None:
-    """Ctrl-C; the launcher is killed; `dualdist run` itself is killed. The ranks ignore SIGTERM."""
+    """Ctrl-C, or a process of the job is killed; the ranks ignore SIGTERM."""
     words = [PROGRAM, "hang", "-1", str(launch.directory)]
     with start(launch, [*RUN, "-np", "2", "--launcher", launcher, *words]) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
@@ -178,13 +179,18 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
         began = time.monotonic()
         if what == "ctrl-c":
             run.send_signal(signal.SIGINT)
+        elif what == "parent of a rank":
+            find(job, "dualdist.launch.rank").kill()
         else:
             (run if what == "run" else run.children()[0]).kill()
         _, alive = psutil.wait_procs(others, timeout=20)
         assert not alive, f"{[process.cmdline() for process in alive]}"
         assert time.monotonic() - began < 15
         outcome = job.wait(WAIT_S)
-    assert outcome.rc == {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL}[what], str(outcome)
+    code = {"ctrl-c": 130, "launcher": 137, "run": -signal.SIGKILL, "parent of a rank": 137}[what]
+    assert outcome.rc == code, str(outcome)
+    if what == "parent of a rank":
+        assert "was lost" in last_words(outcome.stderr)[0]
     if what == "ctrl-c":
         assert outcome.stderr.endswith("dualdist run: interrupted\n")
     if what == "launcher":
@@ -193,23 +199,19 @@ def test_nothing_outlives_what_ended_the_job(launch: Launch, launcher: str, what
 
 @pytest.mark.smoke("ends", "stops")
 @pytest.mark.parametrize(
-    ("way", "code", "said"),
+    ("way", "code", "words"),
     [
         ("", 143, "dualdist run: the job was ended by SIGTERM"),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", 0, None),
-        (
-            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))",
-            75,
-            "the job stopped as requested",
-        ),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75, "the job stopped as requested"),
         ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))", 143, "dualdist run: the job was ended by SIGTERM"),
     ],
     ids=["ends", "finishes", "stops", "fails"],
 )
-def test_termination_reaches_the_ranks_and_how_they_take_it_counts(
-    launch: Launch, way: str, code: int, said: str | None
+def test_sigterm_reaches_the_ranks_whose_exit_codes_count(
+    launch: Launch, way: str, code: int, words: str | None
 ) -> None:
-    """The launcher hears nothing of it, and none of the ranks is started again."""
+    """The launcher does not get it, and no rank is restarted."""
     script = launch.directory / "script.py"
     script.write_text(
         f"import os, pathlib, signal, sys, time\n{way}\n"
@@ -222,20 +224,8 @@ def test_termination_reaches_the_ranks_and_how_they_take_it_counts(
         outcome = job.wait(20)
     assert outcome.rc == code, str(outcome)
     assert not outcome.left
-    assert (said is None) == (outcome.stderr == ""), str(outcome)
-    assert said is None or said in last_words(outcome.stderr)[0]
-
-
-def test_a_rank_goes_with_what_is_around_it(launch: Launch) -> None:
-    """The process between launcher and rank is killed, and cannot tell its child."""
-    words = [PROGRAM, "hang", "-1", str(launch.directory)]
-    with launch.start([*RUN, "-np", "2", "--launcher", "spawn", *words]) as job:
-        wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
-        find(job, "dualdist.launch.rank").kill()
-        outcome = job.wait(30)
-    assert outcome.rc == 137, str(outcome)
-    assert "was lost" in last_words(outcome.stderr)[0]
-    assert not outcome.left
+    assert (words is None) == (outcome.stderr == ""), str(outcome)
+    assert words is None or words in last_words(outcome.stderr)[0]
 
 
 ORPHANS = """
@@ -253,8 +243,8 @@ if sys.argv[1] == "hang":
 
 
 @pytest.mark.parametrize("how", ["end", "hang"])
-def test_what_a_rank_started_goes_with_it_whatever_its_variables_are(launch: Launch, how: str) -> None:
-    """Children, and orphans, which are buried, too, without a variable of the job, in sessions of their own."""
+def test_processes_that_a_rank_started_end_with_it(launch: Launch, how: str) -> None:
+    """Children and orphans, without a variable of the job, in other sessions."""
     script = launch.directory / "script.py"
     script.write_text(ORPHANS)
     outcome = launch([*RUN, "--launcher", "torchrun", "--timeout", "15", str(script), how], check=how == "end")
@@ -277,9 +267,9 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
     # Only rank 1 fails in the first round: the others hold until they are ended.
     (launch.directory / "rank-0").touch()
     outcome = launch(line)
-    said = (launch.directory / "logs" / "rank-1.log").read_text()
-    assert "ValueError: the first real reason" in said
-    assert "second time" in said.splitlines()
+    log = (launch.directory / "logs" / "rank-1.log").read_text()
+    assert "ValueError: the first real reason" in log
+    assert "second time" in log.splitlines()
     report = json.loads((launch.directory / "report.json").read_text())
     assert (report["launcher"], report["restarts"]) == (launcher, 1)
     assert report["outcome"]["code"] == 0
@@ -287,7 +277,7 @@ def test_a_failed_job_is_started_again(launch: Launch, launcher: str) -> None:
 
 
 @pytest.mark.smoke
-def test_restarts_come_to_an_end(launch: Launch) -> None:
+def test_restarts_are_limited(launch: Launch) -> None:
     words = ["--max-restarts", "1", "--json", "-", PROGRAM, "exit", "0"]
     outcome = launch([*RUN, "--launcher", "spawn", *words], check=False)
     assert outcome.rc == 7
@@ -306,14 +296,14 @@ def test_srun_of_an_allocation_spreads_the_ranks_and_reports_their_end(launch: L
 
 
 @pytest.mark.smoke
-def test_an_allocation_says_how_many_ranks_and_how_many_cores_each(launch: Launch, slurm: Slurm) -> None:
+def test_an_allocation_gives_the_numbers_of_ranks_and_cores(launch: Launch, slurm: Slurm) -> None:
     argv = ["env", "--unset=OMP_NUM_THREADS", *slurm.salloc("-N2", "-n2", "-c2"), *RUN, PROGRAM]
     outcome = launch(argv, env=slurm.env)
     assert "srun starts 2 rank(s) (SLURM_NTASKS=2), as no --launcher was given" in outcome.stderr
     assert lines(outcome.stdout) == [f"out {rank}/2 srun threads=2" for rank in range(2)], str(outcome)
 
 
-def test_within_a_step_the_job_does_not_wait_for_another_one(launch: Launch, slurm: Slurm) -> None:
+def test_within_a_step_no_other_step_is_started(launch: Launch, slurm: Slurm) -> None:
     argv = [*slurm.salloc("-N1", "-n2"), *slurm.srun("-n1", "-c2"), *RUN, "-np", "2", PROGRAM]
     outcome = launch(argv, env=slurm.env)
     assert "torchrun starts 2 rank(s), as no --launcher was given and srun started this process" in outcome.stderr

@@ -1,19 +1,32 @@
-"""`dualdist run -H` on two hosts that are reached by ssh: who trains there, how jobs end there, and what is refused."""
+"""`dualdist run -H` on two hosts by ssh: which ranks train there, how jobs end there, and what is refused."""
 
 from __future__ import annotations
 
-import itertools
-import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import pytest
-from harness import mpi, problem
+from harness import mpi
 from harness.hosts import ADDRESSES, APART, Hosts
-from harness.jobs import REPORT_DIR, Launch, Outcome, collect
-from launch.running import PROGRAM, RUN, TINY_RANK, last_words, lines, run_with_mpich, start, wait_for
+from harness.jobs import REPORT_DIR, Launch, Outcome
+from harness.slurm import eventually
+from launch.running import (
+    PROGRAM,
+    RUN,
+    TINY_RANK,
+    check,
+    collected,
+    last_words,
+    lines,
+    run_with_mpich,
+    side_by_side,
+    stand_in,
+    start,
+    wait_for,
+)
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "spawn")
-TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=17")
+C10D = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=17")
 
 
 def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> Outcome:
@@ -27,26 +40,19 @@ def outcome_of(launch: Launch, two_hosts: Hosts, *words: str, host: int = 0) -> 
 def test_ranks_of_two_hosts_train(launch: Launch, two_hosts: Hosts, launcher: str, backend: str) -> None:
     """By the interface that both share; each has another one, by which they cannot reach each other.
 
-    mpirun, which would take both, is not told which: `dualdist run` finds out.
+    mpirun, which would use both, is given no name: `dualdist run` finds the interface.
     """
-    folder = launch.directory / "reports"
-    folder.mkdir()
     words = ["-H", "hosta:2,hostb:1", "--launcher", launcher, "--backend", backend]
     words += [] if launcher == "mpirun" else ["--network-interface", "eth0"]
-    outcome = outcome_of(launch, two_hosts, *words, "--env", f"{REPORT_DIR}={folder}", TINY_RANK, backend)
-    reports = collect(folder, 3, outcome)
-    assert [(seen["node_rank"], seen["local_rank"], seen["num_nodes"]) for seen in reports] == [
-        (0, 0, 2),
-        (0, 1, 2),
-        (1, 0, 2),
-    ]
-    assert {seen["backend"] for seen in reports} == {backend}
-    assert {tuple(seen["parameters"]) for seen in reports} == {tuple(reports[0]["parameters"])}
-    assert reports[0]["parameters"] == pytest.approx(problem.trained_by_one_process(3), rel=1e-6, abs=1e-6)
+
+    def run(env: Mapping[str, str]) -> Outcome:
+        return outcome_of(launch, two_hosts, *words, "--env", f"{REPORT_DIR}={env[REPORT_DIR]}", TINY_RANK, backend)
+
+    check(collected(launch, 3, run), (2, 1), backend=backend)
 
 
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "horovodrun-mpi"])
-def test_lines_say_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+def test_output_lines_are_tagged_by_rank_and_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     (launch.directory / "hosts").write_text("hosta slots=2\nhostb slots=1  # the small one\n")
     words = ["--launcher", launcher, "--hostfile", "hosts", "--tag-output", PROGRAM]
     outcome = outcome_of(launch, two_hosts, *words)
@@ -77,7 +83,7 @@ def test_no_command_line_shows_a_secret(launch: Launch, two_hosts: Hosts) -> Non
     assert lines(outcome.stdout) == ["out 0 []", "out 1 []"], str(outcome)
 
 
-def test_mpich_reaches_hosts_too(launch: Launch, two_hosts: Hosts, mpich: mpi.MPICH) -> None:
+def test_mpich_starts_ranks_on_hosts(launch: Launch, two_hosts: Hosts, mpich: mpi.MPICH) -> None:
     run, env = run_with_mpich(launch, mpich)
     words = ["-H", "hosta:2,hostb:1", "--network-interface", "eth0", "--env", "OMP_NUM_THREADS=2", PROGRAM]
     outcome = launch(two_hosts.on(0, *run, *words), env={**two_hosts.env, **env})
@@ -87,7 +93,7 @@ def test_mpich_reaches_hosts_too(launch: Launch, two_hosts: Hosts, mpich: mpi.MP
 
 @pytest.mark.smoke("spawn")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+def test_a_rank_that_fails_on_another_host_is_named_with_it(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     """The others hang and ignore SIGTERM; two_hosts sees that none stays."""
     words = ["-H", "hosta:1,hostb:2", "--launcher", launcher, PROGRAM, "raise", "2", str(launch.directory)]
     outcome = outcome_of(launch, two_hosts, *words)
@@ -98,21 +104,18 @@ def test_a_rank_that_fails_elsewhere_is_named_with_its_host(launch: Launch, two_
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_stays_elsewhere_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
+def test_nothing_stays_on_other_hosts_when_run_is_killed(launch: Launch, two_hosts: Hosts, launcher: str) -> None:
     words = ["-H", "hosta:1,hostb:1", "--launcher", launcher, PROGRAM, "hang", "-1", str(launch.directory)]
     with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         (run,) = [line for line in two_hosts.processes("-m dualdist run", PROGRAM) if "unshare" not in line]
         launch(["kill", "-KILL", run.split()[1]])
-        deadline = time.monotonic() + 15
-        while (left := two_hosts.processes(PROGRAM)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
+        assert eventually(lambda: not two_hosts.processes(PROGRAM), within_s=15)
         job.wait(30)
 
 
-def test_a_rank_elsewhere_goes_with_what_is_around_it(launch: Launch, two_hosts: Hosts) -> None:
-    """The process between launcher and rank is killed, and cannot tell its child."""
+def test_a_rank_on_another_host_ends_with_its_parent(launch: Launch, two_hosts: Hosts) -> None:
+    """The process between launcher and rank is killed, and cannot end its child."""
     words = ["-H", "hosta:1,hostb:1", "--launcher", "mpirun", PROGRAM, "hang", "-1", str(launch.directory)]
     with start(launch, two_hosts.on(0, *RUN, *words), two_hosts.env) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
@@ -122,8 +125,8 @@ def test_a_rank_elsewhere_goes_with_what_is_around_it(launch: Launch, two_hosts:
     assert outcome.rc == 137, str(outcome)
 
 
-def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -> None:
-    """On both sides: what is cut off ends by itself, MPI's daemon with it."""
+def test_a_lost_host_ends_its_jobs(launch: Launch, two_hosts: Hosts) -> None:
+    """On both hosts: the lost host's processes end there, MPI's daemon with them."""
     with ExitStack() as stack:
         jobs = []
         for launcher in ("torchrun", "mpirun"):
@@ -135,14 +138,10 @@ def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -
         try:
             two_hosts.cut_off(1)
             outcomes = [job.wait(60) for job in jobs]
-            deadline = time.monotonic() + 30
-            while (left := [*two_hosts.processes(PROGRAM), *two_hosts.processes("orted")]) and (
-                time.monotonic() < deadline
-            ):
-                time.sleep(0.1)
+            ended = eventually(lambda: not (two_hosts.processes(PROGRAM) or two_hosts.processes("orted")), within_s=30)
         finally:
             two_hosts.connect(1)
-    assert not left
+    assert ended
     for outcome in outcomes:
         assert not outcome.timed_out, str(outcome)
         assert outcome.rc not in (0, 124), str(outcome)
@@ -151,7 +150,7 @@ def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (("-H", "hosta:1,nowhere:1"), "host 'nowhere' cannot be reached by ssh: its name does not resolve"),
         (("-H", "hosta:1,10.231.78.77:1"), "host '10.231.78.77' cannot be reached by ssh: it does not answer"),
@@ -164,25 +163,21 @@ def test_a_host_that_goes_away_ends_its_jobs(launch: Launch, two_hosts: Hosts) -
     ],
     ids=["unresolvable", "silent", "no interface", "the wrong network", "too few slots"],
 )
-def test_what_cannot_work_is_told_before_anything_starts(
-    launch: Launch, two_hosts: Hosts, words: tuple[str, ...], said: str
+def test_host_errors_are_reported_before_anything_starts(
+    launch: Launch, two_hosts: Hosts, words: tuple[str, ...], error: str
 ) -> None:
     outcome = outcome_of(launch, two_hosts, *words, PROGRAM)
     assert outcome.rc == 1
-    assert said in outcome.stderr, str(outcome)
+    assert error in outcome.stderr, str(outcome)
     assert "Traceback" not in outcome.stderr
     assert lines(outcome.stdout) == []
     assert outcome.seconds < 20
 
 
-def test_a_host_that_wants_a_password_is_named(launch: Launch, two_hosts: Hosts) -> None:
+def test_a_host_that_asks_for_a_password_is_named(launch: Launch, two_hosts: Hosts) -> None:
     """ssh has no key here, and must not ask."""
-    folder = launch.directory / "bin"
-    folder.mkdir()
     options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o IdentityFile=none -o IdentitiesOnly=yes"
-    (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F none {options} "$@"\n')
-    (folder / "ssh").chmod(0o755)
-    env = {**two_hosts.env, "PATH": f"{folder}:{two_hosts.env['PATH']}"}
+    env = {**two_hosts.env, **stand_in(launch, "ssh", f'#!/bin/sh\nexec /usr/bin/ssh -F none {options} "$@"\n')}
     outcome = launch(two_hosts.on(0, *RUN, "-H", "hostb:1", PROGRAM), env=env, check=False)
     assert "host 'hostb' cannot be reached by ssh: it requires a password" in outcome.stderr, str(outcome)
 
@@ -199,14 +194,13 @@ def test_hosts_need_the_same_folder(launch: Launch, two_hosts: Hosts) -> None:
 
 def test_torchrun_by_hand_meets_by_c10d(launch: Launch, two_hosts: Hosts) -> None:
     """Without `dualdist run`: an agent on each host, whose ranks train together."""
-    folder = launch.directory / "reports"
-    folder.mkdir()
-    env = {**two_hosts.env, REPORT_DIR: str(folder)}
     endpoint = f"--rdzv-endpoint={ADDRESSES[0]}:29517"
-    own = [f"--local-addr={address}" for address in ADDRESSES]
-    ranks = ("--nproc-per-node=2", "--nproc-per-node=1")
-    agents = [two_hosts.on(host, *TORCHRUN, endpoint, own[host], ranks[host], TINY_RANK, "native") for host in range(2)]
-    with launch.start(agents[0], env=env) as first, launch.start(agents[1], env=env) as second:
-        outcomes = [first.wait(100), second.wait(100)]
-    failed = next(itertools.chain((outcome for outcome in outcomes if outcome.rc), outcomes))
-    assert [(seen["node_rank"], seen["num_nodes"]) for seen in collect(folder, 3, failed)] == [(0, 2), (0, 2), (1, 2)]
+    agents = [
+        two_hosts.on(host, *C10D, endpoint, f"--local-addr={address}", f"--nproc-per-node={count}", TINY_RANK, "native")
+        for host, (address, count) in enumerate(zip(ADDRESSES, (2, 1), strict=True))
+    ]
+
+    def run(env: Mapping[str, str]) -> list[Outcome]:
+        return side_by_side(launch, [(agent, {**two_hosts.env, **env}) for agent in agents])
+
+    check(collected(launch, 3, run), (2, 1), launcher="torchrun", backend="native")

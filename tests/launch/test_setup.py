@@ -1,4 +1,4 @@
-"""What set-up leaves: the package found from anywhere, and install-horovod for real, with the wheel that it kept."""
+"""`make setup`: the package is importable anywhere, and install-horovod works, also from its cached wheel."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
+import torch
 from harness.jobs import Launch
 
 from dualdist.horovod_build import install as cache
@@ -50,9 +51,7 @@ def test_a_second_install_builds_nothing_and_tests_two_ranks(record: BuildRecord
 
 
 @pytest.mark.smoke
-def test_the_record_is_of_the_torch_beside_it(record: BuildRecord) -> None:
-    import torch
-
+def test_the_record_names_the_installed_torch(record: BuildRecord) -> None:
     assert (record.torch, record.torch_git) == (torch.__version__, torch.version.git_version)
     assert record.python == sysconfig.get_config_var("SOABI")
 
@@ -64,8 +63,8 @@ def test_an_unknown_version_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_kept_wheel_works_in_another_environment(record: BuildRecord, kept_wheel: Path, tmp_path: Path) -> None:
-    """It finds MPI beside itself, not in the environment it was built in, which may be gone by now."""
+def test_a_cached_wheel_works_in_another_environment(record: BuildRecord, kept_wheel: Path, tmp_path: Path) -> None:
+    """It finds MPI beside itself, not in the environment where it was built, which may no longer exist."""
     other = tmp_path / "other"
     venv.create(other, with_pip=False, symlinks=True)
     python = other / "bin" / "python"
@@ -78,7 +77,7 @@ def test_a_kept_wheel_works_in_another_environment(record: BuildRecord, kept_whe
     subprocess.run([*pip, str(kept_wheel)], check=True, timeout=120)
     (there / "torch_and_others.pth").write_text(f"{here}\n")
     program = "import horovod.torch as h; h.init(); print(h.__file__, h.size())"
-    # MPI's libraries are linked there, its programs are not: it is loaded, but Gloo makes the world.
+    # MPI's libraries are linked there, its programs are not: MPI is loaded, but Gloo is used.
     environ = {**os.environ, "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     done = subprocess.run(
         [python, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False
@@ -97,7 +96,7 @@ def runpath(library: Path) -> str:
 
 @pytest.mark.smoke
 def test_a_scope_that_completes_leaves_the_counters_of_the_others(record: BuildRecord) -> None:
-    """Horovod's own server forgot who had left the other scopes, and ranks that initialise again lost keys."""
+    """Horovod's server lost the counters of other scopes, and ranks that initialize again their keys."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -126,7 +125,7 @@ def request(port: int, verb: str, path: str, body: bytes | None = None) -> int:
 
 
 def test_a_clone_beside_a_script_does_not_hide_the_package(launch: Launch) -> None:
-    """A folder called dualdist is one to Python, too, unless the path that the set-up has left leads to the package."""
+    """Python would import a folder called dualdist as a namespace package, were the package not on the path first."""
     (launch.directory / "dualdist").mkdir()
     script = launch.directory / "script.py"
     script.write_text("import dualdist as dd\nprint(dd.init.__name__)\n")

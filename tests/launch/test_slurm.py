@@ -1,109 +1,58 @@
-"""srun, sbatch and salloc of a real Slurm with two nodes: who the ranks are, that they meet, and what they compute."""
+"""srun, sbatch and salloc of a real Slurm with two nodes: who the ranks are, that they connect, what they compute."""
 
 from __future__ import annotations
 
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import problem
 from harness.jobs import REPORT_DIR, Launch, collect
 from harness.mpi import OpenMPI
 from harness.slurm import Slurm
+from launch.running import TINY_RANK, check
 
-PROGRAM = Path(problem.__file__).with_name("tiny_rank.py")
 TRANSPORT = "DUALDIST_TRANSPORT"
-# The options of srun and sbatch, and the number of ranks on each node that they give.
-ONE_NODE = (("-N1", "-n2"), (2,))
-TWO_NODES = (("-N2", "-n2"), (1, 1))
-EVEN = (("-N2", "-n4", "--ntasks-per-node=2"), (2, 2))
-UNEVEN = (("-N2", "-n4"), (3, 1))
-# More than two gradients are added in an order of the backend's own, each sum rounding to 2**-24 of its size.
-TOLERANCE = 1e-6
+# Options of srun and sbatch, and the numbers of ranks that they start on each node.
+LAYOUTS = {
+    "2": (("-N1", "-n2"), (2,)),
+    "1+1": (("-N2", "-n2"), (1, 1)),
+    "2+2": (("-N2", "-n4", "--ntasks-per-node=2"), (2, 2)),
+    "3+1": (("-N2", "-n4"), (3, 1)),
+}
 
 
 def tiny_rank(backend: str) -> list[str]:
-    return [sys.executable, str(PROGRAM), backend]
+    return [sys.executable, TINY_RANK, backend]
 
 
-def script(path: Path, *commands: str) -> str:
-    """A batch script that ends at the first command that fails."""
+def script(launch: Launch, *commands: str) -> str:
+    """Write a batch script that ends at the first command that fails."""
+    path = launch.directory / "batch.sh"
     path.write_text("\n".join(["#!/bin/sh", "set -e", *commands, ""]))
     return str(path)
 
 
-def places(per_node: Sequence[int]) -> list[dict[str, int]]:
-    """Where the ranks are that fill one node after the other."""
-    return [
-        {"local_rank": local_rank, "local_size": local_size, "node_rank": node, "num_nodes": len(per_node)}
-        for node, local_size in enumerate(per_node)
-        for local_rank in range(local_size)
-    ]
+def cases(text: str) -> list[object]:
+    """Return a parameter of each word, whose parts are joined by `/`."""
+    return [pytest.param(*word.split("/"), id=word.replace("/", "-")) for word in text.split()]
 
 
-def check(reports: Sequence[Mapping[str, Any]], per_node: Sequence[int], **same: str) -> None:
-    """All ranks are where per_node puts them, say `same`, have the exact sum and what one process trains."""
-    size = sum(per_node)
-    expected = problem.trained_by_one_process(size)
-    exact_sum = [(1 << size) - 1, size << 40]
-    for rank, (seen, place) in enumerate(zip(reports, places(per_node), strict=True)):
-        wanted = {"rank": rank, "size": size, **place, **same, "sum": exact_sum}
-        assert {name: seen[name] for name in wanted} == wanted
-        assert seen["parameters"] == reports[0]["parameters"], "ranks differ"
-    if size <= 2:
-        assert reports[0]["parameters"] == expected
-    else:
-        assert reports[0]["parameters"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
-
-
-@pytest.mark.smoke("pmi2-1+1")
+@pytest.mark.smoke("native-pmi2-gloo-1+1", "mpi-pmix-mpi-1+1")
 @pytest.mark.parametrize(
-    ("mpi", "options", "per_node"),
-    [
-        pytest.param("none", *ONE_NODE, id="none-2"),
-        pytest.param("none", *EVEN, id="none-2+2"),
-        pytest.param("none", *UNEVEN, id="none-3+1"),
-        pytest.param("pmi2", *TWO_NODES, id="pmi2-1+1"),
-        pytest.param("pmix", *TWO_NODES, id="pmix-1+1"),
-    ],
+    ("backend", "mpi", "transport", "layout"),
+    cases("""
+        native/none/shm/2 native/none/gloo/2+2 native/none/gloo/3+1 native/pmi2/gloo/1+1 native/pmix/gloo/1+1
+        horovod/none/gloo/3+1 horovod/pmi2/gloo/2 horovod/pmix/gloo/2 horovod/pmix/mpi/2 horovod/pmix/mpi/1+1
+        mpi/pmix/mpi/2 mpi/pmix/mpi/1+1
+    """),
 )
-def test_srun_trains_natively_with_any_mpi_plugin(
-    slurm: Slurm, launch: Launch, mpi: str, options: tuple[str, ...], per_node: tuple[int, ...]
-) -> None:
-    reports = launch.reports([*slurm.srun(*options, mpi=mpi), *tiny_rank("native")], sum(per_node), env=slurm.env)
-    check(reports, per_node, launcher="srun", backend="native")
-
-
-@pytest.mark.parametrize(
-    ("mpi", "transport", "options", "per_node"),
-    [
-        pytest.param("none", "gloo", *UNEVEN, id="none-gloo-3+1"),
-        pytest.param("pmi2", "gloo", *ONE_NODE, id="pmi2-gloo-2"),
-        pytest.param("pmix", "gloo", *ONE_NODE, id="pmix-gloo-2"),
-        pytest.param("pmix", "mpi", *ONE_NODE, id="pmix-mpi-2"),
-        pytest.param("pmix", "mpi", *TWO_NODES, id="pmix-mpi-1+1"),
-    ],
-)
-def test_srun_trains_on_horovod(
-    slurm: Slurm, launch: Launch, mpi: str, transport: str, options: tuple[str, ...], per_node: tuple[int, ...]
-) -> None:
-    reports = launch.reports(
-        [*slurm.srun(*options, mpi=mpi), *tiny_rank("horovod")], sum(per_node), env={**slurm.env, TRANSPORT: transport}
-    )
-    check(reports, per_node, launcher="srun", backend="horovod", transport=transport)
-
-
-@pytest.mark.smoke("1+1")
-@pytest.mark.parametrize(("options", "per_node"), [pytest.param(*ONE_NODE, id="2"), pytest.param(*TWO_NODES, id="1+1")])
-def test_srun_trains_on_mpi_with_pmix(
-    slurm: Slurm, launch: Launch, options: tuple[str, ...], per_node: tuple[int, ...]
-) -> None:
-    argv = [*slurm.srun(*options, mpi="pmix"), *tiny_rank("mpi")]
-    check(launch.reports(argv, sum(per_node), env=slurm.env), per_node, launcher="srun", backend="mpi", transport="mpi")
+def test_srun_trains(slurm: Slurm, launch: Launch, backend: str, mpi: str, transport: str, layout: str) -> None:
+    options, per_node = LAYOUTS[layout]
+    env = slurm.env if backend == "native" else {**slurm.env, TRANSPORT: transport}  # native chooses its own
+    reports = launch.reports([*slurm.srun(*options, mpi=mpi), *tiny_rank(backend)], sum(per_node), env=env)
+    same = {} if backend == "native" else {"transport": transport}
+    check(reports, per_node, launcher="srun", backend=backend, **same)
 
 
 @pytest.mark.parametrize("backend", ["horovod", "mpi"])
@@ -123,81 +72,58 @@ def test_ranks_need_not_fill_one_node_after_the_other(slurm: Slurm, launch: Laun
     assert [seen["local_rank"] for seen in reports] == [0, 0, 1, 1]
 
 
-def test_steps_of_one_job_do_not_meet_each_other(slurm: Slurm, launch: Launch) -> None:
+def test_concurrent_steps_of_one_job_do_not_mix(slurm: Slurm, launch: Launch) -> None:
     folders = [launch.directory / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
     step = shlex.join([*slurm.srun("-N2", "-n2", "--ntasks-per-node=1", "--exact"), *tiny_rank("native")])
     commands = [f'{REPORT_DIR}={shlex.quote(str(folder))} {step} & pids="$pids $!"' for folder in folders]
-    both = script(launch.directory / "steps.sh", *commands, "for pid in $pids; do wait $pid; done")
-    outcome = launch([*slurm.salloc(*EVEN[0]), "sh", both], env=slurm.env)
+    both = script(launch, *commands, "for pid in $pids; do wait $pid; done")
+    outcome = launch([*slurm.salloc(*LAYOUTS["2+2"][0]), "sh", both], env=slurm.env)
     for folder in folders:
         check(collect(folder, 2, outcome), (1, 1), launcher="srun", backend="native")
 
 
-def test_a_batch_script_that_starts_python_itself_is_one_rank(slurm: Slurm, launch: Launch) -> None:
-    batch = script(launch.directory / "batch.sh", shlex.join(tiny_rank("auto")))
-    reports = launch.reports([*slurm.sbatch("-N2", "-n4"), batch], 1, env=slurm.env)
-    check(reports, (1,), launcher="none", backend="single", transport="none")
+@pytest.mark.parametrize("allocate", ["sbatch", "salloc"])
+def test_python_without_srun_is_one_rank(slurm: Slurm, launch: Launch, allocate: str) -> None:
+    batch = script(launch, shlex.join(tiny_rank("auto")))
+    argv = [*slurm.sbatch("-N2", "-n4"), batch] if allocate == "sbatch" else [*slurm.salloc("-N2", "-n4"), "sh", batch]
+    check(launch.reports(argv, 1, env=slurm.env), (1,), launcher="none", backend="single", transport="none")
 
 
-def test_an_allocation_without_srun_is_one_rank(slurm: Slurm, launch: Launch) -> None:
-    reports = launch.reports([*slurm.salloc("-N2", "-n4"), *tiny_rank("auto")], 1, env=slurm.env)
-    check(reports, (1,), launcher="none", backend="single", transport="none")
-
-
-@pytest.mark.parametrize(
-    ("backend", "transport", "options", "per_node"),
-    [
-        pytest.param("native", "gloo", *EVEN, id="native-2+2"),
-        pytest.param("horovod", "mpi", *TWO_NODES, id="horovod-mpi-1+1"),
-        pytest.param("mpi", "mpi", *TWO_NODES, id="mpi-1+1"),
-    ],
-)
-def test_mpirun_in_a_batch_script_is_mpiruns_job(
-    slurm: Slurm,
-    openmpi: OpenMPI,
-    launch: Launch,
-    backend: str,
-    transport: str,
-    options: tuple[str, ...],
-    per_node: tuple[int, ...],
+@pytest.mark.parametrize(("backend", "transport", "layout"), cases("native/gloo/2+2 horovod/mpi/1+1 mpi/mpi/1+1"))
+def test_mpirun_in_a_batch_script_starts_the_ranks(
+    slurm: Slurm, openmpi: OpenMPI, launch: Launch, backend: str, transport: str, layout: str
 ) -> None:
-    size = sum(per_node)
-    batch = script(launch.directory / "batch.sh", shlex.join([*openmpi.run(size), *tiny_rank(backend)]))
-    env = {**slurm.env, TRANSPORT: transport}
-    reports = launch.reports([*slurm.sbatch(*options), batch], size, env=env)
+    options, per_node = LAYOUTS[layout]
+    batch = script(launch, shlex.join([*openmpi.run(sum(per_node)), *tiny_rank(backend)]))
+    reports = launch.reports([*slurm.sbatch(*options), batch], sum(per_node), env={**slurm.env, TRANSPORT: transport})
     check(reports, per_node, launcher="mpirun", backend=backend, transport=transport)
 
 
 @pytest.mark.parametrize(
-    ("allocate", "backend", "options", "per_node"),
-    [
-        pytest.param("sbatch", "native", *UNEVEN, id="sbatch-native-3+1"),
-        pytest.param("sbatch", "horovod", *EVEN, id="sbatch-horovod-2+2"),
-        pytest.param("salloc", "native", *UNEVEN, id="salloc-native-3+1"),
-        pytest.param("salloc", "horovod", *TWO_NODES, id="salloc-horovod-1+1"),
-    ],
+    ("allocate", "backend", "layout"),
+    cases("sbatch/native/3+1 sbatch/horovod/2+2 salloc/native/3+1 salloc/horovod/1+1"),
 )
 def test_srun_in_an_allocation_takes_all_of_it(
-    slurm: Slurm, launch: Launch, allocate: str, backend: str, options: tuple[str, ...], per_node: tuple[int, ...]
+    slurm: Slurm, launch: Launch, allocate: str, backend: str, layout: str
 ) -> None:
-    batch = script(launch.directory / "batch.sh", shlex.join([*slurm.srun(), *tiny_rank(backend)]))
+    options, per_node = LAYOUTS[layout]
+    batch = script(launch, shlex.join([*slurm.srun(), *tiny_rank(backend)]))
     argv = [*slurm.sbatch(*options), batch] if allocate == "sbatch" else [*slurm.salloc(*options), "sh", batch]
     check(launch.reports(argv, sum(per_node), env=slurm.env), per_node, launcher="srun", backend=backend)
 
 
-def test_torchrun_in_a_batch_script_is_torchruns_job(slurm: Slurm, launch: Launch) -> None:
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(PROGRAM), "native"]
-    batch = script(launch.directory / "batch.sh", shlex.join(torchrun))
-    reports = launch.reports([*slurm.sbatch("-N1", "-n1"), batch], 2, env=slurm.env)
+def test_torchrun_in_a_batch_script_starts_the_ranks(slurm: Slurm, launch: Launch) -> None:
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", TINY_RANK, "native"]
+    reports = launch.reports([*slurm.sbatch("-N1", "-n1"), script(launch, shlex.join(torchrun))], 2, env=slurm.env)
     check(reports, (2,), launcher="torchrun", backend="native")
 
 
-def test_torchrun_under_srun_is_torchruns_job(slurm: Slurm, launch: Launch) -> None:
+def test_torchrun_under_srun_starts_the_ranks(slurm: Slurm, launch: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     srun = slurm.srun("-N2", "-n2", "--ntasks-per-node=1")
-    reports = launch.reports([*srun, *torchrun, str(PROGRAM), "native"], 4, env=slurm.env)
+    reports = launch.reports([*srun, *torchrun, TINY_RANK, "native"], 4, env=slurm.env)
     check(reports, (2, 2), launcher="torchrun", backend="native")

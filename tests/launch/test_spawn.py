@@ -1,15 +1,14 @@
-"""Ranks that a program starts, and programs that bring a process group of their own."""
+"""dd.spawn and dd.run, and programs that initialize torch.distributed themselves."""
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from harness.jobs import REPORT_DIR, Launch, collect
+from harness.jobs import Launch
 from launch import programs
+from launch.running import TORCHRUN, collected, side_by_side
 
 import dualdist as dd
 from dualdist.errors import LaunchError, UsageError
@@ -42,37 +41,17 @@ def test_no_ranks_are_refused() -> None:
 
 
 def test_an_existing_group_is_used_and_left_alone(launch: Launch) -> None:
-    """No launcher is seen: the group itself says how many ranks there are."""
+    """There is no launcher: the number of ranks is the group's."""
     store = (launch.directory / "store").as_uri()
-    folder = launch.directory / "reports"
-    folder.mkdir()
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                launch.start(
-                    [sys.executable, str(Path(programs.__file__)), str(rank), "2", store], env={REPORT_DIR: str(folder)}
-                )
-            )
-            for rank in range(2)
-        ]
-        outcomes = [job.wait(60) for job in jobs]
-    for rank, seen in enumerate(collect(folder, 2, outcomes[0])):
-        assert seen == {
-            "rank": rank,
-            "size": 2,
-            "local_rank": rank,
-            "local_size": 2,
-            "backend": "native",
-            "transport": "shm",
-            "sum": 3.0,
-            "still": 2.0,
-        }
+    commands = [[sys.executable, programs.__file__, str(rank), "2", store] for rank in range(2)]
+    reports = collected(launch, 2, lambda env: side_by_side(launch, [(argv, env) for argv in commands]))
+    same = {"size": 2, "local_size": 2, "backend": "native", "transport": "shm", "sum": 3.0, "still": 2.0}
+    assert reports == [{"rank": rank, "local_rank": rank, **same} for rank in range(2)]
 
 
 def test_a_group_that_contradicts_the_launcher_is_an_error(launch: Launch) -> None:
     store = (launch.directory / "store").as_uri()
-    argv = ["torchrun", "--standalone", "--nproc-per-node=2", str(Path(programs.__file__)), "0", "1", store]
-    outcome = launch(argv, check=False)
+    outcome = launch([*TORCHRUN, programs.__file__, "0", "1", store], check=False)
     assert outcome.rc != 0
     assert "rank 0 of 1" in outcome.stderr, str(outcome)
     assert "TopologyError" in outcome.stderr, str(outcome)
@@ -96,16 +75,16 @@ try:
 except Mistake as error:
     print(error.args, "rank 1 failed" in str(error.__cause__), "in work" in str(error.__cause__))
 """
-SAID = ["[(0, 'native', 60), (1, 'native', 60)]", "['said']", "('of rank', 1) True True"]
+PRINTED = ["[(0, 'native', 60), (1, 'native', 60)]", "['said']", "('of rank', 1) True True"]
 
 
 @pytest.mark.parametrize("start", [(sys.executable, "-c"), (sys.executable, "-m", "IPython", "--no-banner", "-c")])
 def test_functions_of_a_program_run_on_ranks_and_their_exceptions_come_back(launch: Launch, start: list[str]) -> None:
-    assert launch([*start, NOTEBOOK], env={"IPYTHONDIR": str(launch.directory)}).stdout.splitlines() == SAID
+    assert launch([*start, NOTEBOOK], env={"IPYTHONDIR": str(launch.directory)}).stdout.splitlines() == PRINTED
 
 
-def test_functions_of_a_notebooks_cell_run_on_ranks(launch: Launch) -> None:
-    """In a kernel of Jupyter's, whose main module is no file."""
+def test_functions_of_a_notebook_cell_run_on_ranks(launch: Launch) -> None:
+    """In a Jupyter kernel, whose main module is no file."""
     program = (
         "import nbclient, nbformat, sys\n"
         "cell = nbformat.v4.new_code_cell(sys.argv[1])\n"
@@ -114,10 +93,10 @@ def test_functions_of_a_notebooks_cell_run_on_ranks(launch: Launch) -> None:
         "print(''.join(output['text'] for output in cell.outputs if output.get('name') == 'stdout'), end='')\n"
     )
     outcome = launch([sys.executable, "-c", program, NOTEBOOK], env={"IPYTHONDIR": str(launch.directory)})
-    assert outcome.stdout.splitlines() == SAID
+    assert outcome.stdout.splitlines() == PRINTED
 
 
-def test_an_exception_that_cannot_be_sent_is_told_by_its_traceback() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_by_its_traceback() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 failed:\n(?s:.*)Unsendable: 1, 2"):
         dd.run(programs.raises_what_cannot_be_sent, np=1)
 

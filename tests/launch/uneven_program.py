@@ -1,4 +1,4 @@
-"""Two ranks, of which the first has a batch more in each epoch, and which may be told to stop."""
+"""Two ranks, of which the first has one batch more in each epoch, and which may be preempted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SAMPLES = 11
 EPOCHS = 3
 
 
-def train_twice(folder: str, told_after: int, batch: int) -> tuple[Seen, Seen]:
+def train_twice(folder: str, stop_after: int, batch: int) -> tuple[Seen, Seen]:
     """Told to stop after so many batches of so many samples, of which all are whole; and going on from there."""
-    return train(folder, told_after, batch), train(folder, 0, batch)
+    return train(folder, stop_after, batch), train(folder, 0, batch)
 
 
-def train(folder: str, told_after: int, batch: int) -> Seen:
+def train(folder: str, stop_after: int, batch: int) -> Seen:
     """The epoch and each sample of each step of this rank, and whether it was stopped."""
     torch.set_num_threads(1)
     dd.init("native", timeout_s=20)
@@ -36,7 +36,7 @@ def train(folder: str, told_after: int, batch: int) -> Seen:
                 optimizer.step()
                 seen += [(sampler.epoch, sample) for sample in samples.tolist()]
                 steps += 1
-                if steps == told_after and dd.rank() == 0:
+                if steps == stop_after and dd.rank() == 0:
                     dd.elastic.request_stop()
                 state.commit()
             dd.broadcast_parameters(model, dd.join())
