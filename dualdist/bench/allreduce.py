@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.jobs import AllreduceOptions, MeasurementSettings, PlannedJob, RunConfig, worker_command
+from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, worker_command
 from dualdist.bench.report import ReportTable, format_size, format_us
 from dualdist.bench.statistics import bootstrap_median, machine_noise, pooled_median, time_difference, time_ratio
-from dualdist.launch.job import Site
 
 RAW_CALLS = {"dualdist_": "raw_", "dualdist": "raw"}  # the raw call that each is compared with
 KINDS = {"dualdist_": "in place", "dualdist": "new tensor"}
@@ -44,7 +43,6 @@ def plan_jobs(
     configs: Sequence[RunConfig],
     options: AllreduceOptions,
     settings: MeasurementSettings,
-    site: Site,
     folder: Path,
     *,
     launches: int,
@@ -55,11 +53,11 @@ def plan_jobs(
             key = f"{config.backend}-{config.transport or 'own'}-{config.launcher}-{settings.ranks}-{launch}"
             file = folder / f"allreduce-{key}.json"
             tags = {"config": config, "launch": launch, "ranks": settings.ranks}
-            command = worker_command(config, "allreduce", options, file, settings, site)
+            command = worker_command(config, "allreduce", options, file, settings)
             yield PlannedJob(f"allreduce on {settings.ranks} ranks, {config}", command, (file,), tags)
 
 
-def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def summarize(done: Done) -> list[dict[str, Any]]:
     """Return one result per configuration and number of ranks."""
     groups: dict[tuple[RunConfig, int], list[dict[str, Any]]] = {}
     for planned, reports in done:

@@ -31,6 +31,7 @@ from dualdist.utils.suggest import require_choice
 WORKER = ("-m", "dualdist.bench.ranks.worker")
 SPAWN = "spawn"
 OUTPUT_LINES = 30  # of a failed job, in the error
+Report = dict[str, Any]  # of a rank, or of all that rank 0 has gathered
 FOREIGN = "foreign_cores_of_job"  # in every report: CPU use of other processes while the job ran
 # Image size of the ResNets. At 64 a step of ResNet-18 takes about as long as two ranks on two cores need to exchange
 # its gradients, where overlap matters most; at 32 communication dominates.
@@ -40,11 +41,10 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model to train; `full` ones run only on request. `batch` is per rank, `steps` per launch of a comparison."""
+    """A model to train; `batch` is per rank, `steps` per launch of a comparison."""
 
     description: str
     batch: int = BATCH
-    full: bool = False
     steps: int = 20
 
 
@@ -56,11 +56,12 @@ MODELS = {
     "transformer": BenchmarkModel(
         "5 encoder layers 384 wide on 32 tokens, 9.6 million parameters in 63 tensors", batch=4
     ),
-    "resnet50": BenchmarkModel("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", full=True, steps=8),
+    "resnet50": BenchmarkModel("ResNet-50 of torchvision, 25.6 million parameters in 161 tensors", steps=8),
     "transformer100m": BenchmarkModel(
-        "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, full=True, steps=5
+        "16 encoder layers 768 wide on 128 tokens, 126 million parameters", batch=8, steps=5
     ),
 }
+DEFAULT_MODELS = ("resnet18", "mlp", "transformer")  # of `dualdist bench step`
 DUALDIST = "dualdist"
 # In the order of the first round.
 METHODS = {
@@ -191,6 +192,7 @@ class MeasurementSettings:
     """Settings shared by the jobs of a benchmark; `env` is set for every rank, `timeout_s` limits a whole job."""
 
     ranks: int
+    site: Site
     threads: int = 1
     device: str = "auto"
     timeout_s: float = 1800.0
@@ -232,14 +234,14 @@ class MachineFacts:
 
 
 def refusal_reasons(
-    configs: Sequence[RunConfig], settings: MeasurementSettings, site: Site, facts: MachineFacts
+    configs: Sequence[RunConfig], settings: MeasurementSettings, facts: MachineFacts
 ) -> dict[RunConfig, str]:
     """Return why configurations cannot run here, for those of which a reason is known."""
-    reasons = {config: next(_reasons(config, settings, site, facts), None) for config in configs}
+    reasons = {config: next(_reasons(config, settings, facts), None) for config in configs}
     return {config: reason for config, reason in reasons.items() if reason is not None}
 
 
-def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts: MachineFacts) -> Iterator[str]:
+def _reasons(config: RunConfig, settings: MeasurementSettings, facts: MachineFacts) -> Iterator[str]:
     # Launcher-independent reasons first.
     for launcher in (None, config.launcher):
         options: Any = {"ranks": settings.ranks, "horovod_has_mpi": facts.backends["horovod"].mpi}
@@ -250,7 +252,7 @@ def _reasons(config: RunConfig, settings: MeasurementSettings, site: Site, facts
     if facts.is_script and config.launcher == SPAWN:
         yield "a script does not spawn its ranks: choose another launcher"
     try:
-        program_command(config, ("-c", "pass"), settings, site)
+        program_command(config, ("-c", "pass"), settings)
     except DualdistError as error:
         yield str(error)
     if config.launcher == "srun" and not facts.is_in_slurm:
@@ -288,31 +290,33 @@ class PlannedJob:
         return shlex.join([*(["env", *variables] if variables else []), *redact_command(self.command.argv)])
 
 
+Done = Sequence[tuple[PlannedJob, list[Report]]]
+
+
 def worker_command(
     config: RunConfig,
     measurement: str,
     options: StepOptions | TrainOptions | AllreduceOptions,
     report: Path,
     settings: MeasurementSettings,
-    site: Site,
 ) -> Command:
     """Return the command that runs the worker with these options on every rank."""
     spawn = (f"--spawn={settings.ranks}",) if config.launcher == SPAWN else ()
     options = replace(options, device=settings.device, timeout_s=min(options.timeout_s, settings.timeout_s))
     program = (*WORKER, *spawn, measurement, str(report), json.dumps(asdict(options)))
-    return program_command(config, program, settings, site)
+    return program_command(config, program, settings)
 
 
-def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings, site: Site) -> Command:
+def program_command(config: RunConfig, program: tuple[str, ...], settings: MeasurementSettings) -> Command:
     """Return the command that runs the program on every rank, or once if it spawns its ranks."""
     spawns = config.launcher == SPAWN
-    site = replace(site, task_cpus=settings.threads)
+    site = replace(settings.site, task_cpus=settings.threads)
     ranks = 1 if spawns else settings.ranks
     job = Job(program, ranks, config.backend, config.transport, settings.variables())
     return build_command("python" if spawns else config.launcher, job, site)
 
 
-def run_job(planned: PlannedJob, timeout_s: float) -> list[dict[str, Any]]:
+def run_job(planned: PlannedJob, timeout_s: float) -> list[Report]:
     """Run the job and return its reports.
 
     Raises:

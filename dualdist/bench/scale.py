@@ -10,10 +10,9 @@ from typing import Any
 
 from dualdist.bench import allreduce
 from dualdist.bench import step as bench_step
-from dualdist.bench.jobs import AllreduceOptions, MeasurementSettings, PlannedJob, RunConfig, StepOptions
+from dualdist.bench.jobs import AllreduceOptions, Done, MeasurementSettings, PlannedJob, RunConfig, StepOptions
 from dualdist.bench.report import ReportTable, format_ms, format_size, format_us
 from dualdist.errors import UsageError
-from dualdist.launch.job import Site
 
 # Note [alpha-beta model]
 # An allreduce of n bytes between p ranks takes a(p) * alpha + b(p) * n * beta: alpha seconds of latency per message,
@@ -173,19 +172,18 @@ def plan_jobs(
     options: ScaleOptions,
     sweep: AllreduceOptions,
     settings: MeasurementSettings,
-    site: Site,
     folder: Path,
 ) -> Iterator[PlannedJob]:
     """Yield a sweep for every measured number of ranks, and the step on one rank unless its time was given."""
     for ranks in options.measured_ranks:
-        yield from allreduce.plan_jobs([config], sweep, replace(settings, ranks=ranks), site, folder, launches=1)
+        yield from allreduce.plan_jobs([config], sweep, replace(settings, ranks=ranks), folder, launches=1)
     if options.compute_s is None:
         step = [StepOptions(options.model, ("none",), rounds=min(5, sweep.rounds))]
         alone, native = replace(settings, ranks=1), [RunConfig("native", None, "torchrun")]
-        yield from bench_step.plan_jobs(native, step, alone, site, folder, launches=1, with_memory=False)
+        yield from bench_step.plan_jobs(native, step, alone, folder, launches=1, with_memory=False)
 
 
-def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]], options: ScaleOptions) -> dict[str, Any]:
+def summarize(done: Done, options: ScaleOptions) -> dict[str, Any]:
     """Return the fits, their validation on other numbers of ranks, and the predictions, as far as data allow."""
     sweeps = allreduce.summarize([each for each in done if "ranks" in each[0].tags])
     steps = bench_step.summarize([each for each in done if "model" in each[0].tags])

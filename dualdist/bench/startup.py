@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any
 
 from dualdist.backends import registry
-from dualdist.bench.jobs import FOREIGN, MeasurementSettings, PlannedJob, RunConfig, program_command
+from dualdist.bench.jobs import FOREIGN, Done, MeasurementSettings, PlannedJob, RunConfig, program_command
 from dualdist.bench.ranks import cold_start
 from dualdist.bench.report import ReportTable
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_difference, time_ratio
-from dualdist.launch.job import Site
 
 KINDS = ("raw", "dualdist")
 RESOURCES = ("peak_bytes", "private_bytes", "sockets")  # of a rank after its second allreduce
@@ -43,28 +42,26 @@ def with_raw_launchers(configs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def plan_jobs(
-    configs: Sequence[RunConfig], settings: Sequence[MeasurementSettings], site: Site, folder: Path, *, rounds: int
+    configs: Sequence[RunConfig], settings: Sequence[MeasurementSettings], folder: Path, *, rounds: int
 ) -> Iterator[PlannedJob]:
     """Yield two jobs per round, configuration and settings (number of ranks), whose order alternates by round."""
     for number in range(rounds):
         for config, each in itertools.product(configs, settings):
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-                yield _job(config, each, site, folder, kind, number)
+                yield _job(config, each, folder, kind, number)
 
 
-def _job(
-    config: RunConfig, settings: MeasurementSettings, site: Site, folder: Path, kind: str, number: int
-) -> PlannedJob:
+def _job(config: RunConfig, settings: MeasurementSettings, folder: Path, kind: str, number: int) -> PlannedJob:
     own = folder / f"startup-{config.backend}-{config.transport or 'own'}-{settings.ranks}-{kind}-{number}"
     library = registry.get(config.backend).library if kind == "raw" else "dualdist"
     program = (cold_start.__file__, library, str(settings.ranks), str(own), settings.device)
     reports = tuple(own / f"{rank}.json" for rank in range(settings.ranks))
     title = f"round {number + 1}, start-up of {library}, {settings.ranks} ranks, {config}"
     tags = {"config": config, "kind": kind, "ranks": settings.ranks, "launch": number}
-    return PlannedJob(title, program_command(config, program, settings, site), reports, tags)
+    return PlannedJob(title, program_command(config, program, settings), reports, tags)
 
 
-def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def summarize(done: Done) -> list[dict[str, Any]]:
     """Return one result per configuration and number of ranks, from the rounds that both libraries completed."""
     rounds: dict[tuple[RunConfig, int, int], dict[str, list[dict[str, Any]]]] = {}
     for planned, reports in done:

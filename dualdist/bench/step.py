@@ -14,6 +14,7 @@ from dualdist.bench.jobs import (
     DUALDIST,
     METHODS,
     MODELS,
+    Done,
     MeasurementSettings,
     PlannedJob,
     RunConfig,
@@ -23,7 +24,6 @@ from dualdist.bench.jobs import (
 from dualdist.bench.report import ReportTable, format_ms
 from dualdist.bench.statistics import bootstrap_median, machine_noise, time_ratio
 from dualdist.errors import UsageError
-from dualdist.launch.job import Site
 
 DEFAULT_METHODS = ("none", "ddp", "ddp_view", DUALDIST, "naive")
 # Fewer, as Horovod's idle engine slows other communication in the same process.
@@ -46,7 +46,6 @@ def plan_jobs(
     configs: Sequence[RunConfig],
     options: Sequence[StepOptions],
     settings: MeasurementSettings,
-    site: Site,
     folder: Path,
     *,
     launches: int,
@@ -57,11 +56,11 @@ def plan_jobs(
         for each in options:
             for config in configs:
                 methods = choose_methods(each.contenders, config)
-                yield _job("step", config, each, methods, settings, site, folder, launch)
+                yield _job("step", config, each, methods, settings, folder, launch)
     for each in options if with_memory else ():
         for config in configs:
             for name in choose_methods(each.contenders, config):
-                yield _job("memory", config, each, (name,), settings, site, folder, 0)
+                yield _job("memory", config, each, (name,), settings, folder, 0)
 
 
 def _job(
@@ -70,7 +69,6 @@ def _job(
     options: StepOptions,
     methods: tuple[str, ...],
     settings: MeasurementSettings,
-    site: Site,
     folder: Path,
     launch: int,
 ) -> PlannedJob:
@@ -82,11 +80,11 @@ def _job(
         reports = tuple(file.with_suffix(f".{rank}.json") for rank in range(settings.ranks))
         title += f", {methods[0]}"
     tags = {"kind": kind, "model": options.model, "config": config, "contenders": methods, "launch": launch}
-    command = worker_command(config, kind, replace(options, contenders=methods), file, settings, site)
+    command = worker_command(config, kind, replace(options, contenders=methods), file, settings)
     return PlannedJob(title, command, reports, tags)
 
 
-def summarize(done: Sequence[tuple[PlannedJob, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def summarize(done: Done) -> list[dict[str, Any]]:
     """Return one result per model and configuration, in the order of measurement."""
     groups: dict[tuple[str, RunConfig], list[dict[str, Any]]] = {}
     peaks: dict[tuple[str, RunConfig, str], int | None] = {}

@@ -6,8 +6,7 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dualdist.bench import scale as bench_scale
 from dualdist.bench import startup as bench_startup
 from dualdist.bench import step as bench_step
 from dualdist.bench.jobs import (
+    DEFAULT_MODELS,
     IMAGE_SIZE,
     METHODS,
     MODELS,
@@ -90,7 +90,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     step = _add_benchmark(commands, "step")
     add = step.add_argument
     add("--model", action="append", metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable (default: the first 3)")
-    add("--full", action="store_true", help="all models, also ResNet-50 and a transformer of 126M parameters")
     add("--contenders", metavar="A,B,...", help=f"of {', '.join(METHODS)} (default: depends on the backend)")
     add("--steps", type=int, default=0, metavar="N", help="steps per sample (default: as many as fill --block-s)")
     add("--warmup", type=int, default=3, metavar="N", help="warm-up rounds of one step (default: 3)")
@@ -151,7 +150,6 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
     add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS per rank (default: 1)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
     add("--timeout", type=float, default=1800.0, metavar="S", help="limit of one job in seconds (default: 1800)")
-    add("--keep", metavar="DIR", help="keep the reports of the ranks in this folder")
     add("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone on standard output")
     add("--dry-run", action="store_true", help="print the command lines and exit")
     return command
@@ -161,8 +159,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the jobs and report their results; return 1 if a job failed, 130 after Ctrl-C."""
     check_writable("--json", args.json)
     check_minimum(args, {"rounds": 1, "launches": 1})
-    with _report_folder(args.keep, is_dry=args.dry_run) as folder:
-        jobs, summarize, tables = BUILDERS[args.benchmark](args, folder)
+    with tempfile.TemporaryDirectory(prefix="dualdist-bench-", ignore_cleanup_errors=True) as folder:
+        jobs, summarize, tables = BUILDERS[args.benchmark](args, Path(folder))
         if args.dry_run:
             for planned in jobs:
                 print(planned.command_line)
@@ -191,7 +189,7 @@ Benchmark = tuple[list[PlannedJob], Callable[[Done], Any], Callable[[Any], Any]]
 
 def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
     contenders = tuple(args.contenders.split(",")) if args.contenders else ()
-    names = args.model or [name for name, model in MODELS.items() if args.full or not model.full]
+    names = args.model or DEFAULT_MODELS
     for name in names:
         require_choice(name, MODELS, "model")
     check_minimum(args, {"batch": 0, "steps": 0, "warmup": 1, "image_size": 32})
@@ -200,7 +198,7 @@ def _step(args: argparse.Namespace, folder: Path) -> Benchmark:
     settings = _settings(args)
     configs = _configs(args, settings)
     jobs = bench_step.plan_jobs(
-        configs, options, settings, find_site(), folder, launches=args.launches, with_memory=not args.no_memory
+        configs, options, settings, folder, launches=args.launches, with_memory=not args.no_memory
     )
     return list(jobs), bench_step.summarize, bench_step.tables
 
@@ -209,14 +207,14 @@ def _allreduce(args: argparse.Namespace, folder: Path) -> Benchmark:
     options = AllreduceOptions(_sizes(args), args.rounds, args.block_s)
     settings = _settings(args)
     configs = _configs(args, settings, needs_raw=True)
-    jobs = bench_allreduce.plan_jobs(configs, options, settings, find_site(), folder, launches=args.launches)
+    jobs = bench_allreduce.plan_jobs(configs, options, settings, folder, launches=args.launches)
     return list(jobs), bench_allreduce.summarize, bench_allreduce.tables
 
 
 def _startup(args: argparse.Namespace, folder: Path) -> Benchmark:
     settings = [_settings(args, ranks=ranks) for ranks in _parse_ranks(args.ranks)]
     configs = bench_startup.with_raw_launchers(_configs(args, settings[-1], needs_raw=True))
-    jobs = bench_startup.plan_jobs(configs, settings, find_site(), folder, rounds=args.rounds)
+    jobs = bench_startup.plan_jobs(configs, settings, folder, rounds=args.rounds)
     return list(jobs), bench_startup.summarize, bench_startup.tables
 
 
@@ -233,7 +231,7 @@ def _scale(args: argparse.Namespace, folder: Path) -> Benchmark:
         raise UsageError(f"backends {args.backend!r}: bench scale fits one backend at a time")
     if len(sweep.sizes) < 2:
         raise UsageError("bench scale needs two sizes or more to separate latency from bandwidth")
-    jobs = bench_scale.plan_jobs(configs[0], options, sweep, settings, find_site(), folder)
+    jobs = bench_scale.plan_jobs(configs[0], options, sweep, settings, folder)
     return list(jobs), lambda done: bench_scale.summarize(done, options), bench_scale.tables
 
 
@@ -272,7 +270,7 @@ BUILDERS: dict[str, Callable[[argparse.Namespace, Path], Benchmark]] = {
 
 def _settings(args: argparse.Namespace, ranks: int | None = None) -> MeasurementSettings:
     ranks = args.ranks if ranks is None else ranks
-    return MeasurementSettings(ranks, args.threads, args.device, args.timeout, parse_env(args.env))
+    return MeasurementSettings(ranks, find_site(), args.threads, args.device, args.timeout, parse_env(args.env))
 
 
 def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_raw: bool = False) -> list[RunConfig]:
@@ -289,9 +287,8 @@ def _configs(args: argparse.Namespace, settings: MeasurementSettings, *, needs_r
                 f"one of {', '.join(RAW_LIBRARIES)}; for this one use bench step"
             )
         return configs
-    site = find_site()
-    facts = find_facts(args, site)
-    reasons = refusal_reasons(configs, settings, site, facts)
+    facts = find_facts(args, settings.site)
+    reasons = refusal_reasons(configs, settings, facts)
     # Raw mpi4py is measured on CPU tensors only.
     on_gpu = [each for each in configs if facts.gpus and registry.get(each.backend).needs_mpi]
     usable = [each for each in configs if each not in (*reasons, *on_gpu, *without_raw)]
@@ -330,25 +327,6 @@ def _is_relaunch(planned: PlannedJob, other: PlannedJob) -> bool:
 
 def _describe_job(planned: PlannedJob, reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"job": planned.title, "command": planned.command_line, "reports": reports}
-
-
-@contextmanager
-def _report_folder(keep: str | None, *, is_dry: bool) -> Iterator[Path]:
-    """Yield an empty folder for the reports: --keep, which a dry run does not create, or a temporary one."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="dualdist-bench-", ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-        return
-    folder = Path(keep).resolve()
-    try:
-        if not is_dry:
-            folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not folder.exists() or not any(folder.iterdir())
-    except OSError as error:
-        raise UsageError(f"--keep {keep}: cannot be used ({error.strerror}); name a new or empty folder") from error
-    if not is_empty:
-        raise UsageError(f"--keep {keep}: expected a new or empty folder, and something is in it")
-    yield folder
 
 
 def _size(text: str) -> int:

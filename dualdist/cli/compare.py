@@ -154,10 +154,10 @@ def run(args: argparse.Namespace) -> int:
     from dualdist.bench.compare.metrics import summarize
     from dualdist.bench.compare.runner import Comparison, LaunchSchedule
 
-    site, settings = find_site(), make_settings(args)
-    contenders, refused = select_contenders(args, site, settings)
+    settings = make_settings(args, find_site())
+    contenders, refused = select_contenders(args, settings)
     with _output_folder(args) as folder:
-        comparison = Comparison(make_work(args), settings, site, folder)
+        comparison = Comparison(make_work(args), settings, folder)
         done, budget_s = comparison.load_launches(contenders), parse_budget(args.budget)
         limits: Any = {"rounds": args.rounds, "budget_s": budget_s}
         schedule = LaunchSchedule(contenders, comparison.launch, done, **limits, seed=args.seed)
@@ -271,17 +271,17 @@ def _output_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def select_contenders(
-    args: argparse.Namespace, site: Site, settings: MeasurementSettings
+    args: argparse.Namespace, settings: MeasurementSettings
 ) -> tuple[list[Contender], list[RefusedContender]]:
     """Return the contenders to run and those that cannot run here; raise UsageError if no candidate can."""
     from dualdist.bench.compare.runner import Contender, RefusedContender, baseline_contenders
 
-    facts = find_facts(args, site, is_script=args.script is not None)
+    facts = find_facts(args, settings.site, is_script=args.script is not None)
     if args.device == "cuda" and not facts.gpus:
         raise UsageError("--device cuda, but torch sees no GPU here")
     backends = _split(args.backends) or registry.names()
     configs = expand_configs(_split(args.launchers), backends, _split(args.transports), os.environ)
-    reasons = refusal_reasons(configs, settings, site, facts)
+    reasons = refusal_reasons(configs, settings, facts)
     refused = [RefusedContender(Contender(DUALDIST, config), reason) for config, reason in reasons.items()]
     contenders = [Contender(DUALDIST, config) for config in configs if config not in reasons]
     if not contenders:
@@ -375,9 +375,9 @@ def check_minimum(args: argparse.Namespace, minima: dict[str, int]) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected {minimum} or more")
 
 
-def make_settings(args: argparse.Namespace) -> MeasurementSettings:
+def make_settings(args: argparse.Namespace, site: Site) -> MeasurementSettings:
     """Return the settings of all launches."""
-    return MeasurementSettings(args.ranks, _threads(args), args.device, args.timeout, parse_env(args.env))
+    return MeasurementSettings(args.ranks, site, _threads(args), args.device, args.timeout, parse_env(args.env))
 
 
 def _threads(args: argparse.Namespace) -> int:
@@ -405,7 +405,8 @@ def describe_conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return what must be equal in all launches of a comparison, also after it is resumed."""
     conditions = describe_settings(args)
     del conditions["rounds"], conditions["budget"]
-    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, *make_settings(args).variables()}
+    own = {BACKEND_VARIABLE, TRANSPORT_VARIABLE, CONTROL_VARIABLE, JOB_MARK, NOTICE, THREADS, *parse_env(args.env)}
+    own |= {"CUDA_VISIBLE_DEVICES"} if args.device == "cpu" else set()
     names = sorted(name for name in os.environ if name.startswith(INHERITED) and name not in own)
     conditions |= {
         "env": _redact_with_hash(args.env),

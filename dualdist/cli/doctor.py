@@ -245,7 +245,7 @@ def _run_smoke_tests(args: argparse.Namespace, diagnosis: Diagnosis) -> tuple[Di
     site, ranks = find_site(), args.ranks or DEFAULT_RANKS
     facts = MachineFacts(diagnosis.visible_gpus, "auto", diagnosis.backends, is_in_slurm=SLURM_JOB in os.environ)
     configs = _configs(args)
-    refused = refusal_reasons(configs, MeasurementSettings(ranks), site, facts)
+    refused = refusal_reasons(configs, MeasurementSettings(ranks, site), facts)
     usable = [config for config in configs if config not in refused]
     with termination_raises():
         results = smoke_test.run_cells(usable, ranks, site, _log)

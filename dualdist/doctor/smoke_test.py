@@ -99,7 +99,7 @@ def summarize_failure(output: str) -> str:
 def _run_cell(config: RunConfig, ranks: int, site: Site, folder: Path) -> SmokeTestResult:
     start = time.monotonic()
     program = (*PROGRAM, *((SPAWN_OPTION, str(ranks)) if config.launcher == SPAWN else ()))
-    command = program_command(config, (*program, str(folder)), MeasurementSettings(ranks), site)
+    command = program_command(config, (*program, str(folder)), MeasurementSettings(ranks, site))
     job = PlannedJob(str(config), command, tuple(folder / f"rank-{rank}.json" for rank in range(ranks)))
     try:
         result = run_command(command, timeout_s=JOB_TIMEOUT_S, what=job.title)

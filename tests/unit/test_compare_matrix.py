@@ -17,6 +17,7 @@ from dualdist.errors import UsageError
 from dualdist.launch.job import Site
 
 SITE = Site("/v/python", {name: f"/v/{name}" for name in ("torchrun", "mpirun", "horovodrun")}, "/v", "openmpi4")
+SETTINGS = MeasurementSettings(2, SITE)
 HERE = Availability(True, "1", "")
 HOROVOD = replace(HERE, gloo=True, mpi=True, nccl=None)
 FACTS = MachineFacts(0, "auto", {"native": HERE, "horovod": HOROVOD, "mpi": HERE}, is_in_slurm=False)
@@ -34,7 +35,7 @@ def test_by_default_every_transport_runs_by_the_launcher_that_fits_it() -> None:
 
 def test_every_requested_combination_runs_or_refused_with_a_reason() -> None:
     configs = expand_configs(["torchrun", "mpirun"], ["native", "mpi"], ["shm", "mpi"], {})
-    refused = refusal_reasons(configs, MeasurementSettings(2), SITE, FACTS)
+    refused = refusal_reasons(configs, SETTINGS, FACTS)
     assert len(configs) == 8
     assert [config for config in configs if config not in refused] == [
         RunConfig("native", "shm", "torchrun"),
@@ -81,7 +82,7 @@ def test_a_configuration_runs_or_is_refused_with_the_reason(
     words: str, facts: MachineFacts, site: Site, expected: str | None
 ) -> None:
     launcher, backend, transport = words.split()
-    found = refusal_reasons([RunConfig(backend, transport, launcher)], MeasurementSettings(2), site, facts)
+    found = refusal_reasons([RunConfig(backend, transport, launcher)], MeasurementSettings(2, site), facts)
     assert not found if expected is None else expected in str(found)
 
 
@@ -102,7 +103,7 @@ def selected(*words: str) -> list[Contender]:
     parser = argparse.ArgumentParser()
     compare.configure(parser)
     args = parser.parse_args(["--device", "cpu", "--backends", "native", *words])
-    return select_contenders(args, SITE, MeasurementSettings(2))[0]
+    return select_contenders(args, SETTINGS)[0]
 
 
 def test_baselines_run_once_and_unknown_ones_are_refused_also_with_a_script() -> None:

@@ -21,7 +21,9 @@ from dualdist.bench.report import error_summary
 from dualdist.cli import compare
 from dualdist.cli.compare import describe_conditions, describe_settings, make_settings, parse_budget
 from dualdist.errors import UsageError
+from dualdist.launch.job import Site
 
+SITE = Site("/v/python", {}, "/v")
 CONTENDER = Contender(DUALDIST, RunConfig("native", "shm", "torchrun"))
 
 
@@ -134,7 +136,7 @@ def test_ranks_have_as_many_threads_as_with_dualdist_run(
     monkeypatch.setattr("dualdist.cli.compare.usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", own)
     args = parsed(*words)
-    assert (make_settings(args).threads, describe_settings(args)["threads"]) == (threads, threads)
+    assert (make_settings(args, SITE).threads, describe_settings(args)["threads"]) == (threads, threads)
 
 
 def test_conditions_and_settings_hide_secrets_and_conditions_detect_changes(tmp_path: Path) -> None:

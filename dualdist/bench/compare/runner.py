@@ -26,7 +26,6 @@ from dualdist.bench.jobs import (
     worker_command,
 )
 from dualdist.errors import LaunchError
-from dualdist.launch.job import Site
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
 LAUNCHES = "launches"  # folder of one file per launch
@@ -116,7 +115,6 @@ class Comparison:
 
     work: TrainOptions | UserScript
     settings: MeasurementSettings
-    site: Site
     folder: Path
 
     def ranks(self, contender: Contender) -> int:
@@ -130,10 +128,10 @@ class Comparison:
         if isinstance(self.work, UserScript):
             record = {RECORD: str(own), RECORD_WARMUP: str(self.work.warmup), RECORD_STEPS: str(self.work.steps)}
             settings = replace(settings, env={**record, **settings.env})
-            command = program_command(contender.config, self.work.argv, settings, self.site)
+            command = program_command(contender.config, self.work.argv, settings)
         else:
             report, options = own / "allreduce.json", self._train_options(contender, self.work)
-            command = worker_command(contender.config, "train", options, report, settings, self.site)
+            command = worker_command(contender.config, "train", options, report, settings)
             reports += [report] if options.sizes else []
         tags = {"contender": contender, "folder": own}
         return PlannedJob(f"round {number + 1}, {contender.label}", command, tuple(reports), tags)
