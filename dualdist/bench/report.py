@@ -133,13 +133,19 @@ def write_json(record: dict[str, Any], where: str) -> None:
         ) from error
 
 
-def check_writable(option: str, where: str | None, new_folder: str | None = None) -> None:
-    """Raise UsageError before an hour of measurements if the file cannot be written; `new_folder` will exist."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file, and the folder that it is in, so that readers see all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def check_writable(option: str, where: str | None) -> None:
+    """Raise UsageError before an hour of measurements if the file cannot be written."""
     if where in (None, "-"):
         return
     path = Path(str(where)).resolve()
-    if new_folder is not None and path.parent == Path(new_folder).resolve() and not path.parent.exists():
-        return
     if not path.parent.is_dir():
         raise UsageError(f"{option} {where}: there is no folder {path.parent}; name another file")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -49,34 +49,19 @@ BENCHMARKS = {
     "startup": "time from import to the first collective",
     "scale": "a fitted cost model and its predictions for many ranks",
 }
-SHARED_HELP = {
-    "ranks": "number of ranks, on this host",
-    "backend": "as native,horovod:mpi (default: all usable)",
-    "rounds": "number of samples of each contender",
-    "env": "variable for every rank; repeatable",
-    "json": "also write JSON to FILE; - for JSON alone",
-    "dry_run": "print the command lines and exit",
-}
+SHARED = dict.fromkeys(("ranks", "backend", "rounds", "env", "json", "dry_run"), "")
 # The usual options of each benchmark, and examples.
 HELP: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "step": (
-        {"model": "resnet18, mlp, ...; repeatable", "launches": "how often to launch each job", **SHARED_HELP},
+        {"model": "resnet18, mlp, ...; repeatable", "launches": "", **SHARED},
         (
             "dualdist bench step --model resnet18 --launches 5",
             "dualdist bench step --backend native:shm,native:gloo,mpi",
         ),
     ),
-    "allreduce": (
-        {"sizes": "only these sizes in bytes, as 8,64K,25M", "max_bytes": "the largest tensor", **SHARED_HELP},
-        ("dualdist bench allreduce --backend native,horovod:mpi",),
-    ),
-    "startup": (SHARED_HELP, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
-    "scale": (
-        {"model": "whose step is measured on one rank", "measure_up_to": "largest number of ranks to launch"}
-        | SHARED_HELP
-        | {"backend": "one, as horovod:mpi (default: native)"},
-        ("dualdist bench scale --ranks 2,4,8,64,512",),
-    ),
+    "allreduce": ({"sizes": "", "max_bytes": "", **SHARED}, ("dualdist bench allreduce --backend native,horovod:mpi",)),
+    "startup": (SHARED, ("dualdist bench startup -np 8", "dualdist bench startup --ranks 1,2,4,8")),
+    "scale": ({"model": "", "measure_up_to": "", **SHARED}, ("dualdist bench scale --ranks 2,4,8,64,512",)),
 }
 RANKS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 Done = list[tuple[PlannedJob, list[dict[str, Any]]]]
@@ -127,7 +112,7 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
     command.set_defaults(launcher=None, launches=1)
     add = command.add_argument
     if name == "scale":
-        add("--ranks", default=RANKS, metavar="N,N,...", help=f"numbers of ranks to predict (default: {RANKS})")
+        add("--ranks", default=RANKS, metavar="N,N,...", help="numbers of ranks to predict (default: 2,4,...,4096)")
     elif name == "startup":
         add("-np", "--ranks", default="2", metavar="N,N,...", help="numbers of ranks, on this host (default: 2)")
     else:
@@ -136,9 +121,9 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
         "--backend",
         default="native" if name == "scale" else None,
         metavar="B[:T],...",
-        help="one backend, optionally with its transport: horovod:mpi (default: native)"
+        help="one, as horovod:mpi (default: native)"
         if name == "scale"
-        else "backends to run in separate jobs, optionally with a transport: native,horovod:mpi (default: all usable)",
+        else "as native,horovod:mpi (default: all usable)",
     )
     add("--transport", metavar="T", help="of the backends that are given without one")
     if name != "startup":  # each raw library needs a specific launcher
@@ -150,7 +135,7 @@ def _add_benchmark(commands: Any, name: str, rounds: int = 15) -> argparse.Argum
     add("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS per rank (default: 1)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
     add("--timeout", type=float, default=1800.0, metavar="S", help="limit of one job in seconds (default: 1800)")
-    add("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone on standard output")
+    add("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone")
     add("--dry-run", action="store_true", help="print the command lines and exit")
     return command
 

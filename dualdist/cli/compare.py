@@ -68,8 +68,8 @@ EXAMPLES = (
     "dualdist compare --script train.py --save-choice -- --epochs 3",
 )
 COMMON = {
-    "ranks": "number of ranks, on this host (default: 2)",
-    "budget": f"start no round that would exceed it (default: {BUDGET})",
+    "ranks": "",
+    "budget": "start no round that would exceed it (default: 15m)",
     "backends": "of native, horovod, mpi (default: all)",
     "transports": "of shm, gloo, mpi, nccl (default: all)",
     "launchers": "default: the one that fits each",
@@ -77,7 +77,7 @@ COMMON = {
     "script": "your own program, instead of a model",
     "output": "write report.html, plots, tables and raw data",
     "save_choice": "make the fastest the choice of init('auto')",
-    "dry_run": "print the command lines and exit",
+    "dry_run": "",
 }
 INTERRUPTED = 130
 EXCLUDED: Any = {"ranks": {"__all__": {"start", "sample"}}}  # thousands of parameters, for the equivalence check only
@@ -94,34 +94,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dualdist compare [option ...] [--script train.py [-- argument ...]]"
     add = parser.add_argument
     add("-np", "--ranks", type=int, default=2, metavar="N", help="number of ranks, on this host (default: 2)")
-    add(
-        "--budget",
-        default=BUDGET,
-        metavar="T",
-        help=f"start no round that would exceed it, as 120s, 10m (default: {BUDGET})",
-    )
-    add(
-        "--rounds",
-        type=int,
-        default=ROUNDS,
-        metavar="N",
-        help=f"launches of each, at most (default: {ROUNDS})",
-    )
+    add("--budget", default=BUDGET, metavar="T", help="start no round that would exceed it, as 90s, 2h (default: 15m)")
+    add("--rounds", type=int, default=ROUNDS, metavar="N", help=f"launches of each, at most (default: {ROUNDS})")
     which = parser.add_argument_group("contenders: every combination, and baselines").add_argument
     which("--backends", metavar="A,B", help=f"of {', '.join(registry.names())} (default: all)")
     which("--transports", metavar="A,B", help="of shm, gloo, mpi, nccl (default: all of the backend)")
     which("--launchers", metavar="A,B", help=f"of {', '.join(LAUNCHERS)} (default: the one that fits each)")
-    which(
-        "--baselines",
-        metavar="A,B",
-        help=f"of {', '.join(BASELINES)}, or '' for none (default: {','.join(DEFAULT_BASELINES)})",
-    )
-    which(
-        "--self-check",
-        type=float,
-        metavar="PERCENT",
-        help="also run the first candidate again, and slowed by so much: does this machine show the difference?",
-    )
+    which("--baselines", metavar="A,B", help=f"of {', '.join(BASELINES)}, or '' for none (default: without ddp_view)")
+    which("--self-check", type=float, metavar="PERCENT", help="run the first candidate again, and again slowed by that")
     work = parser.add_argument_group("training").add_argument
     work("--model", default="resnet18", metavar="NAME", help=f"of {', '.join(MODELS)} (default: resnet18)")
     work("--batch", type=int, default=0, metavar="N", help="global batch size (default: the model's per rank)")
@@ -137,7 +117,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for every rank; repeatable")
     out = parser.add_argument_group("results").add_argument
     out("--output", metavar="DIR", help="write report.html, plots, tables and raw data; run again to resume")
-    out("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone on standard output")
+    out("--json", metavar="FILE", help="also write JSON to FILE; - for JSON alone")
     out("--csv", metavar="FILE", help="write one line per launch")
     out("--save-choice", action="store_true", help='backend="auto" takes the fastest from now on, on a machine as this')
     out("--dry-run", action="store_true", help="print the command lines and exit")
@@ -168,18 +148,17 @@ def run(args: argparse.Namespace) -> int:
                 for contender in schedule.remaining_in(number):
                     print(comparison.plan_job(contender, number).command_line)
             return 0
-        labels = {contender.key: contender.label for contender in contenders}
-        launches, code = _launch_all(schedule, labels, done)
+        launches, code = _launch_all(schedule)
         result = summarize(contenders, refused, launches, schedule.ended)
-        status = _report(args, result, launches, labels, folder)
+        status = _report(args, result, launches, folder)
         return code or status
 
 
-def _launch_all(schedule: LaunchSchedule, labels: dict[str, str], done: list[Launch]) -> tuple[list[Launch], int]:
+def _launch_all(schedule: LaunchSchedule) -> tuple[list[Launch], int]:
     """Return all launches, also after an interrupt, and the exit status."""
     from dualdist.bench.compare.runner import print_progress
 
-    launches, label = list(done), "resumed" if done else "started"
+    launches, label = list(schedule.done), "resumed" if schedule.done else "started"
 
     def show() -> None:
         print_progress(label, len(launches), len(launches) + len(schedule.remaining), schedule.remaining_s())
@@ -189,7 +168,7 @@ def _launch_all(schedule: LaunchSchedule, labels: dict[str, str], done: list[Lau
             show()
             for launch in schedule:
                 launches.append(launch)
-                label = f"round {launch.round + 1}, {labels[launch.contender]}{' FAILED' if launch.error else ''}"
+                label = f"round {launch.round + 1}, {launch.label}{' FAILED' if launch.error else ''}"
                 show()
     except KeyboardInterrupt:
         return launches, INTERRUPTED
@@ -198,9 +177,7 @@ def _launch_all(schedule: LaunchSchedule, labels: dict[str, str], done: list[Lau
     return launches, 0
 
 
-def _report(
-    args: argparse.Namespace, result: ComparisonResult, launches: list[Launch], labels: dict[str, str], folder: Path
-) -> int:
+def _report(args: argparse.Namespace, result: ComparisonResult, launches: list[Launch], folder: Path) -> int:
     """Print and write the result; return 1 if the comparison is not valid."""
     from dualdist.bench.compare import output
 
@@ -217,9 +194,9 @@ def _report(
     if args.json is not None:
         write_json(record, args.json)
     if args.csv is not None:
-        output.write_csv(Path(args.csv), launches, labels)
+        output.write_csv(Path(args.csv), launches)
     if args.output is not None:
-        page = output.write_folder(folder, result, record, launches, labels)
+        page = output.write_folder(folder, result, record, launches)
         print(f"page      {page}", file=sys.stderr if args.json == "-" else sys.stdout)
     is_valid = result.verdict.kind not in ("invalid", "nothing")
     if args.save_choice and is_valid:
@@ -351,8 +328,8 @@ def parse_budget(text: str) -> float:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UsageError for invalid arguments, before anything is launched."""
-    check_writable("--json", args.json, args.output)
-    check_writable("--csv", args.csv, args.output)
+    check_writable("--json", args.json)
+    check_writable("--csv", args.csv)
     if args.save_choice:
         backend_selection.load_choices(backend_selection.choices_path(os.environ))
     parse_budget(args.budget)

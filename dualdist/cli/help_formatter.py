@@ -29,7 +29,7 @@ class _PrintHelp(argparse.Action):
 
 
 def add_help(parser: argparse.ArgumentParser, common: Mapping[str, str], examples: Sequence[str]) -> None:
-    """Let --help show the options in `common`, by dest, with these texts, and --help-all every option."""
+    """Let --help show the options in `common`, by dest, with these texts or their own, and --help-all all options."""
     render: Any = partial(format_short_help, common=common, examples=examples)
     parser.add_argument(*SHORT, action=_PrintHelp, render=render, help="show the usual options and examples")
     render = argparse.ArgumentParser.format_help
@@ -50,7 +50,7 @@ def format_short_help(parser: argparse.ArgumentParser, common: Mapping[str, str]
     lines += [f"  {example}" for example in examples]
     if common:
         lines.append("")
-    lines += [_format_line(_format_option(actions[dest]), text) for dest, text in common.items()]
+    lines += [_format_line(_format_option(actions[d]), text or actions[d].help or "") for d, text in common.items()]
     if parser.epilog:
         lines += ["", *textwrap.wrap(parser.epilog, WIDTH)]
     left = sum(bool(action.option_strings) for action in parser._actions) - len(common) - len(SHORT)

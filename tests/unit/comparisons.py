@@ -27,7 +27,9 @@ def rank(number: int, step_s: float, **changes: object) -> RankRecord:
 def launch(contender: str, number: int, step_s: float, **changes: object) -> Launch:
     """A launch of two ranks in the given round."""
     ranks = [rank(0, step_s, **changes), rank(1, step_s / 2, **changes)]
-    return Launch(contender=contender, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks)
+    return Launch(
+        contender=contender, label=contender, round=number, began=100.0, seconds=5.0, command="c", batch=16, ranks=ranks
+    )
 
 
 def launches(contender: str, steps_s: Sequence[float]) -> list[Launch]:

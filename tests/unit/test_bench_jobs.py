@@ -42,7 +42,6 @@ from dualdist.bench.ranks.measurements import (
 from dualdist.bench.ranks.training import step_case
 from dualdist.bench.report import (
     ReportTable,
-    check_writable,
     dump_json,
     format_command,
     format_size,

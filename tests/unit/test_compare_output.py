@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from comparisons import launch
 
-from dualdist.bench.compare.launches import CONDITIONS, Launch, check_folder, claim_folder, read_launch, write_launch
+from dualdist.bench.compare.launches import CONDITIONS, Launch, check_folder, claim_folder, read_launch
 from dualdist.bench.compare.metrics import summarize
 from dualdist.bench.compare.output import tables, write_csv
 from dualdist.bench.compare.runner import Contender, format_duration
 from dualdist.bench.jobs import DUALDIST, RunConfig
-from dualdist.bench.report import error_summary
+from dualdist.bench.report import error_summary, write_atomically
 from dualdist.cli import compare
 from dualdist.cli.compare import describe_conditions, describe_settings, make_settings, parse_budget
 from dualdist.errors import UsageError
@@ -46,11 +46,16 @@ def test_tables_and_csv_have_what_was_launched(tmp_path: Path) -> None:
     assert "TCP MiB/step" in cost.columns
     assert not {"GPU MiB", "8 B us", "efficiency"} & set(cost.columns)
     assert all(len(row) == len(table.columns) for table in (speed, cost) for row in table.rows)
-    failed = Launch(contender="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone")
-    write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed], {CONTENDER.key: CONTENDER.label})
+
+
+def test_csv_includes_failed_launches_with_the_error_of_their_output(tmp_path: Path) -> None:
+    failed = Launch(
+        contender="x", label="x", round=1, began=0, seconds=1, command="c", error="exit code 1\nOSError: gone"
+    )
+    write_csv(tmp_path / "a.csv", [launch(CONTENDER.key, 0, 0.1), failed])
     with (tmp_path / "a.csv").open() as file:
         good, bad = csv.DictReader(file)
-    assert (good["label"], float(good["step_s"]), good["error"]) == (CONTENDER.label, pytest.approx(0.1), "")
+    assert (good["label"], float(good["step_s"]), good["error"]) == (CONTENDER.key, pytest.approx(0.1), "")
     assert (bad["contender"], bad["round"], bad["step_s"], bad["error"]) == ("x", "1", "", "OSError: gone")
     assert (
         error_summary("step failed: env torchrun\nTraceback\n  File\nRuntimeError: no memory\n[end]")
@@ -64,10 +69,10 @@ def test_tables_and_csv_have_what_was_launched(tmp_path: Path) -> None:
 
 def test_a_launch_round_trips_and_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "launches" / "one.json"
-    write_launch(launch(CONTENDER.key, 0, 0.1), path)
+    write_atomically(path, launch(CONTENDER.key, 0, 0.1).model_dump_json())
     assert read_launch(path) == launch(CONTENDER.key, 0, 0.1)
     lost = launch(CONTENDER.key, 0, 0.1, losses=[math.nan, math.inf, -math.inf, None], sample=[math.nan])
-    write_launch(lost, path)
+    write_atomically(path, lost.model_dump_json())
     assert str(read_launch(path)) == str(lost)
     path.write_text("{}")
     with pytest.raises(UsageError, match=r"one\.json: not a launch of dualdist compare; delete it"):
@@ -179,7 +184,7 @@ def test_a_folder_holds_one_comparison_of_one_process(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be used"):
         claim(tmp_path / "new", {})
     (tmp_path / "broken off").mkdir()
-    (tmp_path / "broken off" / "conditions.draft").write_text('{"se')
+    (tmp_path / "broken off" / "conditions.json.draft").write_text('{"se')
     with claim_folder(tmp_path / "broken off", {"seed": 0}):
         with pytest.raises(UsageError, match="another dualdist compare uses it"):
             claim(tmp_path / "broken off", {"seed": 0})

@@ -270,7 +270,7 @@ def test_foreign_load_under_srun_is_the_maximum_over_nodes_of_the_ranks_readings
 
 
 def failed_launch(contender: str, number: int, error: str) -> Launch:
-    return Launch(contender=contender, round=number, began=0, seconds=1, command="c", error=error)
+    return Launch(contender=contender, label=contender, round=number, began=0, seconds=1, command="c", error=error)
 
 
 def test_every_contender_without_launches_is_listed_with_a_reason() -> None:

@@ -6,8 +6,8 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +16,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from dualdist.bench.report import write_atomically
 from dualdist.bench.statistics import max_foreign_cores
 from dualdist.errors import UsageError
 from dualdist.utils.machine import CpuUse
 
 MIN_WINDOW_S = 1.0  # the system counts CPU time in ticks of 10 ms
+# Figures that are one for all ranks: peak memory, bytes that a rank sends over TCP and CPU seconds, both in a step.
+OVER_RANKS: dict[str, Callable[[list[Any]], Any]] = {
+    "peak_bytes": max,
+    "device_peak_bytes": max,
+    "tcp_bytes": fmean,
+    "cpu_s": math.fsum,
+}
 CONFIG = ConfigDict(frozen=True, ser_json_inf_nan="constants")  # a loss may be NaN, which is not None
 
 
@@ -74,6 +82,7 @@ class Launch(BaseModel):
     model_config = CONFIG
 
     contender: str  # its key
+    label: str
     round: int
     began: float
     seconds: float
@@ -116,30 +125,10 @@ class Launch(BaseModel):
         """Return the time from the launch to the end of init() on the slowest rank."""
         return max(rank.ready for rank in self.ranks) - self.began
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """Return the maximum over ranks."""
-        return max(self._known("peak_bytes"), default=None)
-
-    @property
-    def device_peak_bytes(self) -> int | None:
-        """Return the maximum over ranks."""
-        return max(self._known("device_peak_bytes"), default=None)
-
-    @property
-    def tcp_bytes(self) -> float | None:
-        """Return the bytes a rank sends over TCP in a step, the mean over ranks."""
-        known = self._known("tcp_bytes")
-        return fmean(known) if known else None
-
-    @property
-    def cpu_s(self) -> float | None:
-        """Return the CPU seconds of a step, the sum over ranks."""
-        known = self._known("cpu_s")
-        return math.fsum(known) if known else None
-
-    def _known(self, name: str) -> list[Any]:
-        return [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
+    def over_ranks(self, name: str) -> Any:
+        """Return one of OVER_RANKS, None if it is unknown."""
+        known = [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
+        return OVER_RANKS[name](known) if known else None
 
 
 def _mean(losses: Sequence[float]) -> float:
@@ -171,7 +160,6 @@ def group_by_contender(launches: Sequence[Launch]) -> Mapping[str, list[Launch]]
 
 
 CONDITIONS = "conditions.json"
-DRAFT = "conditions.draft"
 
 
 def read_launch(path: Path) -> Launch:
@@ -182,14 +170,6 @@ def read_launch(path: Path) -> Launch:
         raise UsageError(f"{path}: not a launch of dualdist compare; delete it to repeat the launch") from error
 
 
-def write_launch(launch: Launch, path: Path) -> None:
-    """Write the launch atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(launch.model_dump_json())
-    draft.replace(path)
-
-
 @contextmanager
 def claim_folder(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
     """Lock the output folder of a comparison, new or started under the same conditions.
@@ -197,28 +177,33 @@ def claim_folder(folder: Path, conditions: Mapping[str, Any]) -> Iterator[None]:
     Raises:
         UsageError: another process uses it, or its conditions differ; the message names them.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        _lock(lock, folder)
-        if not _has_conditions(folder, conditions):
-            try:
-                (folder / DRAFT).write_text(json.dumps(conditions, indent=1))
-                (folder / DRAFT).replace(folder / CONDITIONS)
-            except OSError as error:
-                raise _unusable(folder, error) from error
+    with ExitStack() as stack:
+        with _refusing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            _lock(lock, folder)
+            if not _has_conditions(folder, conditions):
+                write_atomically(folder / CONDITIONS, json.dumps(conditions, indent=1))
         yield
-    finally:
-        os.close(lock)
 
 
 def check_folder(folder: Path, conditions: Mapping[str, Any]) -> None:
     """Raise UsageError if claim_folder() would refuse the folder; does not change it."""
     if folder.exists():
-        _has_conditions(folder, conditions)
+        with _refusing(folder):
+            _has_conditions(folder, conditions)
+
+
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Refuse a folder that cannot be read or written."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--output {folder}: cannot be used ({error}); name another folder") from error
 
 
 def _lock(descriptor: int, folder: Path) -> None:
@@ -235,17 +220,13 @@ def _lock(descriptor: int, folder: Path) -> None:
 def _has_conditions(folder: Path, conditions: Mapping[str, Any]) -> bool:
     """Return True if a comparison under these conditions was started in the folder, False if it is empty."""
     file = folder / CONDITIONS
-    conditions = json.loads(json.dumps(conditions))
-    try:
-        if not file.exists():
-            if any(path.name != DRAFT for path in folder.iterdir()):
-                raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
-            return False
-        before = json.loads(file.read_text())
-        if not isinstance(before, dict):
-            raise ValueError(f"{CONDITIONS} holds no conditions")
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(folder, error) from error
+    if not file.exists():
+        if any(path.name != f"{CONDITIONS}.draft" for path in folder.iterdir()):
+            raise UsageError(f"--output {folder}: expected a new or empty folder, or one of dualdist compare")
+        return False
+    before, conditions = json.loads(file.read_text()), json.loads(json.dumps(conditions))
+    if not isinstance(before, dict):
+        raise ValueError(f"{CONDITIONS} holds no conditions")
     differing = [
         f"{name} was {before.get(name)!r} and is {conditions.get(name)!r}"
         for name in {**before, **conditions}
@@ -256,7 +237,3 @@ def _has_conditions(folder: Path, conditions: Mapping[str, Any]) -> bool:
             f"--output {folder} holds a comparison under other conditions ({'; '.join(differing)}): name another folder"
         )
     return True
-
-
-def _unusable(folder: Path, error: Exception) -> UsageError:
-    return UsageError(f"--output {folder}: cannot be used ({error}); name another folder")

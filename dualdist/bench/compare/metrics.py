@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dualdist.bench.allreduce import bus_bandwidth
-from dualdist.bench.compare.launches import Launch, group_by_contender
+from dualdist.bench.compare.launches import OVER_RANKS, Launch, group_by_contender
 from dualdist.bench.compare.runner import NOT_AVERAGED, Contender, RefusedContender
 from dualdist.bench.compare.verdict import (
     Equivalence,
@@ -150,10 +150,7 @@ def _metrics(contender: Contender, found: Mapping[str, list[Launch]], fastest: S
         bandwidth=bandwidth,
         startup_s=median(each.startup_s for each in own),
         init_s=median(each.init_s for each in own),
-        peak_bytes=_median_known(own, "peak_bytes"),
-        device_peak_bytes=_median_known(own, "device_peak_bytes"),
-        tcp_bytes=_median_known(own, "tcp_bytes"),
-        cpu_s=_median_known(own, "cpu_s"),
+        **{name: _median_known([each.over_ranks(name) for each in own]) for name in OVER_RANKS},
     )
 
 
@@ -161,8 +158,8 @@ def _of_kind(found: Mapping[str, list[Launch]], kind: str) -> Sequence[Launch]:
     return next((each for key, each in found.items() if key.startswith(f"{kind}-")), [])
 
 
-def _median_known(launches: Sequence[Launch], name: str) -> Any:
-    known = [value for each in launches if (value := getattr(each, name)) is not None]
+def _median_known(values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
     return median(known) if known else None
 
 

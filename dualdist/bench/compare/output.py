@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from dualdist.bench.compare.launches import Launch, group_by_contender
+from dualdist.bench.compare.launches import OVER_RANKS, Launch, group_by_contender
 from dualdist.bench.compare.metrics import ComparisonResult, ContenderMetrics
 from dualdist.bench.compare.runner import NOT_AVERAGED
 from dualdist.bench.report import (
@@ -24,7 +24,7 @@ from dualdist.bench.report import (
     format_us,
     format_versions,
 )
-from dualdist.bench.statistics import MIN_LAUNCHES
+from dualdist.bench.statistics import MIN_LAUNCHES, MedianInterval
 from dualdist.utils.machine import Machine
 
 TEMPLATE = "page.html.j2"
@@ -81,9 +81,15 @@ def _speed(contender: ContenderMetrics, is_script: bool) -> tuple[str, ...]:
         f"{_number(rate.low)} to {_number(rate.high)}",
         *(() if is_script else ("-" if by_rank is None else _range(by_rank),)),
         format_ms(contender.step_s.value),
-        "-" if ratio is None else f"{ratio.value:.3f}",
+        _known(ratio, ".3f"),
         "-" if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}",
     )
+
+
+def _known(value: MedianInterval | float | None, spec: str, scale: float = 1) -> str:
+    """Format a value times a scale, or "-" for None."""
+    number = value.value if isinstance(value, MedianInterval) else value
+    return "-" if number is None else format(number * scale, spec)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -105,20 +111,17 @@ def _cost_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
 
 
 def _cost(contender: ContenderMetrics) -> tuple[str, ...]:
-    exposed, efficiency = contender.exposed_s, contender.scaling_efficiency
     return (
         contender.label,
-        "-" if exposed is None else format_ms(exposed.value),
-        "-" if efficiency is None else f"{efficiency.value:.0%}",
-        "-" if contender.latency_s is None else f"{contender.latency_s * 1e6:.0f}",
-        "-" if contender.bus_gb_s is None else f"{contender.bus_gb_s:.3g}",
+        _known(contender.exposed_s, ".2f", 1e3),
+        _known(contender.scaling_efficiency, ".0%"),
+        _known(contender.latency_s, ".0f", 1e6),
+        _known(contender.bus_gb_s, ".3g"),
         f"{contender.startup_s:.1f}",
-        *(
-            "-" if peak is None else f"{peak / 2**20:.0f}"
-            for peak in (contender.peak_bytes, contender.device_peak_bytes)
-        ),
-        "-" if contender.tcp_bytes is None else f"{contender.tcp_bytes / 2**20:.2f}",
-        "-" if contender.cpu_s is None else f"{contender.cpu_s * 1e3:.1f}",
+        _known(contender.peak_bytes, ".0f", 1 / 2**20),
+        _known(contender.device_peak_bytes, ".0f", 1 / 2**20),
+        _known(contender.tcp_bytes, ".2f", 1 / 2**20),
+        _known(contender.cpu_s, ".1f", 1e3),
     )
 
 
@@ -138,24 +141,24 @@ def _bandwidth_table(contenders: Sequence[ContenderMetrics]) -> ReportTable:
     return ReportTable("Allreduce", ("contender", "size", "us", "us, raw library", "bus GB/s", "raw library"), rows)
 
 
-def write_csv(path: Path, launches: Sequence[Launch], labels: Mapping[str, str]) -> None:
+def write_csv(path: Path, launches: Sequence[Launch]) -> None:
     """Write one line per launch, failed ones included."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, restval="")
         writer.writeheader()
-        writer.writerows(_csv_row(launch, labels.get(launch.contender, launch.contender)) for launch in launches)
+        writer.writerows(map(_csv_row, launches))
 
 
-def _csv_row(launch: Launch, label: str) -> dict[str, object]:
-    row: dict[str, object] = {name: getattr(launch, name) for name in ("contender", "round", "began")}
-    row |= {"label": label, "error": error_summary(launch.error or "")}
+def _csv_row(launch: Launch) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(launch, name) for name in ("contender", "label", "round", "began")}
+    row["error"] = error_summary(launch.error or "")
     if not launch.ranks:
         return row
     first = launch.first
     row |= {name: getattr(first, name) for name in ("launcher", "backend", "transport", "digest")}
-    names = ("startup_s", "init_s", "peak_bytes", "device_peak_bytes", "foreign_cores")
-    row |= {name: getattr(launch, name) for name in names}
-    row |= {"tcp_bytes_per_step": launch.tcp_bytes, "cpu_s_per_step": launch.cpu_s}
+    row |= {name: getattr(launch, name) for name in ("startup_s", "init_s", "foreign_cores")}
+    of_step = {"tcp_bytes": "tcp_bytes_per_step", "cpu_s": "cpu_s_per_step"}
+    row |= {of_step.get(name, name): launch.over_ranks(name) for name in OVER_RANKS}
     row |= {"first_loss": launch.losses[0], "last_loss": launch.losses[-1]}
     if launch.steps:
         row |= {"step_s": launch.step_s}
@@ -168,7 +171,6 @@ def write_folder(
     result: ComparisonResult,
     record: Mapping[str, Any],
     launches: Sequence[Launch],
-    labels: Mapping[str, str],
 ) -> Path:
     """Write page, plots, CSV and JSON to the folder; return the path of the page."""
     plots = draw_plots(result, group_by_contender(launches))
@@ -176,9 +178,9 @@ def write_folder(
         (folder / f"{name}.png").write_bytes(png)
     data = dump_json(record).encode()
     (folder / DATA).write_bytes(data)
-    write_csv(folder / TABLE, launches, labels)
+    write_csv(folder / TABLE, launches)
     page = folder / PAGE
-    page.write_text(_render_page(result, record, launches, labels, plots, data))
+    page.write_text(_render_page(result, record, launches, plots, data))
     return page
 
 
@@ -186,7 +188,6 @@ def _render_page(
     result: ComparisonResult,
     record: Mapping[str, Any],
     launches: Sequence[Launch],
-    labels: Mapping[str, str],
     plots: Mapping[str, bytes],
     data: bytes,
 ) -> str:
@@ -213,8 +214,8 @@ def _render_page(
         classes={each.label: _css_class(each, result) for each in result.contenders},
         plots={name: b64encode(png).decode() for name, png in plots.items()},
         setup=setup,
-        launches=[_page_row(launch, labels) for launch in launches],
-        commands={labels.get(launch.contender, launch.contender): launch.command for launch in launches},
+        launches=[*map(_page_row, launches)],
+        commands={launch.label: launch.command for launch in launches},
         data=b64encode(data).decode(),
         data_size=format_size(len(data)),
     )
@@ -226,8 +227,8 @@ def _css_class(contender: ContenderMetrics, result: ComparisonResult) -> str:
     return "" if contender.is_candidate else "baseline"
 
 
-def _page_row(launch: Launch, labels: Mapping[str, str]) -> tuple[str, ...]:
-    label, number = labels.get(launch.contender, launch.contender), str(launch.round + 1)
+def _page_row(launch: Launch) -> tuple[str, ...]:
+    label, number = launch.label, str(launch.round + 1)
     if launch.error is not None or not launch.steps:
         return (label, number, *["-"] * 5, error_summary(launch.error or ""))
     return (
@@ -236,7 +237,7 @@ def _page_row(launch: Launch, labels: Mapping[str, str]) -> tuple[str, ...]:
         format_ms(launch.step_s),
         "-" if launch.batch is None else f"{launch.batch / launch.step_s:.4g}",
         f"{launch.startup_s:.1f}",
-        "-" if launch.foreign_cores is None else f"{launch.foreign_cores:.2f}",
+        _known(launch.foreign_cores, ".2f"),
         launch.first.digest[:12],
         "",
     )

@@ -7,12 +7,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from dualdist.backends import registry
-from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch, write_launch
+from dualdist.bench.compare.launches import Launch, RankRecord, foreign_cores_beside, read_launch
 from dualdist.bench.jobs import (
     BASELINES,
     DUALDIST,
@@ -25,6 +25,7 @@ from dualdist.bench.jobs import (
     run_job,
     worker_command,
 )
+from dualdist.bench.report import write_atomically
 from dualdist.errors import LaunchError
 from dualdist.session import RECORD, RECORD_STEPS, RECORD_WARMUP
 
@@ -152,7 +153,13 @@ class Comparison:
         shutil.rmtree(planned.tags["folder"], ignore_errors=True)  # of an interrupted launch
         batch = None if isinstance(self.work, UserScript) else self._train_options(contender, self.work).batch
         result = Launch(
-            contender=contender.key, round=number, began=began, seconds=0, command=planned.command_line, batch=batch
+            contender=contender.key,
+            label=contender.label,
+            round=number,
+            began=began,
+            seconds=0,
+            command=planned.command_line,
+            batch=batch,
         )
         try:
             reports = run_job(planned, self.settings.timeout_s)
@@ -168,7 +175,7 @@ class Comparison:
         finally:
             shutil.rmtree(planned.tags["folder"], ignore_errors=True)
         result = result.model_copy(update={"seconds": time.monotonic() - start})
-        write_launch(result, self.folder / LAUNCHES / f"{number:03}-{contender.key}.json")
+        write_atomically(self.folder / LAUNCHES / f"{number:03}-{contender.key}.json", result.model_dump_json())
         return result
 
     def load_launches(self, contenders: Sequence[Contender]) -> list[Launch]:
@@ -198,6 +205,7 @@ def draw_order(contenders: Sequence[Contender], number: int, seed: int) -> list[
     return sorted(drawn, key=lambda contender: contender.is_baseline) if number == 0 else drawn
 
 
+@dataclass
 class LaunchSchedule:
     """Iterator over the launches, round by round, until `rounds` are complete or `budget_s` is used up.
 
@@ -205,44 +213,37 @@ class LaunchSchedule:
     the last round of `done`: rounds from an earlier run are not comparable.
     """
 
-    def __init__(
-        self,
-        contenders: Sequence[Contender],
-        launch: Callable[[Contender, int], Launch],
-        done: Sequence[Launch] = (),
-        *,
-        rounds: int,
-        budget_s: float,
-        seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.ended = "interrupted"
-        self.failed: set[str] = set()
-        self._contenders = list(contenders)
-        self._launch = launch
-        self._done = {(each.contender, each.round) for each in done}
-        self._first_round = max((each.round for each in done), default=0)
+    contenders: Sequence[Contender]
+    launch: Callable[[Contender, int], Launch]
+    done: Sequence[Launch] = ()
+    _: KW_ONLY
+    rounds: int
+    budget_s: float
+    seed: int = 0
+    clock: Callable[[], float] = time.monotonic
+    ended: str = "interrupted"
+    failed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._done = {(each.contender, each.round) for each in self.done}
+        self._first_round = max((each.round for each in self.done), default=0)
         self._seconds: dict[str, list[float]] = {}
-        for each in done:
+        for each in self.done:
             self._seconds.setdefault(each.contender, []).append(each.seconds)
-        self._rounds = rounds
-        self._budget_s = budget_s
-        self._seed = seed
-        self._clock = clock
-        self._start = clock()
+        self._start = self.clock()
 
     def __iter__(self) -> Iterator[Launch]:
         is_first = True  # with work left: every resumed run must make progress
-        for number in range(self._rounds):
+        for number in range(self.rounds):
             remaining = self.remaining_in(number)
-            if not is_first and remaining and self.elapsed_s + self._estimate(remaining) > self._budget_s:
+            if not is_first and remaining and self.elapsed_s + self._estimate(remaining) > self.budget_s:
                 self.ended = self._budget_used("")
                 return
             for contender in remaining:
-                if is_first and self.elapsed_s > self._budget_s:
+                if is_first and self.elapsed_s > self.budget_s:
                     self.ended = self._budget_used(" in the first round")
                     return
-                result = self._launch(contender, number)
+                result = self.launch(contender, number)
                 self._seconds.setdefault(contender.key, []).append(result.seconds)
                 self._done.add((contender.key, number))
                 if result.error is not None:
@@ -252,29 +253,29 @@ class LaunchSchedule:
         self.ended = "complete"
 
     def _budget_used(self, where: str) -> str:
-        round_s = self._estimate([contender for contender in self._contenders if contender.key not in self.failed])
-        more = ", more than the budget" if round_s > self._budget_s else ""
-        return f"the budget of {self._budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
+        round_s = self._estimate([contender for contender in self.contenders if contender.key not in self.failed])
+        more = ", more than the budget" if round_s > self.budget_s else ""
+        return f"the budget of {self.budget_s:g} s was used up{where}; a round takes about {round_s:.0f} s{more}"
 
     @property
     def elapsed_s(self) -> float:
-        return self._clock() - self._start
+        return self.clock() - self._start
 
     def remaining_in(self, number: int) -> list[Contender]:
         """Return the contenders to launch in a round; contenders that failed are not launched again."""
         if number < self._first_round:
             return []
-        drawn = draw_order(self._contenders, number, self._seed)
+        drawn = draw_order(self.contenders, number, self.seed)
         return [each for each in drawn if (each.key, number) not in self._done and each.key not in self.failed]
 
     @property
     def remaining(self) -> list[Contender]:
         """Return all launches that are left without regard to the budget; a contender once per round."""
-        return [contender for number in range(self._rounds) for contender in self.remaining_in(number)]
+        return [contender for number in range(self.rounds) for contender in self.remaining_in(number)]
 
     def remaining_s(self) -> float:
         """Estimate how long the rest takes."""
-        return max(0.0, min(self._estimate(self.remaining), self._budget_s - self.elapsed_s))
+        return max(0.0, min(self._estimate(self.remaining), self.budget_s - self.elapsed_s))
 
     def _estimate(self, contenders: Sequence[Contender]) -> float:
         known = [seconds for each in self._seconds.values() for seconds in each]

@@ -18,6 +18,7 @@ from typing import Any
 
 import dualdist as dd
 from dualdist.bench.jobs import AllreduceOptions, StepOptions, TrainOptions
+from dualdist.bench.report import write_atomically
 from dualdist.environments import detect
 from dualdist.errors import DualdistError, UnsupportedError
 from dualdist.launch.spawn import spawn_without_main
@@ -57,7 +58,7 @@ def _measure(measurement: str, options: Any, path: Path) -> None:
     if measurement == "memory":  # each rank writes a report, as there may be no session to gather them
         topology, backend = detect(os.environ), os.environ.get("DUALDIST_BACKEND", "")
         report = measurements.measure_memory(backend, options, topology, Path(f"{path}.store"))
-        _write(report, path.with_suffix(f".{topology.rank}.json"))
+        write_atomically(path.with_suffix(f".{topology.rank}.json"), json.dumps(report))
     elif measurement == "step":
         _measure_in_session(measurements.measure_steps, options, path)
     elif measurement == "allreduce":
@@ -84,15 +85,7 @@ def _measure_in_session(measure: Callable[[Any], Report | None], options: Any, p
     finally:
         dd.shutdown()
     if found is not None and is_root:
-        _write({**found, "options": asdict(options), **run}, path)
-
-
-def _write(report: Report, path: Path) -> None:
-    """Write the report atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(report))
-    draft.replace(path)
+        write_atomically(path, json.dumps({**found, "options": asdict(options), **run}))
 
 
 if __name__ == "__main__":
