@@ -108,7 +108,11 @@ def _import_dualdist() -> Library:
         dd.init()
         return dd.rank(), torch.zeros(2, device=dd.device())
 
-    return Library(start, lambda value: dd.allreduce_(value, "sum", name="value"), dd.allreduce, dd.shutdown)
+    # Looked up when they are called: the functions of dualdist import torch, which has a phase of its own.
+    def allreduce_(tensor: Any) -> None:
+        dd.allreduce_(tensor, "sum", name="value")
+
+    return Library(start, allreduce_, lambda tensor: dd.allreduce(tensor, "sum"), lambda: dd.shutdown())
 
 
 def _import_torch() -> Library:
