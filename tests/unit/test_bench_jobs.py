@@ -42,6 +42,7 @@ from dualdist.bench.ranks.measurements import (
 from dualdist.bench.ranks.training import step_case
 from dualdist.bench.report import (
     ReportTable,
+    check_writable,
     dump_json,
     format_command,
     format_size,
@@ -177,9 +178,8 @@ def test_the_record_has_cuda_and_nccl_of_gpus_and_null_for_nan_in_a_writable_fil
         assert make_record("x", "c", {}, jobs, None)["versions"].items() >= {"CUDA": "13.0", "NCCL": "2.28.3"}.items()
     assert "CUDA" not in make_record("x", "c", {}, [{"ranks": [on_cpu]}, {"reports": []}], None)["versions"]
     data = {"a": [math.nan, 1.5, (math.inf, "NaN")], "b": {"c": -math.inf, "d": None, "e": True}}
-    check_writable("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/new")  # a folder that will be created
     with pytest.raises(UsageError, match="there is no folder"):
-        check_writable("--json", f"{tmp_path}/new/x.json", f"{tmp_path}/other")
+        check_writable("--json", f"{tmp_path}/new/x.json")
     assert dump_json(data) == '{"a": [null, 1.5, [null, "NaN"]], "b": {"c": null, "d": null, "e": true}}'
 
 
