@@ -181,7 +181,7 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(launch: Launch, shown: l
         assert argv[:3] == ["env", "OMP_NUM_THREADS=1", "DUALDIST_BACKEND=native"]
         assert any(word.endswith("/torchrun") for word in argv)
     assert outcome.stderr == ""
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("dualdist-bench-*"))
 
 
 @pytest.mark.smoke
@@ -201,7 +201,7 @@ def test_a_line_of_the_dry_run_runs_as_it_stands(launch: Launch, tmp_path: Path)
     words = (*QUICK_STEP, "--no-memory", "--backend", "native", "--contenders", "none")
     (line,) = launch([*BENCH, *words, "--dry-run"], env={"TMPDIR": str(tmp_path)}).stdout.splitlines()
     launch(shlex.split(line))
-    (report,) = tmp_path.glob("*/*.json")
+    (report,) = tmp_path.glob("dualdist-bench-*/*.json")
     assert len(json.loads(report.read_text())["seconds"]["none"]) == ROUNDS
 
 
