@@ -221,8 +221,8 @@ def test_saved_choices_are_choices_or_an_error(tmp_path: Path, effort: Effort) -
 @pytest.mark.smoke
 def test_an_interrupted_comparison_is_resumed_or_refused(tmp_path: Path, effort: Effort) -> None:
     path = tmp_path / "launch.json"
-    launches.write_launch(launches.Launch(cell="a", round=1, began=0.0, seconds=1.0, command="x"), path)
-    whole = json.loads(path.read_text())
+    launch = launches.Launch(contender="a", label="A", round=1, began=0.0, seconds=1.0, command="x")
+    whole = json.loads(launch.model_dump_json())
 
     def claim() -> None:
         with launches.claim_folder(tmp_path, {"ranks": 2}):

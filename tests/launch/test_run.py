@@ -217,8 +217,8 @@ def test_sigterm_reaches_the_ranks_whose_exit_codes_count(
         f"import os, pathlib, signal, sys, time\n{way}\n"
         "pathlib.Path(f'up-{os.environ[\"DUALDIST_RANK\"]}').touch(exist_ok=False)\ntime.sleep(600)\n"
     )
-    words = ["-np", "2", "--launcher", "spawn", "--max-restarts", "2", str(script)]
-    with launch.start([*RUN, *words]) as job:
+    arguments = ["-np", "2", "--launcher", "spawn", "--max-restarts", "2", str(script)]
+    with launch.start([*RUN, *arguments]) as job:
         wait_for(*(launch.directory / f"up-{rank}" for rank in range(2)))
         find(job, "-m dualdist run").send_signal(signal.SIGTERM)
         outcome = job.wait(20)
