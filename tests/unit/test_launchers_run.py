@@ -34,10 +34,16 @@ def python(program: str, *arguments: str) -> Command:
 
 
 def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    """Return True if the process has ended, or ends now: while it exits, the variables that mark it are gone."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_code_and_output_are_captured_and_variables_come_on_top_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
